@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from art_server.engine.command import LATENT_BACKEND, seq_length
+from art_server.engine.device.assignment import engine_devices
 from art_server.engine.device.detection import Machine
 from art_server.engine.device.figures import read_figures
 from art_server.engine.device.model_size import read_model_size
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.device.plan import Card, Demand, MemoryPlan, make_memory_plan
-from art_server.engine.engine import Engine
+from art_server.engine.fleet import AnyEngine
 from art_server.errors import Conflict, InvalidInput, StorageFull, Unavailable
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.trainer import Trainer
@@ -45,7 +46,7 @@ class BaseLoader:
         config: ServerConfig,
         machine: Machine,
         owner: DeviceOwner,
-        engine: Engine,
+        engine: AnyEngine,
         trainer: Trainer,
         ledger: Ledger,
         queue: JobQueue,
@@ -253,7 +254,8 @@ class BaseLoader:
             gpu = self._machine.gpus[index]
             return Card(gpu.name, gpu.total, self._machine.host)
 
-        card = card_of(next(iter(config.serve_devices), 0))
+        devices = engine_devices(config, self._machine)[0]
+        card = card_of(next(iter(devices), 0))
         own = card_of(config.train_devices[0]) if config.train_devices else None
         demand = Demand(
             base_model=base.name,
@@ -265,7 +267,8 @@ class BaseLoader:
             max_seq_length=config.max_seq_length,
             utilization=float(given) if given is not None else None,
             handover=None if config.handover == "auto" else config.handover,
-            num_serving=int(tensor_parallel or len(config.serve_devices) or 1),
+            num_serving=int(tensor_parallel or len(devices) or 1),
+            num_engines=config.engines,
             training_card=own,
         )
         plan = make_memory_plan(card, demand, read_figures())

@@ -24,7 +24,7 @@ from art_protocol.wire import (
     DeleteCheckpointsRequest,
     ForkRequest,
 )
-from art_server.engine.engine import Engine
+from art_server.engine.fleet import AnyEngine
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.jobs.queue import JobQueue
@@ -50,7 +50,7 @@ class Checkpoints:
     _registry: Registry
     _queue: JobQueue
     _gate: PauseGate
-    _engine: Engine
+    _engine: AnyEngine
     _ledger: Ledger
     _incoming: Path
     """Folder for unfinished checkpoints; empty at start."""

@@ -13,6 +13,7 @@ import msgspec
 from art_protocol.tracking import Span, Tracer, link_of
 from art_server.base_loader import BaseLoader
 from art_server.engine.engine import Engine
+from art_server.engine.fleet import AnyEngine
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, Unavailable
 from art_server.ledger import conversation
@@ -21,8 +22,6 @@ from art_server.ledger.ledger import Ledger, OpenRequest
 from art_server.ledger.records import Request, choice_id
 from art_server.store.registry import RegisteredModel, Registry
 
-METRICS_SECONDS = 2.0
-"""For vLLM's metrics."""
 OPERATIONS: Mapping[str, str] = {"completions": "text_completion"}
 """OpenTelemetry's names of operations; those of the other APIs are "chat"."""
 
@@ -63,6 +62,8 @@ class InferenceRequest:
     adapter: str = ""
     traceparent: str | None = None
     """The header of that name, if spans are made."""
+    engine: Engine | None = None
+    """The one that answers it, or that was lost while it did."""
 
     @property
     def is_stream(self) -> bool:
@@ -110,7 +111,7 @@ class Proxy:
 
     _registry: Registry
     _ledger: Ledger
-    _engine: Engine
+    _engine: AnyEngine
     _gate: PauseGate
     _base: BaseLoader
     _wait_limit_seconds: float
@@ -166,10 +167,11 @@ class Proxy:
             await self._gate.wait_open(limit)
             self.resolve(inference)
             stack.enter_context(self._gate.inside(inference.adapter))
+            folder = None
             if inference.model is not None and inference.step is not None:
                 folder = inference.model.folder.checkpoint_dir(inference.step)
-                await self._engine.load_adapter(inference.adapter, folder, limit)
-            await self._engine.wait_ready(limit)
+            key = functools.partial(routing_key, inference)
+            inference.engine = await self._engine.reach(inference.adapter, folder, key, limit, stack)
             opened = stack.enter_context(self._ledger.open_request(self._to_record(inference, request_id)))
             if span is not None:
                 stack.callback(set_span_attributes, span, inference, opened)
@@ -177,7 +179,7 @@ class Proxy:
                 "x-request-id": request_id,
                 "content-type": "application/json",
             }
-            post = functools.partial(self._engine.http.post, inference.path, headers=sent)
+            post = functools.partial(inference.engine.http.post, inference.path, headers=sent)
             body = self._body(inference, request_id)
             thoughts = self._ledger.recall_thinking(opened) if inference.answers else []
             try:
@@ -186,16 +188,16 @@ class Proxy:
                     async with post(data=msgspec.json.encode(restored)) as response:
                         # The context may have no room for it; then the request goes as the agent sent it.
                         if response.status != 400:
-                            yield await self._checked(response), opened
+                            yield await self._checked(response, inference), opened
                             return
                 async with post(data=msgspec.json.encode(body)) as response:
-                    yield await self._checked(response), opened
+                    yield await self._checked(response, inference), opened
             except aiohttp.ClientError as error:
                 raise EngineLost from error
 
-    async def _checked(self, response: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
+    async def _checked(self, response: aiohttp.ClientResponse, inference: InferenceRequest) -> aiohttp.ClientResponse:
         if response.status == 500:
-            await self.check_engine()
+            await self.check_engine(inference)
         return response
 
     def _to_record(self, inference: InferenceRequest, request_id: str) -> Request:
@@ -225,31 +227,35 @@ class Proxy:
             body["request_id"] = f"resp_{request_id}"
         return body
 
-    async def engine_metrics(self) -> bytes:
-        """vLLM's own metrics, in Prometheus' text format; empty if it does not answer in time."""
-        if self._engine.state != "ready":
-            return b""
-        timeout = aiohttp.ClientTimeout(total=METRICS_SECONDS)
-        try:
-            async with self._engine.http.get("/metrics", timeout=timeout) as response:
-                return await response.read() if response.status == 200 else b""
-        except (aiohttp.ClientError, TimeoutError):
-            return b""
-
-    async def check_engine(self) -> None:
+    @staticmethod
+    async def check_engine(inference: InferenceRequest) -> None:
         """Checks that an error is the answer of a living engine.
 
         Raises:
             EngineLost: the engine is dead or dying.
         """
-        if not await self._engine.is_alive():
+        assert inference.engine is not None, "it has answered"
+        if not await inference.engine.is_alive():
             raise EngineLost
 
-    async def was_engine_killed(self) -> bool:
+    @staticmethod
+    async def was_engine_killed(inference: InferenceRequest) -> bool:
         """Whether somebody killed the engine, so that the request is not the cause. Call it after `EngineLost`; it
         first waits until the supervisor has noticed the engine's end."""
-        await self._engine.notice_end()
-        return self._engine.was_killed
+        assert inference.engine is not None, "it was lost"
+        await inference.engine.notice_end()
+        return inference.engine.was_killed
+
+
+def routing_key(inference: InferenceRequest) -> bytes:
+    """What requests have in common whose prompts begin alike: the session, else the model with the messages up to the
+    user's first, and the tools."""
+    if inference.session is not None:
+        return conversation.digest(inference.owner.encode(), inference.session.encode(errors="surrogatepass"))
+    users = (n for n, message in enumerate(inference.messages, start=1) if message.get("role") == "user")
+    opening = inference.messages[: next(users, len(inference.messages))]
+    content = [inference.requested_model, opening, inference.body.get("tools")]
+    return conversation.digest(msgspec.json.encode(content))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from art_protocol.wire import LoRAConfig, ModelInfo, RegisterRequest
 from art_server.base_loader import BaseLoader
-from art_server.engine.engine import Engine
+from art_server.engine.fleet import AnyEngine
 from art_server.errors import Conflict
 from art_server.jobs.token_sources import Limits
 from art_server.jobs.trainer import Trainer
@@ -29,7 +29,7 @@ class Registration:
 
     _registry: Registry
     _base: BaseLoader
-    _engine: Engine
+    _engine: AnyEngine
     _trainer: Trainer
     _max_lora_rank: int
 

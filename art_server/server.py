@@ -7,13 +7,15 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints import Checkpoints
-from art_server.engine.device.assignment import check_devices, device_environment
+from art_server.engine.device.assignment import check_devices, device_environment, engine_devices
 from art_server.engine.device.detection import Machine, detect
-from art_server.engine.device.owner import DeviceOwner
-from art_server.engine.engine import Engine
+from art_server.engine.device.owner import AllDevices, DeviceOwner
+from art_server.engine.engine import Engine, remove_run_dirs
+from art_server.engine.fleet import AnyEngine, Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.inference_proxy import Proxy
 from art_server.jobs.layer_check import LayerCheck
@@ -27,6 +29,7 @@ from art_server.ledger.intake import Intake
 from art_server.ledger.ledger import Ledger, Retention
 from art_server.process.background import Background, LoopWatch
 from art_server.process.children import Children
+from art_server.process.progress import StartProgress
 from art_server.registration import Registration
 from art_server.settings import ServerConfig
 from art_server.status import Status
@@ -53,7 +56,7 @@ class Server:
     reports: Reports
     gate: PauseGate
     ledger: Ledger
-    engine: Engine
+    engine: AnyEngine
     trainer: Trainer
     registry: Registry
     queue: JobQueue
@@ -128,24 +131,41 @@ def build(
     children = Children(config.server_dir, config.log_dir)
     if left := children.reap():
         logger.warning("killed processes that an earlier server left running: %s", left)
+    remove_run_dirs(config.server_dir)
     incoming = config.server_dir / "incoming"
     shutil.rmtree(incoming, ignore_errors=True)
 
-    background, loop_watch, owner, gate = Background(), LoopWatch(), DeviceOwner(), PauseGate()
+    background, loop_watch, gate = Background(), LoopWatch(), PauseGate()
     reports = Reports(config.trackers, config.log_dir)
     retention = Retention(config.ledger_max_age_days * 86400.0, int(config.ledger_max_gb * 2**30))
     ledger = Ledger(config.server_dir / "ledger.sqlite", retention, config.splicing)
-    engine = make_engine(
-        config,
-        machine.kind,
-        device_environment(config.serve_devices, machine),
-        owner,
-        children,
-        Intake(ledger, background).receiver(),
-        lambda: gate.num_inside > 0,
-        background,
-        functools.partial(mismatch_limits_of, config, machine.kind),
-    )
+    intake = Intake(ledger, background)
+
+    def engine_on(devices: tuple[int, ...], owner: DeviceOwner, *of_fleet: Any) -> Engine:
+        return make_engine(
+            config.model_copy(update={"serve_devices": devices}),
+            machine.kind,
+            device_environment(devices, machine),
+            owner,
+            children,
+            intake.receiver(),
+            lambda: gate.num_inside > 0,
+            background,
+            functools.partial(mismatch_limits_of, config, machine.kind),
+            *of_fleet,
+        )
+
+    engine: AnyEngine
+    if config.engines == 1:
+        owner = DeviceOwner()
+        engine = engine_on(config.serve_devices, owner)
+    else:
+        owners = [DeviceOwner() for _ in range(config.engines)]
+        owner, progress = AllDevices(owners), StartProgress()
+        changed = asyncio.Condition()
+        places = zip(engine_devices(config, machine), owners, strict=True)
+        replicas = [engine_on(*place, f"engine-{number}", progress, changed) for number, place in enumerate(places)]
+        engine = Fleet(replicas, progress, changed)
     trainer = make_trainer(config, machine.kind, device_environment(config.train_devices, machine), children)
     registry = Registry(config.path)
     queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs)

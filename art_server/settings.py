@@ -161,6 +161,14 @@ class ServerConfig(BaseModel):
         tuple[int, ...],
         Flag("devices for the trainer only: one GPU, or cores of a CPU", "LIST"),
     ] = ()
+    engines: Annotated[
+        int,
+        Flag(
+            "number of engines, each with its part of the GPUs; requests of a session go to the same one, and a lost one's "
+            "to the others (%(default)s)",
+            "N",
+        ),
+    ] = 1
     handover: Annotated[
         Literal["auto", "none", "kv_cache", "sleep"],
         Flag(
@@ -285,6 +293,8 @@ class ServerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_devices(self) -> Self:
+        if self.engines < 1:
+            raise ValueError(f"--engines {self.engines}: something has to sample; use 1 or more")
         if bool(self.serve_devices) != bool(self.train_devices):
             raise ValueError("--serve-devices and --train-devices go together: give both or none")
         if both := set(self.serve_devices) & set(self.train_devices):

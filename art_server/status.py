@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from art_protocol.wire import Health
+from art_protocol.wire import Health, ReplicaHealth
 from art_server import __version__
 from art_server.activity import Activity, Doing
 from art_server.base_loader import BaseLoader
-from art_server.engine.engine import Engine
+from art_server.engine.fleet import AnyEngine
 from art_server.engine.pause_gate import PauseGate
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer import Trainer
@@ -21,7 +21,7 @@ class Status:
     def __init__(
         self,
         path: Path,
-        engine: Engine,
+        engine: AnyEngine,
         trainer: Trainer,
         gate: PauseGate,
         base: BaseLoader,
@@ -57,9 +57,24 @@ class Status:
             detail=engine.detail,
             waits_for=self._gate.waits_for or engine.start_waited_for,
             progress=engine.progress.lines,
+            replicas=self._replicas(),
             longest_stall_seconds=self._loop_watch.longest_stall_seconds,
             faults=self._background.faults,
         )
+
+    def _replicas(self) -> list[ReplicaHealth]:
+        if len(self._engine.replicas) == 1:
+            return []
+        return [
+            ReplicaHealth(
+                name=each.name,
+                engine=each.state,
+                detail=each.detail,
+                num_requests=each.num_requests,
+                num_starts=each.num_starts,
+            )
+            for each in self._engine.replicas
+        ]
 
     def activity(self) -> dict[str, Any]:
         """Where the time of the last minutes went (`Activity.report`)."""
@@ -71,7 +86,8 @@ class Status:
 
     def memory(self) -> dict[str, Any]:
         """Memory of the server's processes and free disk space (blocking)."""
-        return machine.memory(self._path, {"engine": self._engine.pid, "trainer": self._trainer.pid})
+        engines = {each.name: each.pid for each in self._engine.replicas}
+        return machine.memory(self._path, {**engines, "trainer": self._trainer.pid})
 
     def _doing(self) -> frozenset[Doing]:
         engine, gate = self._engine, self._gate

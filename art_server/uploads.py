@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from art_server.checkpoints import Checkpoints
-from art_server.engine.engine import Engine
+from art_server.engine.fleet import AnyEngine
 from art_server.errors import InvalidInput, TooLarge
 from art_server.jobs.trainer import Trainer
 from art_server.jobs.trainer_process import TrainerError
@@ -33,7 +33,7 @@ class Uploads:
     """Receives tars and stores them as steps."""
 
     _registry: Registry
-    _engine: Engine
+    _engine: AnyEngine
     _trainer: Trainer
     _checkpoints: Checkpoints
     _incoming: Path

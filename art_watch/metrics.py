@@ -12,11 +12,12 @@ from fastapi.responses import Response
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from art_protocol.wire import Health
 from art_server.api.parameters import TheCaller, TheServer
-from art_server.engine.engine import State
+from art_server.engine.engine import Engine, State
 from art_server.jobs.job_row import ENDED, PENDING
 from art_server.jobs.reports import Totals
 from art_server.process.shared import clock
@@ -58,18 +59,31 @@ async def metrics(server: TheServer, caller: TheCaller) -> Response:
     pending = await asyncio.to_thread(server.queue.pending)
     models = server.registry.all(caller.projects)
     own = exposition(metrics_snapshot(server), server.status.health(), pending, models)
-    of_engine = await server.proxy.engine_metrics() if caller.projects is None else b""
+    of_engine = await engine_metrics(server.engine.replicas) if caller.projects is None else b""
     return Response(own + of_engine, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+async def engine_metrics(replicas: Sequence[Engine]) -> bytes:
+    """vLLM's part, as vLLM writes it; that of several engines with the label `replica`."""
+    texts = await asyncio.gather(*(replica.metrics() for replica in replicas))
+    if len(texts) == 1:
+        return texts[0]
+    merged: dict[str, Metric] = {}
+    for replica, text in zip(replicas, texts, strict=True):
+        for found in text_string_to_metric_families(text.decode()):
+            family = merged.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+            for sample in found.samples:
+                family.samples.append(sample._replace(labels={**sample.labels, "replica": replica.name}))
+    return families_text(list(merged.values()))
 
 
 def exposition(figures: MetricsSnapshot, health: Health, pending: Pending, models: Iterable[RegisteredModel]) -> bytes:
     """The server's part."""
+    return families_text([*request_families(figures, health), *job_families(figures, pending), *model_families(models)])
+
+
+def families_text(families: Sequence[Metric]) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    families = [
-        *request_families(figures, health),
-        *job_families(figures, pending),
-        *model_families(models),
-    ]
     registry.register(Families(families))
     return generate_latest(registry)
 
@@ -91,6 +105,11 @@ def request_families(figures: MetricsSnapshot, health: Health) -> Iterator[Metri
     states = {state: float(state == health.engine) for state in get_args(State)}
     yield gauges("art_engine_state", "1 for the engine's state.", "state", states)
     yield counter("art_engine_starts", "Starts of vLLM's process.", figures.num_engine_starts)
+    if replicas := health.replicas:
+        ready = {each.name: float(each.engine == "ready") for each in replicas}
+        yield gauges("art_replica_ready", "1 for each of several engines that is ready.", "replica", ready)
+        running = {each.name: float(each.num_requests) for each in replicas}
+        yield gauges("art_replica_requests", "Requests that each of several engines has.", "replica", running)
     stall = health.longest_stall_seconds
     yield gauge("art_event_loop_longest_stall_seconds", "Longest time the event loop was blocked.", stall)
     failing = dict.fromkeys(health.faults, 1.0)

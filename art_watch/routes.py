@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi import Path as PathParameter
@@ -200,7 +200,7 @@ async def tree(folder: TheFolder, step: Number, group: Number) -> dict[str, Any]
 
 @router.get("/api/look/logs/{log}")
 async def log(
-    log: Literal["server", "engine", "trainer"],
+    log: Annotated[str, PathParameter(pattern=r"^(server|trainer|engine(-[0-9]{1,3})?)$")],
     runs: TheRuns,
     caller: TheCaller,
     lines: Annotated[int, Query(ge=1, le=machine.MAX_LINES)] = 200,
@@ -237,5 +237,7 @@ async def marks(runs: Runs, live: Live | None, caller: Caller) -> dict[str, Any]
     if live is not None:
         jobs = await live.runner.jobs(caller.projects, PENDING, MAX_JOBS)
         found["jobs"] = [[job.job_id, job.state, job.waits_for is not None] for job in jobs]
-        found["engine"] = live.status.health().engine
+        health = live.status.health()
+        found["engine"] = health.engine
+        found["replicas"] = [replica.engine for replica in health.replicas]
     return found

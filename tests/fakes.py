@@ -2,6 +2,7 @@
 the real one."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -42,7 +43,9 @@ class FakeEngine:
         self.detail: str | None = None
         self.base: BaseModel | None = BASE
         self.progress = StartProgress()
+        self.name = "engine"
         self.num_starts = 1
+        self.num_requests = 0
         self.was_killed = False
         self.pid: int | None = None
         self.log_path = Path("engine.log")
@@ -62,7 +65,7 @@ class FakeEngine:
         """What it was asked to unload and to forget."""
         self.when_unloading: Callable[[], object] = lambda: None
 
-    def holds(self, *names: str) -> None:
+    def load(self, *names: str) -> None:
         self.adapters = {name: Path(name) for name in names}
 
     async def listen(self) -> None:
@@ -93,6 +96,32 @@ class FakeEngine:
         await asyncio.sleep(0)
         if self.state != "ready":
             raise Unavailable("the engine could not be started", code="engine_failed")
+
+    @property
+    def replicas(self) -> tuple["FakeEngine"]:
+        return (self,)
+
+    async def reach(
+        self,
+        name: str,
+        path: Path | None,
+        key: Callable[[], bytes],
+        timeout_seconds: float,
+        stack: contextlib.ExitStack,
+    ) -> Any:
+        assert key(), "a fleet asks for it"
+        del stack
+        if path is not None:
+            await self.load_adapter(name, path, timeout_seconds)
+        await self.wait_ready(timeout_seconds)
+        return self
+
+    async def metrics(self) -> bytes:
+        try:
+            async with self.http.get("/metrics") as response:
+                return await response.read()
+        except aiohttp.ClientError:
+            return b""
 
     async def is_alive(self) -> bool:
         """Not if vLLM died in its last request. It is back after this."""

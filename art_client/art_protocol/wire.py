@@ -608,6 +608,18 @@ class ProgressLine(Reply):
     text: str
 
 
+class ReplicaHealth(Reply):
+    """One of several engines."""
+
+    name: str
+    engine: Literal["none", "starting", "ready", "failed"] = "none"
+    detail: str | None = None
+    """Why it is not ready; None when it is."""
+    num_requests: int = 0
+    """Requests that it has."""
+    num_starts: int = 0
+
+
 class Health(Reply):
     status: Literal["ok"] = "ok"
     engine: Literal["none", "starting", "ready", "failed"] = "none"
@@ -619,6 +631,8 @@ class Health(Reply):
     """What inference requests wait for; None if they do not wait."""
     progress: list[ProgressLine] = []
     """What the newest start of base model, trainer and engine has done so far."""
+    replicas: list[ReplicaHealth] = []
+    """The engines, if there are several; `engine` is then the state of the one that is closest to serving."""
     longest_stall_seconds: float = 0.0
     """The longest time that the server's event loop was blocked since its start."""
     faults: dict[str, str] = {}

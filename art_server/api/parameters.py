@@ -12,7 +12,7 @@ from art_server.api.bodies import GroupLines
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints import Checkpoints
 from art_server.engine.device.detection import Machine
-from art_server.engine.engine import Engine
+from art_server.engine.fleet import AnyEngine
 from art_server.errors import ServerError
 from art_server.jobs.job_row import Job
 from art_server.jobs.reports import Reports
@@ -41,7 +41,7 @@ TheConfig = Annotated[ServerConfig, part(lambda server: server.config)]
 TheMachine = Annotated[Machine, part(lambda server: server.machine)]
 TheReports = Annotated[Reports, part(lambda server: server.reports)]
 TheLedger = Annotated[Ledger, part(lambda server: server.ledger)]
-TheEngine = Annotated[Engine, part(lambda server: server.engine)]
+TheEngine = Annotated[AnyEngine, part(lambda server: server.engine)]
 TheRegistry = Annotated[Registry, part(lambda server: server.registry)]
 TheBase = Annotated[BaseLoader, part(lambda server: server.base)]
 TheRegistration = Annotated[Registration, part(lambda server: server.registration)]

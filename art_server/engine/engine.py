@@ -79,7 +79,10 @@ WAKE: dict[Handover, tuple[str, ...]] = {
 }
 """vLLM's routes for the end of a step. After `sleep`, `wake_weights` restores the weights first."""
 CONNECT_SECONDS = 10.0
-SUPERVISOR = "engine supervisor"
+LOAD_SECONDS = 300.0
+"""Limit for vLLM to load an adapter, and to score its probe."""
+METRICS_SECONDS = 2.0
+"""For vLLM's metrics."""
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 """Exit codes of a process that was killed; one that fails has another exit code."""
 LOG_TAIL_LINES, LOG_SEARCH_LINES = 12, 200
@@ -148,14 +151,22 @@ class Engine:
         is_busy: Callable[[], bool],
         background: Background,
         mismatch_limits_of: Callable[[BaseModel], MismatchLimits | None] = lambda _: None,
+        name: str = "engine",
+        progress: StartProgress | None = None,
+        changed: asyncio.Condition | None = None,
     ):
+        """`name`, `progress` and `changed` (notified when the state changes) are a fleet's, which shares the latter two."""
+        self.name = name
         self.state: State = "none"
         self.detail: str | None = None
         self.base: BaseModel | None = None
-        self.progress = StartProgress()
+        self.progress = progress or StartProgress()
         self.num_starts = 0
         """Of vLLM's process."""
-        self._log = LogFile(config.log_dir / "engine.log")
+        self.num_requests = 0
+        """That a fleet has sent to it, and that have not ended."""
+        self._supervisor = f"{name} supervisor"
+        self._log = LogFile(config.log_dir / f"{name}.log")
         self._given = config
         self._config = config
         """`_given` plus the engine arguments of the registration that started the engine."""
@@ -174,7 +185,7 @@ class Engine:
         self._adapters: dict[str, Path] = {}
         self._compared: set[str] = set()
         """The adapters that this process has loaded and scores as their trainer does. Only these serve."""
-        self._loads: dict[str, asyncio.Task[None]] = {}
+        self._loads: dict[str, asyncio.Task[bool]] = {}
         self._leaving: set[str] = set()
         """Adapters that vLLM still holds and nobody can request."""
         self._has_stale_prompts = False
@@ -183,7 +194,7 @@ class Engine:
         self._has_weights = True
         self._ended: str | None = None
         """Why we killed the process; the supervisor reports it as the reason for the restart."""
-        self._changed = asyncio.Condition()
+        self._changed = changed or asyncio.Condition()
         self._process: asyncio.subprocess.Process | None = None
         self.was_killed = False
         """Whether somebody other than this server killed the last process: then its requests are not to blame."""
@@ -201,11 +212,11 @@ class Engine:
         self._plan = plan
         self.base = base
         self.state = "starting"
-        self._background.start(SUPERVISOR, self._supervise)
+        self._background.start(self._supervisor, self._supervise)
 
     async def stop(self) -> None:
         """Ends vLLM. The engine can be started again, with another base model."""
-        await self._background.stop(SUPERVISOR)
+        await self._background.stop(self._supervisor)
         await self._end_process()
         if self._http is not None:
             await self._http.close()
@@ -218,6 +229,11 @@ class Engine:
         self._adapters.clear()
         self._compared.clear()
         await self._set_state("none")
+
+    @property
+    def replicas(self) -> tuple["Engine"]:
+        """The engines of which this one consists, as a fleet has several."""
+        return (self,)
 
     @property
     def http(self) -> aiohttp.ClientSession:
@@ -320,19 +336,20 @@ class Engine:
                     cause = find_cause(self._log.tail(LOG_SEARCH_LINES))
                     last_lines = f"{error}; last log lines:\n{self._log.tail(LOG_TAIL_LINES)}"
                     self.detail = cause.sentence if cause is not None else last_lines
-                    logger.error("engine start %d failed: %s", failures, self.detail)
-                    self.progress.note(f"engine: start {failures} failed")
+                    logger.error("%s start %d failed: %s", self.name, failures, self.detail)
+                    self.progress.note(f"{self.name}: start {failures} failed")
                     await self._end_process()
                     if cause is not None and cause.is_lasting:
                         break
                     continue
             failures = 0
-            self.progress.note("engine: ready")
+            self.progress.note(f"{self.name}: ready")
             reason = await self._watch()
             await self._set_state("starting", f"It is being restarted because {reason}.")
-            self.progress.begin(f"engine: restarts because {reason}")
+            self.progress.begin(f"{self.name}: restarts because {reason}")
             logger.error(
-                "engine restarts because %s; last log lines:\n%s",
+                "%s restarts because %s; last log lines:\n%s",
+                self.name,
                 reason,
                 self._log.tail(LOG_TAIL_LINES),
             )
@@ -340,13 +357,13 @@ class Engine:
         await self._set_state("failed", self.detail)
 
     def _why_restarted(self) -> str | None:
-        fault = self._background.faults.get(SUPERVISOR)
+        fault = self._background.faults.get(self._supervisor)
         return f"It is being restarted because of {fault}." if fault else self.detail
 
     async def _start_process(self) -> None:
         assert self.base is not None
         if self._run_dir is None:
-            self._run_dir = make_run_dir(self._config.server_dir)
+            self._run_dir = make_run_dir(self._config.server_dir, self.name)
             await self._receiver.listen(self._run_dir / "records.sock")
             # aiohttp, because httpx takes more than half of the server's time for a request.
             self._http = aiohttp.ClientSession(
@@ -356,7 +373,7 @@ class Engine:
             )
         (self._run_dir / SOCKET_NAME).unlink(missing_ok=True)
         make_file(self._work_file)
-        self.progress.note("engine: vLLM starts, which imports its code and loads the weights")
+        self.progress.note(f"{self.name}: vLLM starts, which imports its code and loads the weights")
         self._process = await self._launch(self.base, self._run_dir)
         self._leaving.clear()
         self._has_stale_prompts = False
@@ -396,19 +413,25 @@ class Engine:
             if time.monotonic() > deadline:
                 raise EngineDied(f"vLLM was not ready after {START_TIMEOUT_SECONDS:.0f} s")
             await asyncio.sleep(READY_POLL_SECONDS)
-        self.progress.note("engine: vLLM answers; it samples a first token to warm up")
+        self.progress.note(f"{self.name}: vLLM answers; it samples a first token to warm up")
         self._paused, self._has_weights, self._ended = False, True, None
         self._seq_length = await self._read_seq_length()
         self._compared.clear()
-        for name, path in list(self._adapters.items()):
-            try:
-                await self._post_load(name, path)
-                await self._compare(name, path)
-            except AdapterRefused as error:  # a request for this adapter gets the error again
-                logger.error("%s", error.message)
-                self._adapters.pop(name, None)
+        await self._load_kept()
         await self._sample_once(timeout_seconds=START_TIMEOUT_SECONDS)
+        await self._load_kept()  # what a fleet has added meanwhile
         await self._set_state("ready")
+
+    async def _load_kept(self) -> None:
+        """Has a new process load the adapters that are not loaded yet."""
+        while missing := {name: path for name, path in self._adapters.items() if name not in self._compared}:
+            for name, path in missing.items():
+                try:
+                    await self._post_load(name, path)
+                    await self._compare(name, path)
+                except AdapterRefused as error:  # a request for this adapter gets the error again
+                    logger.error("%s", error.message)
+                    self._adapters.pop(name, None)
 
     async def _read_seq_length(self) -> int:
         async with self.http.get("/v1/models") as response:
@@ -493,6 +516,40 @@ class Engine:
         with contextlib.suppress(*LOST, EngineDied):
             await self._sample_once(timeout_seconds=2 * HANG_SECONDS)
 
+    # --- requests ---
+
+    async def reach(
+        self,
+        name: str,
+        path: Path | None,
+        key: Callable[[], bytes],
+        timeout_seconds: float,
+        stack: contextlib.ExitStack,
+    ) -> "Engine":
+        """The engine for a request to the adapter `name`, which is in `path`, or to the base model (None): itself, ready
+        and with the adapter. `key` and `stack`, which ends with the request, are for a fleet.
+
+        Raises:
+            AdapterRefused: vLLM refuses the adapter.
+            Unavailable: the engine is not ready in time.
+        """
+        del key, stack
+        if path is not None:
+            await self.load_adapter(name, path, timeout_seconds)
+        await self.wait_ready(timeout_seconds)
+        return self
+
+    async def metrics(self) -> bytes:
+        """vLLM's own metrics, in Prometheus' text format; empty if it does not answer in time."""
+        if self.state != "ready":
+            return b""
+        timeout = aiohttp.ClientTimeout(total=METRICS_SECONDS)
+        try:
+            async with self.http.get("/metrics", timeout=timeout) as response:
+                return await response.read() if response.status == 200 else b""
+        except LOST:
+            return b""
+
     # --- tokenising ---
 
     async def tokenize(self, body: dict[str, Any]) -> list[int]:
@@ -551,11 +608,15 @@ class Engine:
                 if status == 200:
                     continue
                 reason = f"vLLM refused {path}: {text[:500]}"
-            logger.error("killing the engine: %s", reason)
-            self._ended = reason
-            await self._set_state("starting", f"It is being restarted because {reason}.")
-            if self._process is not None:
-                await asyncio.to_thread(self._children.end, self._process.pid)
+            await self.end(reason)
+
+    async def end(self, reason: str) -> None:
+        """Kills a vLLM that does not do what it has to. Its supervisor starts it again."""
+        logger.error("killing the %s: %s", self.name, reason)
+        self._ended = reason
+        await self._set_state("starting", f"It is being restarted because {reason}.")
+        if self._process is not None:
+            await asyncio.to_thread(self._children.end, self._process.pid)
 
     # --- adapters ---
 
@@ -576,23 +637,30 @@ class Engine:
             return
         while name not in self._compared:
             await self.wait_ready(timeout_seconds)
-            if name not in self._loads:
-                self._loads[name] = asyncio.create_task(self._load_alone(name, path))
-                self._loads[name].add_done_callback(functools.partial(self._loaded, name))
-            # vLLM continues to load for callers that have left, and holds the device meanwhile.
-            await asyncio.shield(self._loads[name])
+            await self.try_load(name, path)
 
-    async def _load_alone(self, name: str, path: Path) -> None:
+    async def try_load(self, name: str, path: Path) -> bool:
+        """Tries once to have vLLM load and compare an adapter; it has not if vLLM is not ready or ends. False: vLLM did
+        not answer in time."""
+        if name not in self._loads:
+            self._loads[name] = asyncio.create_task(self._load_alone(name, path))
+            self._loads[name].add_done_callback(functools.partial(self._loaded, name))
+        # vLLM continues to load for callers that have left, and holds the device meanwhile.
+        return await asyncio.shield(self._loads[name])
+
+    async def _load_alone(self, name: str, path: Path) -> bool:
         async with self._owner.held():
             await self._tidy()
             if self.state == "ready":
                 try:
                     await self._load(name, path)
                     await self._compare(name, path)
-                except LOST:
+                except LOST as error:
                     await asyncio.sleep(0.2)  # vLLM died: wait for its restart
+                    return not isinstance(error, TimeoutError)
+        return True
 
-    def _loaded(self, name: str, load: asyncio.Task[None]) -> None:
+    def _loaded(self, name: str, load: asyncio.Task[bool]) -> None:
         del self._loads[name]
         if not load.cancelled():
             load.exception()  # its callers have it, unless all have left
@@ -609,7 +677,8 @@ class Engine:
             self.unload_adapter(name)
             self.forget_prompts()  # the probe's, which other weights of this name must not find
             raise PolicyDiffers(name, fault)
-        self._compared.add(name)
+        if name in self._adapters:  # else it was unloaded meanwhile
+            self._compared.add(name)
 
     async def _find_fault(self, name: str, path: Path) -> str | None:
         description = path / DESCRIPTION_FILE
@@ -634,7 +703,7 @@ class Engine:
         body = {"model": name, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0}
         # A first turn: the ledger has no tokens for it.
         headers = {"x-request-id": new_request_id(is_first_turn=True)}
-        status, text = await self._post("/v1/completions", body, headers=headers)
+        status, text = await self._post("/v1/completions", body, LOAD_SECONDS, headers)
         if status != 200:
             raise AdapterRefused(f"vLLM cannot score with adapter '{name}': {text[:500]}")
         scores = json.loads(text)["choices"][0]["prompt_logprobs"]
@@ -662,16 +731,29 @@ class Engine:
             self._has_stale_prompts = False
             await self._post_control(("/reset_prefix_cache?reset_running_requests=true",), PAUSE_SECONDS)
 
+    async def tidy(self) -> None:
+        """Has vLLM unload at once what `unload_adapter` left, as soon as the device is free."""
+        async with self._owner.held():
+            await self._tidy()
+
     def loaded_adapters(self) -> list[str]:
         return list(self._adapters)
 
+    def holds(self, name: str) -> bool:
+        """Whether the adapter serves."""
+        return name in self._compared
+
+    def keep(self, name: str, path: Path) -> None:
+        """Has an engine that is starting load an adapter before it is ready."""
+        self._adapters.setdefault(name, path)
+
     async def _post_load(self, name: str, path: Path) -> None:
         body = {"lora_name": name, "lora_path": str(path)}
-        status, text = await self._post("/v1/load_lora_adapter", body)
+        status, text = await self._post("/v1/load_lora_adapter", body, LOAD_SECONDS)
         if status == 400 and "already been loaded" in text:
             # An earlier request was given up before vLLM answered. The name may have other weights now.
             await self._post("/v1/unload_lora_adapter", {"lora_name": name})
-            status, text = await self._post("/v1/load_lora_adapter", body)
+            status, text = await self._post("/v1/load_lora_adapter", body, LOAD_SECONDS)
         if status != 200:
             raise AdapterRefused(f"vLLM refused adapter '{name}': {text[:500]}")
 
@@ -688,14 +770,19 @@ def is_running(task: asyncio.Task[None] | None) -> bool:
     return task is not None and not task.done()
 
 
-def make_run_dir(server_dir: Path) -> Path:
-    """Makes a private folder for the engine's sockets, in the system's temporary folder because a socket's path must be
-    short. Removes the folder of an earlier, killed server, but not if `server_dir` is a copy of another server's."""
-    note, path = server_dir / "run_dir", str(server_dir.resolve())
-    if note.exists():
-        last, _, owner = note.read_text().partition("\n")
-        if owner == path:
-            shutil.rmtree(last, ignore_errors=True)
+def make_run_dir(server_dir: Path, name: str) -> Path:
+    """Makes a private folder for an engine's sockets, in the system's temporary folder because a socket's path must be
+    short."""
     folder = Path(tempfile.mkdtemp(prefix="art-"))
-    files.write_file(note, f"{folder}\n{path}".encode())
+    note = server_dir / ("run_dir" if name == "engine" else f"run_dir-{name}")
+    files.write_file(note, f"{folder}\n{server_dir.resolve()}".encode())
     return folder
+
+
+def remove_run_dirs(server_dir: Path) -> None:
+    """Removes the folders that an earlier, killed server left, but not if `server_dir` is a copy of another server's."""
+    for note in server_dir.glob("run_dir*"):
+        last, _, owner = note.read_text().partition("\n")
+        if owner == str(server_dir.resolve()):
+            shutil.rmtree(last, ignore_errors=True)
+        note.unlink()

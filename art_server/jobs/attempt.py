@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 
 from art_protocol.wire import TrainConfig
 from art_server.engine.device.owner import DeviceOwner
-from art_server.engine.engine import AdapterRefused, Engine, PolicyDiffers
+from art_server.engine.engine import AdapterRefused, PolicyDiffers
+from art_server.engine.fleet import AnyEngine
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import ServerError, Unavailable
 from art_server.jobs.backoff import budget_divisor
@@ -49,7 +50,7 @@ class Attempt:
     job: Job
     model: RegisteredModel
     _queue: JobQueue
-    _engine: Engine
+    _engine: AnyEngine
     _gate: PauseGate
     _trainer: TrainerProcess
     _owner: DeviceOwner | None
@@ -212,8 +213,9 @@ class Attempt:
         if self._owner is None:
             yield
             return
-        self._gate.close(f"a step of '{self.model.id}', which trains")
         async with self._owner.held():
+            # Not before: one engine of a fleet may start on the device while others answer.
+            self._gate.close(f"a step of '{self.model.id}', which trains")
             await self._enter("pause")
             await self._engine.pause()
             try:
@@ -316,7 +318,7 @@ def has_committed(model: RegisteredModel | None, job: Job) -> bool:
     return model.folder.read_checkpoint(step).job_id == job.job_id
 
 
-def is_on_base(engine: Engine, model: RegisteredModel) -> bool:
+def is_on_base(engine: AnyEngine, model: RegisteredModel) -> bool:
     """Whether the engine serves the model's base model."""
     return engine.base is not None and engine.base.name == model.record.base_model
 

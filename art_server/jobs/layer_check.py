@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from art_protocol.wire import LoRAConfig
-from art_server.engine.engine import Engine, PolicyDiffers
+from art_server.engine.engine import PolicyDiffers
+from art_server.engine.fleet import AnyEngine
 from art_server.jobs.trainer_process import TrainerProcess
 from art_server.process.shared.trainer_messages import LayersTask, MismatchLimits, Probe
 from art_server.store import files
@@ -59,7 +60,7 @@ class LayerCheck:
 
     async def compare(
         self,
-        engine: Engine,
+        engine: AnyEngine,
         base: BaseModel,
         limits: MismatchLimits,
         folder: Path,

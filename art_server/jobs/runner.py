@@ -27,7 +27,7 @@ from art_protocol.wire import (
     TrainConfig,
 )
 from art_server.engine.device.owner import DeviceOwner
-from art_server.engine.engine import Engine
+from art_server.engine.fleet import AnyEngine
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, ServerError
 from art_server.jobs.attempt import Attempt, has_committed, is_on_base
@@ -54,7 +54,7 @@ class JobRunner:
 
     _queue: JobQueue
     _registry: Registry
-    _engine: Engine
+    _engine: AnyEngine
     _gate: PauseGate
     _trainer: TrainerProcess
     _owner: DeviceOwner | None

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from art_protocol.history import trajectory_metrics
 from art_protocol.wire import JobReport, TrainConfig, TrajectoryGroupBody
-from art_server.engine.engine import Engine
+from art_server.engine.fleet import AnyEngine
 from art_server.errors import InvalidInput
 from art_server.jobs.attempt import ENGINE_WAIT_SECONDS
 from art_server.jobs.job_row import Job, Payload
@@ -32,7 +32,7 @@ THREADS = 2
 class TrainRequests:
     """Begins train requests."""
 
-    def __init__(self, ledger: Ledger, engine: Engine, runner: JobRunner):
+    def __init__(self, ledger: Ledger, engine: AnyEngine, runner: JobRunner):
         self._ledger = ledger
         self._engine = engine
         self._runner = runner
@@ -130,7 +130,7 @@ class NewJob:
 class EngineTokenizer:
     """The engine's chat template and tokenizer, for threads: each call waits for the event loop."""
 
-    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop):
+    def __init__(self, engine: AnyEngine, loop: asyncio.AbstractEventLoop):
         self._engine = engine
         self._loop = loop
 

@@ -124,6 +124,7 @@ def _print_server(console: Console, where: str, live: Row) -> None:
     say(console, Text.assemble("engine ", engine, base))
     lines: list[tuple[str, object]] = [
         ("engine", health["detail"]),
+        *((each["name"], each["detail"] or each["engine"]) for each in health["replicas"] if each["engine"] != "ready"),
         ("requests wait for", health["waits_for"]),
         *((f"fault of {name}", text) for name, text in health["faults"].items()),
     ]

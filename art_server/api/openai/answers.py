@@ -39,13 +39,14 @@ MAX_FAILED, MAX_KILLED = 2, 10
 class Losses:
     """Counts the engines that died during one request."""
 
-    def __init__(self, proxy: Proxy):
+    def __init__(self, proxy: Proxy, inference: InferenceRequest):
         self._proxy = proxy
+        self._inference = inference
         self._num_failed = self._num_killed = 0
 
     async def count_loss(self, request_id: str) -> bool:
         """Counts one more death. Returns whether to sample the request again."""
-        if await self._proxy.was_engine_killed():
+        if await self._proxy.was_engine_killed(self._inference):
             self._num_killed += 1
         else:
             self._num_failed += 1
@@ -73,7 +74,7 @@ async def cancel_at_disconnect(receive: Receive, answering: anyio.CancelScope) -
 
 
 async def sample_json(proxy: Proxy, inference: InferenceRequest) -> Response:
-    losses = Losses(proxy)
+    losses = Losses(proxy, inference)
     while True:
         request_id = new_request_id(inference.is_first_turn)
         try:

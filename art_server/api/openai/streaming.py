@@ -77,7 +77,7 @@ async def stream_events(proxy: Proxy, inference: InferenceRequest) -> AsyncGener
     Raises:
         StreamRefused: the request was refused before its first event.
     """
-    losses = Losses(proxy)
+    losses = Losses(proxy, inference)
     while True:
         request_id = new_request_id(inference.is_first_turn)
         is_begun = False
@@ -93,8 +93,8 @@ async def stream_events(proxy: Proxy, inference: InferenceRequest) -> AsyncGener
                     events, rest = take_events(rest + chunk)
                     if not events:
                         continue
-                    if ERROR_EVENT in events:
-                        await proxy.check_engine()
+                    if ERROR_EVENTS[inference.api] in events:
+                        await proxy.check_engine(inference)
                     is_begun = True
                     if not inference.has_choices:
                         name_calls(events, opened, 0)
@@ -198,8 +198,13 @@ async def errors_as_events(events: AsyncIterator[bytes], inference: InferenceReq
 EVENT_END = b"\n\n"
 CHOICE_END = b'"finish_reason":"'
 """In the event that ends a choice of chat or completions. Quotes inside a text are escaped, so no text can match."""
-ERROR_EVENT = b'data: {"error":'
-"""vLLM's event of a request that failed. Quotes inside a text are escaped, so no text can match."""
+ERROR_EVENTS: Mapping[str, bytes] = {
+    "chat": b'data: {"error":',
+    "completions": b'data: {"error":',
+    "responses": b"event: error\n",
+    "messages": b"event: error\n",
+}
+"""vLLM's event of a request that failed, by API. Quotes and line ends inside a text are escaped, so no text can match."""
 LAST_EVENTS: Mapping[str, bytes] = {
     "chat": b"data: [DONE]",
     "completions": b"data: [DONE]",

@@ -15,7 +15,8 @@ def check_devices(config: ServerConfig, machine: Machine) -> None:
     """Checks that the devices of `--serve-devices` and `--train-devices` exist and support the requested number types.
 
     Raises:
-        InvalidInput: a device does not exist, the trainer has several GPUs, or a card lacks the requested bfloat16.
+        InvalidInput: a device does not exist, the trainer has several GPUs, the serving GPUs cannot be divided among the
+            engines, or a card lacks the requested bfloat16.
     """
     there = [gpu.index for gpu in machine.gpus] if machine.gpus else list(machine.cores)
     kind = "GPU" if machine.gpus else "core"
@@ -33,9 +34,34 @@ def check_devices(config: ServerConfig, machine: Machine) -> None:
             code="no_such_device",
             param="train_devices",
         )
+    if machine.gpus and config.engines > 1:
+        _check_engines(config.engines, len(config.serve_devices or machine.gpus))
     for index in (*config.serve_devices, *config.train_devices) or (0,):
         if machine.gpus and "bfloat16" in config.number_types("cuda"):
             _check_bfloat16(machine.gpus[index])
+
+
+def _check_engines(engines: int, gpus: int) -> None:
+    """Checks that each engine gets as many GPUs as every other, and at least one."""
+    if gpus % engines == 0:
+        return
+    numbers = [str(each) for each in range(1, gpus + 1) if gpus % each == 0]
+    reason = f"each needs a GPU, and {gpus} serve" if engines > gpus else f"{gpus} GPUs cannot be divided evenly"
+    raise InvalidInput(
+        f"--engines {engines}: {reason}; use {' or '.join(numbers)}, or give --serve-devices a multiple of {engines} GPUs",
+        code="no_such_device",
+        param="engines",
+    )
+
+
+def engine_devices(config: ServerConfig, machine: Machine) -> list[tuple[int, ...]]:
+    """The devices of each engine, as for `--serve-devices`. Several engines divide the GPUs among them; on a CPU they share
+    the cores."""
+    if config.engines == 1 or not machine.gpus:
+        return [config.serve_devices] * config.engines
+    devices = config.serve_devices or tuple(gpu.index for gpu in machine.gpus)
+    size = len(devices) // config.engines
+    return [devices[start : start + size] for start in range(0, len(devices), size)]
 
 
 def _check_bfloat16(gpu: Gpu) -> None:

@@ -84,6 +84,8 @@ class Demand:
     """As requested; None: the plan chooses it."""
     num_serving: int = 1
     """Cards that share the engine's weights and cache (tensor parallel)."""
+    num_engines: int = 1
+    """Engines of this machine, each with cards of its own."""
     training_card: Card | None = None
     """The trainer's own card; None: it shares the engine's first card."""
 
@@ -250,7 +252,7 @@ def _make(card: Card, demand: Demand, figures: MemoryFigures, handover: Handover
     host = figures.process_gib * GIB
     if handover == "sleep":
         # Each of the engine's cards has a process, which copies its share to the same main memory.
-        host += (parts.engine_weights + parts.slots) * demand.num_serving * LOCKED_SHARE
+        host += (parts.engine_weights + parts.slots) * demand.num_serving * demand.num_engines * LOCKED_SHARE
     # bitsandbytes keeps parts of quantised weights where a copy does not reach them.
     is_movable = not is_resident and not demand.size.quantized_bytes
     has_copy = is_movable and host + parts.base <= HOST_SHARE * card.host

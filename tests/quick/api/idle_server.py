@@ -51,7 +51,8 @@ def make(path: Path, **settings: Any) -> tuple[FastAPI, Server]:
     """A server that knows model p/run at step 0, on a base model whose engine does not run."""
     server = build(ServerConfig(path=path, **settings))
     add_model(server.registry, "run", "art/tiny")
-    server.engine.base, server.engine.state = BaseModel("art/tiny", TINY_DIR), "ready"
+    (engine,) = server.engine.replicas
+    engine.base, engine.state = BaseModel("art/tiny", TINY_DIR), "ready"
     _log_note_once.cache_clear()
     return make_app(server, inference_port=8000), server
 

@@ -63,7 +63,7 @@ async def test_deleting_keeps_the_newest_and_the_best_and_tells_both(tmp_path: P
     folder = add_model(tmp_path, tiny_adapter, steps=5)
     async with house(tmp_path) as here:
         here.registry.get("p", "a").history.add(1, {"val/reward": 1.0})
-        here.engine.holds("p/a@4", "p/a@2")
+        here.engine.load("p/a@4", "p/a@2")
         reply = await post(here, "checkpoints/delete", {"best_metric": "val/reward"})
         assert reply.json() == {"kept": [1, 4], "deleted": [0, 2, 3]}
         assert here.engine.asked == ["unload p/a@2"]
@@ -104,7 +104,7 @@ async def test_before_the_first_step_there_is_nothing_to_delete(tmp_path: Path, 
 async def test_a_step_that_is_going_is_not_found_before_it_is_gone(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=3)
     async with house(tmp_path) as here:
-        here.engine.holds("p/a@0")
+        here.engine.load("p/a@0")
 
         def look() -> None:
             assert folder.steps() == [0, 1, 2], "still on disk"
@@ -245,7 +245,7 @@ async def test_a_rollback_sets_later_steps_and_their_rows_aside(tmp_path: Path, 
     folder.tokens_file(4).parent.mkdir()
     folder.tokens_file(4).write_bytes(b"tokens")
     async with house(tmp_path) as here:
-        here.engine.holds("p/a@4", "p/a@3", "p/a@1", "p/b@4")
+        here.engine.load("p/a@4", "p/a@3", "p/a@1", "p/b@4")
         reply = await post(here, "rollback", {"step": 2})
         assert (reply.status_code, reply.json()["step"]) == (200, 2)
         assert folder.steps() == [0, 1, 2]
@@ -320,7 +320,7 @@ async def test_a_deletion_leaves_jobs_alone(tmp_path: Path, tiny_adapter: Path) 
     """While it runs jobs find the model, and requests for inference do not."""
     folder = add_model(tmp_path, tiny_adapter, steps=2)
     async with house(tmp_path) as here, here.client() as http:
-        here.engine.holds("p/a@1")
+        here.engine.load("p/a@1")
         job = here.add_job()
         assert (await http.delete(MODEL)).json()["error"]["code"] == "jobs_pending"
         here.queue.set_done(job, {}, here.queue.get(job).report)
@@ -426,7 +426,7 @@ async def test_a_renamed_model_has_its_steps_history_jobs_and_records(tmp_path: 
         job = here.add_job(key="k")
         assert (await post(here, "rename", {"name": "b"})).json()["error"]["code"] == "jobs_pending"
         here.queue.set_cancelled(job, is_running=False)
-        here.engine.holds("p/a@2")
+        here.engine.load("p/a@2")
         reply = await post(here, "rename", {"name": "b"})
         assert (reply.status_code, reply.json()["inference_name"]) == (200, "p/b")
         assert here.engine.asked == ["unload p/a@2", "forget"]
@@ -490,7 +490,7 @@ async def test_a_deleted_model_is_gone(tmp_path: Path, tiny_adapter: Path) -> No
     folder = add_model(tmp_path, tiny_adapter, steps=2)
     add_model(tmp_path, tiny_adapter, name="b")
     async with house(tmp_path) as here, here.client() as http:
-        here.engine.holds("p/a@1", "p/b@0")
+        here.engine.load("p/a@1", "p/b@0")
         with here.gate.inside("p/a@0"):
             reply = await http.delete(MODEL)
             assert (reply.status_code, reply.json()["error"]["code"]) == (409, "in_use")

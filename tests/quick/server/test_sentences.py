@@ -31,6 +31,7 @@ from tests.quick.jobs.queued_jobs import add, request_digest
 from tests.resolving import LIMITS, bare, choice, resolve, sources
 
 GPUS = tuple(Gpu(each, f"GPU-{each}", "NVIDIA L4", 24 << 30, (7, 5)) for each in (0, 1))
+THIRD = Gpu(2, "GPU-2", "NVIDIA L4", 24 << 30, (7, 5))
 UNREGISTERED = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
 
 
@@ -218,6 +219,16 @@ SENTENCES: list[tuple[str, Callable[[Path], Any], str]] = [
         "--serve-devices: there is no GPU 2 here, only 0, 1",
     ),
     (
+        "no_such_device",
+        lambda _: check_devices(ServerConfig(engines=3), Machine("cuda", GPUS, 64 << 30)),
+        "--engines 3: each needs a GPU, and 2 serve; use 1 or 2, or give --serve-devices a multiple of 3 GPUs",
+    ),
+    (
+        "no_such_device",
+        lambda _: check_devices(ServerConfig(engines=2), Machine("cuda", (*GPUS, THIRD), 64 << 30)),
+        "--engines 2: 3 GPUs cannot be divided evenly; use 1 or 3, or give --serve-devices a multiple of 2 GPUs",
+    ),
+    (
         "no_such_number_type",
         lambda _: check_devices(ServerConfig(), Machine("cuda", GPUS, 64 << 30)),
         "NVIDIA L4 has no bfloat16: start the server with --dtype float16 --trainer-dtype float32",
@@ -258,6 +269,11 @@ OTHERS: list[tuple[type[Exception], Callable[[], Any], str]] = [
         "enforce_eager, gpu_memory_utilization, kv_cache_dtype, max_logprobs, max_num_batched_tokens, "
         "max_num_seqs, pipeline_parallel_size, quantization, reasoning_parser, seed, tensor_parallel_size, "
         "tool_call_parser",
+    ),
+    (
+        UsageError,
+        lambda: parse(["--engines", "0"]),
+        "--engines 0: something has to sample; use 1 or more",
     ),
     (
         UsageError,

@@ -1,11 +1,14 @@
 """The parts of a server as the composition root connects them: what each promises, without processes."""
 
 import asyncio
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from art_server.engine.device.detection import Gpu, Machine
+from art_server.engine.engine import Engine
 from art_server.errors import Conflict
 from art_server.server import Server, build
 from art_server.settings import ServerConfig
@@ -71,3 +74,34 @@ async def test_a_download_of_the_base_model_counts_as_the_engine_s_start(tmp_pat
     engine.base, engine.state = None, "none"
     assert (await activity(server), server.status.health().engine) == ("starting", "starting")
     server.close()
+
+
+def test_one_engine_is_no_fleet(tmp_path: Path) -> None:
+    server = build(ServerConfig(path=tmp_path))
+    assert type(server.engine) is Engine and server.engine.replicas == (server.engine,)
+    assert server.engine.log_path == tmp_path / "logs" / "engine.log" and server.status.health().replicas == []
+    server.close()
+
+
+def test_several_engines_divide_the_gpus_and_have_their_own_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = tuple(Gpu(each, f"GPU-{each}", "NVIDIA L4", 24 << 30, (8, 9)) for each in range(5))
+    monkeypatch.setattr("art_server.server.detect", lambda: Machine("cuda", gpus, 64 << 30))
+    server = build(ServerConfig(path=tmp_path, engines=2, serve_devices=(1, 2, 3, 4), train_devices=(0,)))
+    visible = [each._kept_to["CUDA_VISIBLE_DEVICES"] for each in server.engine.replicas]
+    assert visible == ["GPU-1,GPU-2", "GPU-3,GPU-4"]
+    assert [each.log_path.name for each in server.engine.replicas] == ["engine-0.log", "engine-1.log"]
+    assert [each.name for each in server.status.health().replicas] == ["engine-0", "engine-1"]
+    server.close()
+
+
+def test_the_sockets_of_a_killed_server_are_removed_whatever_its_number_of_engines(tmp_path: Path) -> None:
+    own, foreign = (Path(tempfile.mkdtemp(prefix="art-", dir=tmp_path)) for _ in range(2))
+    server_dir = tmp_path / "art" / ".server"
+    server_dir.mkdir(parents=True)
+    (server_dir / "run_dir-engine-1").write_text(f"{own}\n{server_dir.resolve()}")
+    (server_dir / "run_dir").write_text(f"{foreign}\n/another/server")
+    build(ServerConfig(path=tmp_path / "art")).close()
+    assert not own.exists() and foreign.exists(), "the folder is a copy of another server's"
+    assert list(server_dir.glob("run_dir*")) == []

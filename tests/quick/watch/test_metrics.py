@@ -10,11 +10,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import art
-from art_protocol.wire import JobReport, TrainConfig
+from art_protocol.wire import Health, JobReport, ReplicaHealth, TrainConfig
 from art_server.jobs.job_row import Payload
+from art_server.jobs.reports import Totals
 from art_server.jobs.trainer_process import TrainerError
 from art_server.process.shared.trainer_messages import Batch
 from art_server.settings import ApiKey
+from art_watch.metrics import MetricsSnapshot, engine_metrics, exposition
+from tests.fakes import FakeEngine
 from tests.quick.server.served import Served, sample_group, serving
 
 pytestmark = pytest.mark.anyio
@@ -95,6 +98,22 @@ async def test_an_engine_that_does_not_answer_leaves_the_servers_numbers(tmp_pat
         response = await fetch(served)
         assert response.status_code == 200 and "vllm:" not in response.text
         assert samples(response.text)["art_engine_state", "ready"] == 1
+
+
+async def test_the_numbers_of_several_engines_have_their_names(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served:
+        other = FakeEngine()
+        other.name = "engine-1"
+        other.http = served.engine.http
+        text = (await engine_metrics([served.engine, other])).decode()  # type: ignore[list-item]
+    assert text.count("# TYPE vllm:num_requests_running gauge") == 1
+    found = samples(text)
+    assert found["vllm:num_requests_running", "engine"] == found["vllm:num_requests_running", "engine-1"] == 3.0
+    replicas = [ReplicaHealth(name="engine-0", engine="ready", num_requests=3), ReplicaHealth(name="engine-1")]
+    figures = MetricsSnapshot(0, 3, 2, {}, Totals())
+    own = samples(exposition(figures, Health(engine="ready", replicas=replicas), {}, []).decode())
+    assert (own["art_replica_ready", "engine-0"], own["art_replica_ready", "engine-1"]) == (1, 0)
+    assert own["art_replica_requests", "engine-0"] == 3
 
 
 async def test_a_key_sees_the_models_of_its_projects_and_no_key_sees_nothing(

@@ -152,6 +152,8 @@ async def test_rollouts_trees_and_checkpoints_are_served(root: Path) -> None:
         (f"{RUN}/trees/99/0", 404),
         (f"{RUN}/trees/1/{10**12}", 422),
         ("/api/look/logs/passwd", 422),
+        ("/api/look/logs/engine-..%2F1", 404),
+        ("/api/look/logs/engine-1%0A", 422),
         ("/api/look/logs/engine?lines=0", 422),
     ],
 )
@@ -185,7 +187,8 @@ async def test_logs_end_with_their_last_lines(root: Path) -> None:
     app = make_view(root)
     text = (await get(app, "/api/look/logs/engine?lines=3"))["text"]
     assert text.split() == ["line", "497", "line", "498", "line", "499"]
-    assert (await get(app, "/api/look/logs/trainer"))["text"] == ""
+    for other in ("trainer", "engine-1"):
+        assert (await get(app, f"/api/look/logs/{other}"))["text"] == ""
 
 
 # --- keys ---

@@ -10,7 +10,7 @@ import pytest
 
 import art
 from art_server import inference_proxy
-from art_server.api.openai.streaming import answer_stream
+from art_server.api.openai.streaming import StreamRefused, answer_stream, stream_events
 from art_server.errors import Unavailable
 from tests.quick.server.served import Served, serving
 
@@ -81,7 +81,7 @@ async def test_a_part_of_an_event_does_not_begin_a_stream() -> None:
                 raise Unavailable("the engine could not be started", code="engine_failed")
             yield Parts(b'data: {"id":"x","choi'), None
 
-        async def was_engine_killed(self) -> bool:
+        async def was_engine_killed(self, inference: Any) -> bool:
             return True
 
     inference = inference_proxy.InferenceRequest(
@@ -91,3 +91,47 @@ async def test_a_part_of_an_event_does_not_begin_a_stream() -> None:
     response = await answer_stream(dying, inference)
     assert (response.status_code, dying.num_calls) == (503, 2)
     assert b"could not be started" in response.body
+
+
+DEATHS = {
+    "chat": b'data: {"error":{"message":"EngineCore encountered an issue.","code":500}}\n\n',
+    "messages": b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"EngineCore"}}\n\n',
+    "responses": b'event: error\ndata: {"type":"error","message":"EngineCore","sequence_number":3}\n\n',
+}
+"""What vLLM's API process writes into the streams of a dying core."""
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+@pytest.mark.parametrize("api", DEATHS)
+async def test_the_error_event_of_a_dying_engine_counts_as_its_death(api: str, is_begun: bool) -> None:
+    """A stream that has begun ends with our retryable error; another one is sampled again."""
+
+    class DyingProxy:
+        num_calls = 0
+
+        @contextlib.asynccontextmanager
+        async def answer(self, inference: Any, request_id: str) -> AsyncIterator[Any]:
+            self.num_calls += 1
+            if self.num_calls == 2:
+                raise Unavailable("asked again", code="engine_failed")
+            begun = [b'event: a\ndata: {"a":1}\n\n'] if is_begun else []
+            yield Parts(*begun, DEATHS[api]), None
+
+        async def check_engine(self, inference: Any) -> None:
+            raise inference_proxy.EngineLost
+
+        async def was_engine_killed(self, inference: Any) -> bool:
+            return True
+
+    inference = inference_proxy.InferenceRequest(
+        *(api, f"/v1/{api}", "p/a", {"n": 2}, {}, "me", None, None, None, [], b"", True)
+    )
+    dying: Any = DyingProxy()
+    events = stream_events(dying, inference)
+    if not is_begun:
+        with pytest.raises(StreamRefused) as refused:
+            await anext(events)
+        assert (dying.num_calls, b"asked again" in refused.value.content) == (2, True)
+        return
+    text = b"".join([each async for each in events])
+    assert b'"engine_restarted"' in text and b"EngineCore" not in text and dying.num_calls == 1

@@ -1,0 +1,477 @@
+"""A fleet of two replicas: a step serves from all or from none, a lost replica's requests go to the other, and both pause
+while a step trains. Real engines, router, pause gate and job runner, with fake processes on two fake cards
+(`fake_device.py`), of which the trainer shares the first."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from art_protocol.wire import JobReport, TrainConfig
+from art_server.engine import engine as engine_module
+from art_server.engine.device.figures import read_figures
+from art_server.engine.device.owner import AllDevices, DeviceOwner
+from art_server.engine.device.plan import GIB, Card, Demand, make_memory_plan
+from art_server.engine.engine import AdapterRefused, Engine, EngineDied, PolicyDiffers
+from art_server.engine.fleet import Fleet
+from art_server.engine.pause_gate import PauseGate
+from art_server.errors import Unavailable
+from art_server.jobs import backoff
+from art_server.jobs import runner as runner_module
+from art_server.jobs.job_row import Payload
+from art_server.jobs.queue import JobQueue
+from art_server.jobs.runner import JobRunner
+from art_server.ledger.intake import RecordReceiver
+from art_server.process.background import Background
+from art_server.process.progress import StartProgress
+from art_server.process.shared.trainer_messages import Batch
+from art_server.settings import ServerConfig
+from art_server.store.base_models import TINY_DIR, BaseModel
+from art_server.store.registry import Registry
+from tests.fakes import keep_all
+from tests.new_models import add_model
+from tests.quick.engine.device.cards import SIZES
+from tests.quick.engine.device.fake_device import EngineOnDevice, FakeProcess, TrainerOnDevice, World, write_adapter
+from tests.refusals import refused
+from tests.waiting import PATIENCE_SECONDS, until
+
+pytestmark = pytest.mark.anyio
+
+SECONDS = PATIENCE_SECONDS
+MODELS = ("a", "b")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.01)
+    monkeypatch.setattr(engine_module, "READY_POLL_SECONDS", 0.005)
+    monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(backoff, "LONGEST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(runner_module, "REST_SECONDS", 0.01)
+    yield
+
+
+def make_world(happens: dict[str, list[str]] | None = None) -> World:
+    """A card of its own for a replica that sleeps during a step."""
+    card = Card("a card", int(23.6 * GIB), 256 * GIB)
+    demand = Demand("8B", SIZES["8B"], 2, 2, 16, 4, num_engines=2)
+    plan = make_memory_plan(card, demand, read_figures())
+    assert plan.handover == "sleep"
+    return World(card, demand, plan, happens or {})
+
+
+class House:
+    """The parts of a server that share the devices."""
+
+    def __init__(self, worlds: tuple[World, World], folder: Path):
+        self.worlds, self.folder = worlds, folder
+        owners = [DeviceOwner() for _ in worlds]
+        self.owner, self.gate, self.background = AllDevices(owners), PauseGate(), Background()
+        shared = StartProgress(), asyncio.Condition()
+        self.replicas = [self._replica(*each, shared) for each in enumerate(zip(worlds, owners, strict=True))]
+        self.fleet = Fleet(self.replicas, *shared)
+        self.registry = Registry(folder)
+        for name in MODELS:
+            add_model(self.registry, name, write=write_adapter)
+        self.queue = JobQueue(folder / "jobs.sqlite")
+        self.trainer: Any = TrainerOnDevice(worlds[0], "leave")
+        self.runner = JobRunner(self.queue, self.registry, self.fleet, self.gate, self.trainer, self.owner, keep_all)
+
+    def _replica(self, number: int, place: tuple[World, DeviceOwner], shared: tuple[Any, Any]) -> Engine:
+        world, owner = place
+        replica = EngineOnDevice(
+            ServerConfig(path=self.folder),
+            "cuda",
+            {},
+            owner,
+            world.children,  # type: ignore[arg-type]
+            RecordReceiver(lambda *_: None, lambda _: None, lambda *_: None),
+            lambda: self.gate.num_inside > 0,
+            self.background,
+            lambda _: None,
+            f"engine-{number}",
+            *shared,
+        )
+        replica.world = world
+        return replica
+
+    def start(self) -> None:
+        self.fleet.start(BaseModel("base", TINY_DIR), {}, self.worlds[0].plan)
+        self.background.start("job runner", self.runner.run_forever)
+
+    async def all_ready(self) -> None:
+        await until(lambda: all(each.state == "ready" for each in self.replicas))
+
+    async def stop(self) -> None:
+        await self.background.stop("job runner")
+        await self.fleet.stop()
+        assert self.background.num_faults == {}
+        for world in self.worlds:
+            await world.settle()
+        self.queue.close()
+
+    def process(self, number: int) -> FakeProcess:
+        process = self.worlds[number].process
+        assert process is not None
+        return process
+
+    def adapters(self) -> list[list[str]]:
+        """What each vLLM has loaded."""
+        return [self.process(number).adapters for number in (0, 1)]
+
+    def step(self, name: str = "a") -> tuple[str, Path]:
+        """The adapter and the folder of a model's step."""
+        model = self.registry.get("p", name)
+        return model.adapter_name(model.step), model.folder.checkpoint_dir(model.step)
+
+    def add_job(self, name: str) -> str:
+        payload = Payload.make(Batch(groups=[]))
+        return self.queue.insert("p", name, None, "digest", TrainConfig(), payload, JobReport(num_rows=0)).job_id
+
+    async def ask(self, name: str, key: bytes = b"key") -> tuple[str, str]:
+        """Sends one request until it is answered, as the proxy does; returns the adapter that answered and its replica."""
+        while True:
+            try:
+                with contextlib.ExitStack() as stack:
+                    await self.gate.wait_open(SECONDS)
+                    adapter, folder = self.step(name)
+                    stack.enter_context(self.gate.inside(adapter))
+                    replica = await self.fleet.reach(adapter, folder, lambda: key, SECONDS, stack)
+                    assert adapter in self.worlds[self.replicas.index(replica)].process.adapters  # type: ignore[union-attr]
+                    async with replica.http.post("/v1/completions", json={"model": adapter}) as response:
+                        if response.status == 200:
+                            return (await response.json())["model"], replica.name
+            except (aiohttp.ClientError, Unavailable):
+                await asyncio.sleep(0.01)
+
+    async def keep_asking(self, name: str, key: bytes, until: asyncio.Event) -> int:
+        answered = 0
+        while not until.is_set():
+            await self.ask(name, key)
+            answered += 1
+            await asyncio.sleep(0.002)
+        return answered
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path, *happens: dict[str, list[str]]) -> AsyncIterator[House]:
+    """Two replicas, to which something happens."""
+    planned = [*happens, {}, {}][:2]
+    house = House((make_world(planned[0]), make_world(planned[1])), folder)
+    house.start()
+    try:
+        async with asyncio.timeout(SECONDS):
+            yield house
+    finally:
+        await house.stop()
+    for world in house.worlds:
+        assert world.device.wrongs == [] and world.device.highest <= world.card.total
+
+
+async def test_a_step_is_loaded_by_every_replica_and_once(tmp_path: Path) -> None:
+    async with running(tmp_path) as house:
+        await house.all_ready()
+        for _ in range(2):
+            await house.fleet.load_adapter(*house.step(), SECONDS)
+        assert house.adapters() == [["p/a@0"], ["p/a@0"]] and house.fleet.loaded_adapters() == ["p/a@0"]
+        assert [world.seen.count("adapter loads") for world in house.worlds] == [1, 1]
+        house.fleet.unload_adapter("p/a@0")
+        await house.fleet.load_adapter(*house.step("b"), SECONDS)
+        assert house.adapters() == [["p/b@0"], ["p/b@0"]], "unloaded before the next load"
+
+
+@pytest.mark.parametrize("kind", ["refused", "differs", "refused while the other starts"])
+async def test_what_one_replica_refuses_serves_from_none(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as house:
+        await house.all_ready()
+        name, folder = house.step()
+        await house.fleet.load_adapter(*house.step("b"), SECONDS)
+
+        async def refuse(*_: Any) -> None:
+            raise PolicyDiffers(name, "its log-probabilities differ") if kind == "differs" else AdapterRefused("no")
+
+        method = "_compare" if kind == "differs" else "_post_load"
+        with monkeypatch.context() as patch:
+            patch.setattr(house.replicas[1], method, refuse)
+            if "starts" in kind:
+                await house.replicas[0].load_adapter(name, folder, SECONDS, holds_device=True)
+                house.process(0).kill()
+                await until(lambda: house.replicas[0].state != "ready")
+            with pytest.raises(PolicyDiffers if kind == "differs" else AdapterRefused):
+                await house.fleet.load_adapter(name, folder, SECONDS)
+            await house.all_ready()
+            assert not any(replica.holds(name) for replica in house.replicas)
+            if "starts" not in kind:
+                assert house.adapters() == [["p/b@0"], ["p/b@0"]], "vLLM has unloaded it, too"
+        assert (await house.ask("b"))[0] == "p/b@0", "what served before still does"
+        await house.fleet.load_adapter(name, folder, SECONDS)
+        assert all(replica.holds(name) for replica in house.replicas), "once both take it"
+
+
+async def test_a_refusal_takes_nothing_from_those_that_serve_the_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that is back may refuse what it took before: its file was damaged."""
+    async with running(tmp_path) as house:
+        await house.all_ready()
+        name, folder = house.step()
+        await house.fleet.load_adapter(name, folder, SECONDS)
+
+        async def refuse(*_: Any) -> None:
+            raise AdapterRefused("no")
+
+        monkeypatch.setattr(house.replicas[1], "_post_load", refuse)
+        house.process(1).kill()
+        await until(lambda: house.replicas[1].num_starts == 2)
+        await house.all_ready()
+        with refused(AdapterRefused, "adapter_refused"):
+            await house.fleet.load_adapter(name, folder, SECONDS)
+        assert [replica.holds(name) for replica in house.replicas] == [True, False]
+        answers = [await house.ask("a", bytes([key])) for key in range(8)]
+        assert set(answers) == {(name, "engine-0")}, "whatever their keys"
+
+
+async def test_a_replica_that_dies_while_it_loads_has_the_adapter_before_it_is_ready(tmp_path: Path) -> None:
+    async with running(tmp_path, {}, {"adapter loads": ["kill engine"]}) as house:
+        await house.all_ready()
+        await house.fleet.load_adapter(*house.step(), SECONDS)
+        assert house.replicas[0].holds("p/a@0")
+        await house.all_ready()
+        assert house.replicas[1].holds("p/a@0") and house.replicas[1].num_starts == 2
+
+
+@pytest.mark.parametrize("phase", ["engine loads", "adapter loads"])
+async def test_a_replica_that_starts_meanwhile_is_not_ready_without_the_step(phase: str, tmp_path: Path) -> None:
+    """It is loading its weights, or the adapters that it knows."""
+    async with running(tmp_path) as house:
+        await house.all_ready()
+        await house.fleet.load_adapter(*house.step("b"), SECONDS)
+        world, reached, go_on = house.worlds[1], asyncio.Event(), asyncio.Event()
+        reach = world.reach
+
+        async def held(at: str) -> str:
+            if at == phase:
+                reached.set()
+                await go_on.wait()
+            return await reach(at)
+
+        world.reach = held  # type: ignore[method-assign]
+        house.process(1).kill()
+        await reached.wait()
+        assert house.fleet.state == "ready" and house.replicas[1].state == "starting"
+        await house.fleet.load_adapter(*house.step(), SECONDS)
+        assert house.replicas[0].holds("p/a@0") and not house.replicas[1].holds("p/a@0")
+        go_on.set()
+        await until(lambda: house.replicas[1].state == "ready")
+        assert house.replicas[1].holds("p/a@0") and house.replicas[1].holds("p/b@0")
+
+
+async def test_a_replica_that_does_not_answer_is_killed_and_the_step_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as house:
+        await house.all_ready()
+        world, reach = house.worlds[1], house.worlds[1].reach
+
+        async def hang(phase: str) -> str:
+            if phase == "adapter loads":
+                world.reach = reach  # type: ignore[method-assign]
+                await asyncio.Event().wait()
+            return await reach(phase)
+
+        world.reach = hang  # type: ignore[method-assign]
+        monkeypatch.setattr(engine_module, "LOAD_SECONDS", 0.3)
+        await house.fleet.load_adapter(*house.step(), SECONDS)
+        monkeypatch.setattr(engine_module, "LOAD_SECONDS", SECONDS)
+        assert house.replicas[0].holds("p/a@0")
+        await house.all_ready()
+        assert house.replicas[1].num_starts == 2 and house.replicas[1].holds("p/a@0")
+
+
+async def test_an_error_of_a_dying_replica_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tmp_path) as house:
+        await house.all_ready()
+
+        async def die(*_: Any) -> None:
+            house.process(1).kill()
+            await house.process(1).wait()
+            raise AdapterRefused("EngineCore encountered an issue")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(house.replicas[1], "_post_load", die)
+            loading = asyncio.create_task(house.fleet.load_adapter(*house.step(), SECONDS))
+            await until(lambda: house.replicas[1].state != "ready")
+        await loading
+        await house.all_ready()
+        assert all(replica.holds("p/a@0") for replica in house.replicas)
+
+
+async def test_an_adapter_that_no_step_brought_is_loaded_where_its_requests_go(tmp_path: Path) -> None:
+    async with running(tmp_path) as house:
+        await house.all_ready()
+        _, first = await house.ask("a", b"one")
+        number = int(first[-1])
+        assert house.adapters()[number] == ["p/a@0"] and house.adapters()[1 - number] == []
+        assert {(await house.ask("a", b"one"))[1] for _ in range(5)} == {first}
+        used = {(await house.ask("a", bytes([key])))[1] for key in range(20)}
+        assert used == {"engine-0", "engine-1"}
+        assert house.adapters() == [["p/a@0"], ["p/a@0"]]
+
+
+async def test_the_requests_of_a_lost_replica_go_to_the_other(tmp_path: Path) -> None:
+    async with running(tmp_path) as house:
+        await house.all_ready()
+        await house.fleet.load_adapter(*house.step(), SECONDS)
+        _, first = await house.ask("a")
+        house.process(int(first[-1])).kill()
+        _, second = await house.ask("a")
+        assert second != first
+        await house.all_ready()
+        assert (await house.ask("a"))[1] == second, "where its prompt is"
+        assert all(replica.num_requests == 0 for replica in house.replicas)
+
+
+async def test_requests_wait_while_every_replica_starts(tmp_path: Path) -> None:
+    async with running(tmp_path) as house:
+        await house.all_ready()
+        for number in (0, 1):
+            house.process(number).kill()
+        await until(lambda: house.fleet.state == "starting")
+        assert "starting" in (house.fleet.start_waited_for or "")
+        with refused(Unavailable, "engine_not_ready"):
+            await house.fleet.wait_ready(0.0)
+        assert (await house.ask("a"))[0] == "p/a@0"
+
+
+async def test_one_replica_that_cannot_start_leaves_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "MAX_FAILED_STARTS", 1)
+    async with running(tmp_path, {}, {"engine starts": ["kill engine"]}) as house:
+        await until(lambda: house.replicas[1].state == "failed" and house.replicas[0].state == "ready")
+        assert house.fleet.state == "ready" and house.fleet.detail is None
+        assert await house.ask("a") == ("p/a@0", "engine-0")
+        house.replicas[0].state = "failed"
+        assert house.fleet.state == "failed" and "engine-1: " in (house.fleet.detail or "")
+        with refused(Unavailable, "engine_failed"):
+            await house.fleet.wait_ready(SECONDS)
+        house.replicas[0].state = "ready"
+
+
+async def test_a_conversation_is_rendered_by_whoever_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tmp_path) as house:
+        await house.all_ready()
+
+        async def lose(_: object) -> list[int]:
+            house.process(0).kill()
+            raise EngineDied("the engine ended while it rendered a conversation")
+
+        async def render(_: object) -> list[int]:
+            return [5, 6]
+
+        monkeypatch.setattr(house.replicas[0], "tokenize", lose)
+        monkeypatch.setattr(house.replicas[1], "tokenize", render)
+        assert await house.fleet.tokenize({"prompt": "a"}) == [5, 6]
+
+
+async def test_all_pause_while_a_step_trains_and_all_wake_with_it(tmp_path: Path) -> None:
+    async with running(tmp_path) as house:
+        await house.all_ready()
+        await house.ask("a")
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        reach = house.worlds[0].reach
+
+        async def wait_in_training(phase: str) -> str:
+            if phase == "backward":
+                begun.set()
+                await go_on.wait()
+            return await reach(phase)
+
+        house.worlds[0].reach = wait_in_training  # type: ignore[method-assign]
+        job = house.add_job("a")
+        house.runner._wake()
+        await begun.wait()
+        assert [house.process(number).is_paused for number in (0, 1)] == [True, True]
+        go_on.set()
+        await until(lambda: house.queue.get(job).state == "done")
+        assert [house.process(number).is_paused for number in (0, 1)] == [False, False]
+        assert all(replica.holds("p/a@1") for replica in house.replicas)
+        assert (await house.ask("a"))[0] == "p/a@1"
+
+
+async def test_requests_are_answered_while_a_step_waits_for_a_replica_that_starts(tmp_path: Path) -> None:
+    """On a shared device no engine may start beside the trainer."""
+    async with running(tmp_path) as house:
+        await house.all_ready()
+        world, reached, go_on = house.worlds[1], asyncio.Event(), asyncio.Event()
+        reach = world.reach
+
+        async def held(at: str) -> str:
+            if at == "engine loads":
+                reached.set()
+                await go_on.wait()
+            return await reach(at)
+
+        world.reach = held  # type: ignore[method-assign]
+        house.process(1).kill()
+        await reached.wait()
+        job = house.add_job("a")
+        house.runner._wake()
+        await until(lambda: house.owner.is_held)
+        assert house.gate.waits_for is None and await house.ask("b") == ("p/b@0", "engine-0")
+        go_on.set()
+        await until(lambda: house.queue.get(job).state == "done")
+        assert (await house.ask("a"))[0] == "p/a@1"
+
+
+PHASES = ("engine starts", "engine loads", "adapter loads", "sleep", "wake_up")
+
+
+@st.composite
+def troubles(draw: st.DrawFn) -> dict[str, list[str]]:
+    """What happens to one replica: it dies at most twice while it starts."""
+    happens: dict[str, list[str]] = {}
+    for phase in draw(st.lists(st.sampled_from(PHASES), max_size=3, unique=True)):
+        events = ("", "slow", "kill engine", *(("refuse",) if phase in ("sleep", "wake_up") else ()))
+        most = 1 if phase.startswith("engine") or phase == "adapter loads" else 2
+        happens[phase] = draw(st.lists(st.sampled_from(events), min_size=1, max_size=most))
+    return happens
+
+
+async def play(folder: Path, happens: tuple[dict[str, list[str]], dict[str, list[str]]]) -> None:
+    """Jobs of two models while both get requests."""
+    async with running(folder, *({key: list(value) for key, value in each.items()} for each in happens)) as house:
+        over = asyncio.Event()
+        keys = itertools.count()
+        askers = [asyncio.create_task(house.keep_asking(name, bytes([next(keys)]), over)) for name in MODELS * 3]
+        jobs = [house.add_job(MODELS[index % 2]) for index in range(3)]
+        house.runner._wake()
+        await until(lambda: all(house.queue.get(job).state in ("done", "failed") for job in jobs))
+        over.set()
+        assert all(await asyncio.gather(*askers))
+        assert [house.queue.get(job).state for job in jobs] == ["done"] * 3
+        await house.all_ready()
+        for name, step in (("a", 2), ("b", 1)):
+            assert (await house.ask(name))[0] == f"p/{name}@{step}"
+            assert all(replica.holds(f"p/{name}@{step}") for replica in house.replicas)
+        assert all(replica.num_requests == 0 for replica in house.replicas)
+
+
+@settings(
+    max_examples=20,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(first=troubles(), second=troubles())
+def test_all_orders(
+    first: dict[str, list[str]], second: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    asyncio.run(play(tmp_path_factory.mktemp("story"), (first, second)))
