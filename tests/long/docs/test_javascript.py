@@ -1,7 +1,9 @@
 """The agent of docs/howto/javascript.md runs in Node.js with OpenAI's own client, and is trained."""
 
+import contextlib
 import shutil
 import subprocess
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,20 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "agent.mjs"
 
 
-@pytest.mark.usefixtures("agent")
-async def test_an_agent_in_javascript_learns(server: Server) -> None:
+@contextlib.asynccontextmanager
+async def registered(server: Server, name: str) -> AsyncIterator[tuple[art.TrainableModel, dict[str, Any]]]:
+    """A new model, and what the page's program defines."""
     names: dict[str, Any] = {}
     await run("javascript.md", 0, names)
     async with art.Backend(server.url) as backend:
-        model = art.TrainableModel(name="javascript", project="howto", base_model="art/tiny")
+        model = art.TrainableModel(name=name, project="howto", base_model="art/tiny")
         await model.register(backend)
+        yield model, names
+
+
+@pytest.mark.usefixtures("agent")
+async def test_an_agent_in_javascript_learns(server: Server) -> None:
+    async with registered(server, "javascript") as (model, names):
         (trajectory,) = await art.gather_trajectories([names["rollout"](model, QUESTIONS[0])])
         assert [message["role"] for message in trajectory.messages()] == ["user", "assistant"]
         await names["train"](model, QUESTIONS, NUM_STEPS)
@@ -53,10 +62,6 @@ def broken(agent: Path) -> None:
 
 @pytest.mark.usefixtures("broken")
 async def test_an_agent_that_fails_is_no_reward(server: Server) -> None:
-    names: dict[str, Any] = {}
-    await run("javascript.md", 0, names)
-    async with art.Backend(server.url) as backend:
-        model = art.TrainableModel(name="javascript-fails", project="howto", base_model="art/tiny")
-        await model.register(backend)
+    async with registered(server, "javascript-fails") as (model, names):
         with pytest.raises(RuntimeError, match="ended with 3"):
             await names["rollout"](model, QUESTIONS[0])

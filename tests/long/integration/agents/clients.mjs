@@ -1,4 +1,4 @@
-// Agents of three JavaScript clients: `node clients.mjs CLIENT`. Each line of the input is a question with the model's
+// Agents of four JavaScript libraries: `node clients.mjs CLIENT`. Each line of the input is a question with the model's
 // address and the tools, and a line of the output answers it. Tools run where the questions come from: a call is a POST to
 // `tools`.
 
@@ -54,7 +54,17 @@ async function langchain(ask) {
   return state.messages.at(-1).text;
 }
 
-const run = { openai, vercel, langchain }[process.argv[2]];
+async function agents(ask) {
+  const { Agent, OpenAIProvider, Runner, tool } = await import("@openai/agents");
+  const modelProvider = new OpenAIProvider({ baseURL: ask.base_url, apiKey: ask.api_key });
+  const tools = ask.schemas.map(({ name, description, parameters }) =>
+    tool({ name, description, parameters, strict: false, execute: (args) => callTool(ask, name, args) }));
+  const agent = new Agent({ name: "agent", model: ask.model, modelSettings: { maxTokens: ask.max_tokens }, tools });
+  const runner = new Runner({ modelProvider, tracingDisabled: true });
+  return (await runner.run(agent, ask.question, { maxTurns: MAX_TURNS })).finalOutput;
+}
+
+const run = { openai, vercel, langchain, agents }[process.argv[2]];
 for await (const line of createInterface({ input: process.stdin })) {
   const ask = JSON.parse(line);
   run(ask).then((text) => ({ text }), (error) => ({ error: String(error) }))

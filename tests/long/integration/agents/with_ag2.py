@@ -1,7 +1,5 @@
 """An agent of AG2."""
 
-import asyncio
-
 import task
 from ag2 import Agent
 from ag2.config import OpenAIConfig
@@ -14,7 +12,3 @@ async def run_agent(r: art.Rollout, question: str) -> str:
         r.model.get_inference_name(), base_url=r.base_url, api_key=r.api_key, max_tokens=task.MAX_TOKENS
     )
     return (await Agent("agent", config=config, tools=task.TOOLS).ask(question)).body or ""
-
-
-if __name__ == "__main__":
-    asyncio.run(task.train("ag2", run_agent))

@@ -1,7 +1,5 @@
 """An agent of Microsoft's agent-framework."""
 
-import asyncio
-
 import task
 from agent_framework import Agent
 from agent_framework.openai import OpenAIChatCompletionClient
@@ -13,7 +11,3 @@ async def run_agent(r: art.Rollout, question: str) -> str:
     client = OpenAIChatCompletionClient(model=r.model.get_inference_name(), base_url=r.base_url, api_key=r.api_key)
     agent = Agent(client=client, tools=task.TOOLS, default_options={"max_tokens": task.MAX_TOKENS})
     return (await agent.run(question)).text
-
-
-if __name__ == "__main__":
-    asyncio.run(task.train("agent-framework", run_agent))

@@ -1,7 +1,5 @@
 """An agent of AgentScope, which streams."""
 
-import asyncio
-
 import task
 from agentscope.agent import Agent, ReActConfig
 from agentscope.credential import OpenAICredential
@@ -29,7 +27,3 @@ async def run_agent(r: art.Rollout, question: str) -> str:
         react_config=ReActConfig(max_iters=task.MAX_TURNS),
     )
     return (await agent.reply(UserMsg("user", question))).get_text_content() or ""
-
-
-if __name__ == "__main__":
-    asyncio.run(task.train("agentscope", run_agent))

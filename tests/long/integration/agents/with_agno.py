@@ -1,7 +1,5 @@
 """An agent of Agno."""
 
-import asyncio
-
 import task
 from agno.agent import Agent
 from agno.models.openai.like import OpenAILike
@@ -15,7 +13,3 @@ async def run_agent(r: art.Rollout, question: str) -> str:
     )
     agent = Agent(model=model, tools=task.TOOLS, telemetry=False, tool_call_limit=task.MAX_TURNS)
     return str((await agent.arun(question)).content)
-
-
-if __name__ == "__main__":
-    asyncio.run(task.train("agno", run_agent))

@@ -1,7 +1,5 @@
 """An agent of AutoGen."""
 
-import asyncio
-
 import task
 from autogen_agentchat.agents import AssistantAgent
 from autogen_core.models import ModelInfo
@@ -31,7 +29,3 @@ async def run_agent(r: art.Rollout, question: str) -> str:
     result = await agent.run(task=question)
     await client.close()
     return result.messages[-1].to_text()
-
-
-if __name__ == "__main__":
-    asyncio.run(task.train("autogen", run_agent))

@@ -49,7 +49,3 @@ async def run_agent(r: art.Rollout, question: str) -> str:
     )
     agent.prompt_templates["system_prompt"] = PROMPT
     return await asyncio.to_thread(all_results, agent, question)
-
-
-if __name__ == "__main__":
-    asyncio.run(task.train("code-agent", run_agent))

@@ -1,7 +1,5 @@
 """An agent of LangChain's create_agent, which streams."""
 
-import asyncio
-
 import task
 from langchain.agents import create_agent
 from langchain_openai import ChatOpenAI
@@ -20,7 +18,3 @@ async def run_agent(r: art.Rollout, question: str) -> str:
     agent = create_agent(model, tools=task.TOOLS)
     state = await agent.ainvoke({"messages": [{"role": "user", "content": question}]}, {"recursion_limit": 8})
     return state["messages"][-1].text
-
-
-if __name__ == "__main__":
-    asyncio.run(task.train("create-agent", run_agent))

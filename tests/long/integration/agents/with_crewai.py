@@ -1,7 +1,5 @@
 """A crew of CrewAI with one agent."""
 
-import asyncio
-
 import task
 from crewai import LLM, Agent, Crew, Task
 from crewai.tools import tool
@@ -24,7 +22,3 @@ async def run_agent(r: art.Rollout, question: str) -> str:
     )
     job = Task(description=question, expected_output="The result.", agent=agent)
     return str(await Crew(agents=[agent], tasks=[job]).kickoff_async())
-
-
-if __name__ == "__main__":
-    asyncio.run(task.train("crewai", run_agent))

@@ -1,7 +1,5 @@
 """A program of DSPy that calls tools."""
 
-import asyncio
-
 import dspy
 import litellm
 import task
@@ -40,7 +38,3 @@ async def run_agent(r: art.Rollout, question: str) -> str:
         except AdapterParseError:  # no call
             return ""
     return " ".join(task.call_tool(call.name, call.args) for call in answer.tool_calls.tool_calls)
-
-
-if __name__ == "__main__":
-    asyncio.run(task.train("dspy", run_agent))

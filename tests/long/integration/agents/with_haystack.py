@@ -1,6 +1,5 @@
 """An agent of Haystack."""
 
-import asyncio
 from typing import Annotated
 
 import task
@@ -32,7 +31,3 @@ async def run_agent(r: art.Rollout, question: str) -> str:
     )
     answer = await agent.run_async(messages=[ChatMessage.from_user(question)])
     return answer["last_message"].text or ""
-
-
-if __name__ == "__main__":
-    asyncio.run(task.train("haystack", run_agent))

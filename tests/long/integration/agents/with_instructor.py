@@ -1,6 +1,5 @@
 """A program of Instructor, which asks again for calls that it cannot read."""
 
-import asyncio
 from collections.abc import Iterable
 
 import instructor
@@ -23,7 +22,3 @@ async def run_agent(r: art.Rollout, question: str) -> str:
             max_tokens=task.MAX_TOKENS,
         )
         return " ".join(task.call_tool(type(call).__name__, call.model_dump()) for call in calls)
-
-
-if __name__ == "__main__":
-    asyncio.run(task.train("instructor", run_agent))

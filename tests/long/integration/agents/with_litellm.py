@@ -1,6 +1,5 @@
 """An agent that is a loop around LiteLLM."""
 
-import asyncio
 import json
 
 import litellm
@@ -30,7 +29,3 @@ async def run_agent(r: art.Rollout, question: str) -> str:
             result = task.call_tool(call.function.name, json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return ""
-
-
-if __name__ == "__main__":
-    asyncio.run(task.train("litellm", run_agent))

@@ -1,7 +1,5 @@
 """An agent of Strands."""
 
-import asyncio
-
 import task
 from strands import Agent, tool
 from strands.models.openai import OpenAIModel
@@ -18,7 +16,3 @@ async def run_agent(r: art.Rollout, question: str) -> str:
         params={"max_tokens": task.MAX_TOKENS},
     )
     return str(await Agent(model=model, tools=TOOLS, callback_handler=None).invoke_async(question))
-
-
-if __name__ == "__main__":
-    asyncio.run(task.train("strands", run_agent))
