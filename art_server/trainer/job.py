@@ -197,7 +197,9 @@ def _take_steps(job: _Job, trained: TrainBatch) -> tuple[dict[str, float], Probe
         if index == 0:
             if old.old_logprobs_S is None:
                 notes += judge_gap(metrics, task)
-            if task.mismatch_limits is not None and is_due(task.probe):
+            # Tokens of earlier steps: the next job will have some too, and judges them by what this step really moves.
+            is_stale = (metrics | gap)["loss/logprob_gap_stale_num_tokens"] > 0
+            if task.mismatch_limits is not None and (is_stale or is_due(task.probe)):
                 start = start_probe(policy, task.probe, trained.sequences, task.mismatch_limits)
         else:
             metrics = _without_gap(metrics)

@@ -6,7 +6,8 @@ jobs compute them once. The same numbers tell how far each job moves the policy,
 (`gap.py`).
 
 Scoring few tokens costs a pass over all weights: on a CPU some percent of a short step. So the first steps of an adapter
-and the first of a process have a probe, and later ones if the probes then cost less than a hundredth of the time.
+and the first of a process have a probe, and so has a job with tokens of earlier steps, because the next such job judges
+them by this movement. Others have one if the probes then cost less than a hundredth of the time.
 """
 
 import math

@@ -17,6 +17,7 @@ from art_server.process.shared.trainer_messages import (
     Done,
     MismatchLimits,
     Probe,
+    SampledSpan,
     TrainTask,
 )
 from art_server.trainer.batches import make_train_batch
@@ -155,6 +156,24 @@ def test_a_probe_is_skipped_while_it_would_cost_too_much_of_the_time(
     assert next_one is not None and next_one.is_of_step and next_one.token_ids == first.token_ids
     moved = torch.tensor(next_one.logprobs) - torch.tensor(first.logprobs)
     assert next_one.moved[-1] == pytest.approx(float(moved.square().mean().sqrt()))
+
+
+def test_a_job_with_tokens_of_earlier_steps_has_a_probe_whatever_it_costs(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    """A later job's stale tokens are judged by the movement of this step: an older one may be much smaller."""
+    first = job(policy, adapter_dir, tmp_path / "1", make_batch(0)).probe
+    assert first is not None
+    dear = first.model_copy(update={"moved": [1e-9, 1e-9], "seconds": 1e6})
+    batch = make_batch(5)
+    for group in batch.groups:
+        for trajectory in group.trajectories:
+            for sequence in trajectory.sequences:
+                sequence.spans.append(SampledSpan(start=0, stop=len(sequence.token_ids), step=0))
+    assert not is_due(dear)
+    done = job(policy, tmp_path / "1", tmp_path / "2", batch, dear, start_step=1)
+    assert done.probe is not None and done.probe.is_of_step
+    assert done.metrics["loss/probe_moved"] == done.probe.moved[-1] > 1e-6
 
 
 def test_a_step_without_signal_keeps_the_probe_and_has_not_moved(
