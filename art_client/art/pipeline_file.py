@@ -39,7 +39,8 @@ class PipelineFile:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file.touch(mode=0o600)
         self._db = sqlite3.connect(file, timeout=0, isolation_level=None, check_same_thread=False)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._db.close)
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             with self._transaction() as db:
                 ((version,),) = db.execute("PRAGMA user_version").fetchall()
@@ -49,9 +50,7 @@ class PipelineFile:
                     db.execute("INSERT INTO pipeline (id, first_step) VALUES (?, ?)", (uuid.uuid4().hex, step))
             if version not in (0, FORMAT):
                 raise ArtError(f"{file} was written by another version of art: use that version, or delete the file")
-        except BaseException:
-            self._db.close()
-            raise
+            undo.pop_all()
         self.id = str(self._value("id"))
         """The beginning of the idempotency keys of its jobs."""
 

@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 from art_server.trainer.tree import MAX_REPEATED, Node, is_cheaply_cut, lay_out, pack_trees, pad_forest, sort_sequences
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+BUDGETS = given(
+    sequences=st.lists(TOKENS, min_size=1, max_size=12), min_shared=st.integers(1, 6), max_tokens=st.integers(1, 60)
+)
 
 
 def test_layout_by_hand() -> None:
@@ -66,11 +69,7 @@ def test_each_row_lies_on_a_path_of_its_tokens(sequences: list[list[int]], min_s
 
 
 @settings(deadline=None)
-@given(
-    sequences=st.lists(TOKENS, min_size=1, max_size=12),
-    min_shared=st.integers(1, 6),
-    max_tokens=st.integers(1, 60),
-)
+@BUDGETS
 def test_packs_hold_every_row_once_within_the_budget(
     sequences: list[list[int]], min_shared: int, max_tokens: int
 ) -> None:
@@ -95,11 +94,7 @@ def test_tree_above_the_budget_repeats_its_trunk() -> None:
 
 
 @settings(deadline=None)
-@given(
-    sequences=st.lists(TOKENS, min_size=1, max_size=12),
-    min_shared=st.integers(1, 6),
-    max_tokens=st.integers(1, 60),
-)
+@BUDGETS
 def test_a_cut_is_cheap_if_its_forests_hold_few_tokens_twice(
     sequences: list[list[int]], min_shared: int, max_tokens: int
 ) -> None:
