@@ -119,7 +119,8 @@ def _dump(value: Any) -> Any:
 
 
 def _workflow(sessions: Any) -> Workflow:
-    from nat.plugins.profiler.decorators.framework_wrapper import callback_handler_var
+    # Loaded by the build if nvidia-nat-profiler is installed.
+    profiler = sys.modules.get("nat.plugins.profiler.decorators.framework_wrapper")
 
     async def play(call: Call) -> Any:
         async with (
@@ -128,7 +129,8 @@ def _workflow(sessions: Any) -> Workflow:
         ):
             # LangChain's profiler copies each conversation for steps that nothing here reads: a sixth of a rollout's CPU time.
             # The runner has just restored it, from the context of the workflow's build.
-            callback_handler_var.set(None)
+            if profiler is not None:
+                profiler.callback_handler_var.set(None)
             output = await runner.result()
             with contextlib.suppress(ValueError):
                 output = runner.convert(output, to_type=str)

@@ -68,6 +68,12 @@ class Parts:
         return self._parts.pop(0)
 
 
+def stream_request(api: str) -> inference_proxy.InferenceRequest:
+    return inference_proxy.InferenceRequest(
+        api, f"/v1/{api}", "p/a", {"n": 2}, {}, "me", None, None, None, [], b"", True
+    )
+
+
 async def test_a_part_of_an_event_does_not_begin_a_stream() -> None:
     """The engine dies behind it, and the second try is refused: the client gets the refusal, not an empty 200."""
 
@@ -84,11 +90,8 @@ async def test_a_part_of_an_event_does_not_begin_a_stream() -> None:
         async def was_engine_killed(self, inference: Any) -> bool:
             return True
 
-    inference = inference_proxy.InferenceRequest(
-        *("chat", "/v1/chat/completions", "p/a", {}, {}, "me", None, None, None, [], b"", True)
-    )
     dying: Any = DyingProxy()
-    response = await answer_stream(dying, inference)
+    response = await answer_stream(dying, stream_request("chat"))
     assert (response.status_code, dying.num_calls) == (503, 2)
     assert b"could not be started" in response.body
 
@@ -123,11 +126,8 @@ async def test_the_error_event_of_a_dying_engine_counts_as_its_death(api: str, i
         async def was_engine_killed(self, inference: Any) -> bool:
             return True
 
-    inference = inference_proxy.InferenceRequest(
-        *(api, f"/v1/{api}", "p/a", {"n": 2}, {}, "me", None, None, None, [], b"", True)
-    )
     dying: Any = DyingProxy()
-    events = stream_events(dying, inference)
+    events = stream_events(dying, stream_request(api))
     if not is_begun:
         with pytest.raises(StreamRefused) as refused:
             await anext(events)
