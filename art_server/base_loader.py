@@ -270,6 +270,8 @@ class BaseLoader:
             num_serving=int(tensor_parallel or len(devices) or 1),
             num_engines=config.engines,
             training_card=own,
+            num_ranks=config.num_ranks("cuda"),
+            shard=config.shard,
         )
         plan = make_memory_plan(card, demand, read_figures())
         logger.info("%s", plan.table(card))

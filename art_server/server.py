@@ -11,7 +11,7 @@ from typing import Any
 
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints import Checkpoints
-from art_server.engine.device.assignment import check_devices, device_environment, engine_devices
+from art_server.engine.device.assignment import check_devices, device_environment, engine_devices, rank_devices
 from art_server.engine.device.detection import Machine, detect
 from art_server.engine.device.owner import AllDevices, DeviceOwner
 from art_server.engine.engine import Engine, remove_run_dirs
@@ -166,7 +166,8 @@ def build(
         places = zip(engine_devices(config, machine), owners, strict=True)
         replicas = [engine_on(*place, f"engine-{number}", progress, changed) for number, place in enumerate(places)]
         engine = Fleet(replicas, progress, changed)
-    trainer = make_trainer(config, machine.kind, device_environment(config.train_devices, machine), children)
+    ranks = [device_environment(devices, machine) for devices in rank_devices(config, machine)]
+    trainer = make_trainer(config, machine.kind, ranks, children)
     registry = Registry(config.path)
     queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs)
     base = BaseLoader(config, machine, owner, engine, trainer, ledger, queue)

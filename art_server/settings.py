@@ -159,8 +159,20 @@ class ServerConfig(BaseModel):
     ] = ()
     train_devices: Annotated[
         tuple[int, ...],
-        Flag("devices for the trainer only: one GPU, or cores of a CPU", "LIST"),
+        Flag("devices for the trainer only: a GPU for each rank, or cores of a CPU", "LIST"),
     ] = ()
+    ranks: Annotated[
+        int | None,
+        Flag(
+            "number of processes that train each job together, each with its own GPU or its part of the cores (the GPUs of "
+            "--train-devices, else 1)",
+            "W",
+        ),
+    ] = Field(default=None, ge=1)
+    shard: Annotated[
+        Literal["auto", "on", "off"],
+        Flag("divide the base model's weights among the ranks (auto: where they do not fit one GPU)"),
+    ] = "auto"
     engines: Annotated[
         int,
         Flag(
@@ -299,6 +311,8 @@ class ServerConfig(BaseModel):
             raise ValueError("--serve-devices and --train-devices go together: give both or none")
         if both := set(self.serve_devices) & set(self.train_devices):
             raise ValueError(f"device {min(both)} is in both --serve-devices and --train-devices")
+        if (self.ranks or 1) > 1 and self.trainer == "unsloth":
+            raise ValueError("--trainer unsloth trains on one GPU: leave out --ranks, or use --trainer peft")
         if self.train_devices and self.handover != "auto":
             raise ValueError("--handover is for a GPU that engine and trainer share: leave it out with --train-devices")
         return self
@@ -307,6 +321,11 @@ class ServerConfig(BaseModel):
     def takes_turns(self) -> bool:
         """Whether engine and trainer share devices and take turns."""
         return not self.train_devices
+
+    def num_ranks(self, device: Device) -> int:
+        """Processes that train a job together."""
+        usual = len(self.train_devices) if device == "cuda" and self.trainer != "unsloth" else 1
+        return self.ranks or max(1, usual)
 
     def number_types(self, device: Device, *, has_delta_rule: bool = False) -> tuple[NumberType, NumberType]:
         """The number types of the engine and of the trainer's base weights. On a CPU the default is float32, which

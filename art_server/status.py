@@ -87,7 +87,7 @@ class Status:
     def memory(self) -> dict[str, Any]:
         """Memory of the server's processes and free disk space (blocking)."""
         engines = {each.name: each.pid for each in self._engine.replicas}
-        return machine.memory(self._path, {**engines, "trainer": self._trainer.pid})
+        return machine.memory(self._path, engines | self._trainer.pids)
 
     def _doing(self) -> frozenset[Doing]:
         engine, gate = self._engine, self._gate

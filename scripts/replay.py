@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from tqdm import tqdm
 
 from art_server.errors import InvalidInput, NotFound, ServerError, Unavailable
+from art_server.jobs.gang import Gang
 from art_server.jobs.replay_record import (
     BATCH_FILE,
     FOLDER,
@@ -31,12 +32,7 @@ from art_server.jobs.replay_record import (
     ReplayRecord,
     base_digests,
 )
-from art_server.jobs.trainer_process import (
-    TrainerError,
-    TrainerProcess,
-    worker_command,
-    worker_environment,
-)
+from art_server.jobs.trainer_process import TrainerError, worker_environment
 from art_server.process.shared.trainer_messages import Done, Progress, TrainTask, WorkerConfig
 from art_server.store.base_models import CACHE_DIR, find_base_model
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, content_digests
@@ -143,7 +139,7 @@ def number_in(settings: dict[str, str], name: str) -> int | None:
 
 
 async def train(folder: Path, record: ReplayRecord, base: Path, temporary: Path) -> Done:
-    """Runs the step in a trainer process with the record's settings; the result is in `temporary`/step.
+    """Runs the step in as many trainer processes as made it, with the record's settings; the result is in `temporary`/step.
 
     Raises:
         Unavailable: the trainer failed.
@@ -155,13 +151,12 @@ async def train(folder: Path, record: ReplayRecord, base: Path, temporary: Path)
             "base_model": str(base),
             "max_tokens_per_micro_batch": settings["max_tokens"],
             "checkpointing_factor": settings.get("checkpointing_factor"),
+            "is_sharded": settings.get("is_sharded", "False"),
         }
     )
-    trainer = TrainerProcess(
-        worker_command(worker),
-        temporary / "trainer.log",
-        worker_environment(temporary / "unsloth", os.environ),
-    )
+    environment = worker_environment(temporary / "unsloth", os.environ)
+    trainer = Gang(temporary, [environment] * int(settings.get("ranks", "1")), meeting=temporary / "ranks")
+    trainer.use(worker)
     task = TrainTask(
         lora=record.lora,
         in_dir=str((folder / START).absolute()),

@@ -175,7 +175,7 @@ class FakeTrainer:
         self.batches: list[Any] = []
         self.is_waiting = asyncio.Event()
         """Set when a task waits to be cancelled."""
-        self.pid: int | None = None
+        self.pids: dict[str, int | None] = {"trainer": None}
         self._cancelled = asyncio.Event()
 
     async def stop(self) -> None: ...

@@ -1,10 +1,11 @@
 """The trainer process for the server's base model."""
 
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from art_server.engine.device.plan import MemoryPlan
+from art_server.jobs.gang import Gang
 from art_server.jobs.trainer_process import TrainerProcess, worker_command, worker_environment
 from art_server.process.children import Children
 from art_server.process.shared.trainer_messages import (
@@ -23,20 +24,21 @@ MIN_TOKENS = 64
 """Least tokens of a micro-batch without gradient checkpointing. The plan's number is 0 where it is always needed."""
 
 
-class Trainer(TrainerProcess):
-    """The worker process that trains adapters of the server's base model.
+class Trainer(Gang):
+    """The worker processes that train adapters of the server's base model: one, or as many as `--ranks`.
 
     A task without a device (init, check) never waits for a step: a second process runs it beside the step, and ends when no
     such task is left. It does wait while the process starts and loads the base model, which a second one would slow down.
     """
 
-    def __init__(self, config: ServerConfig, device: Device, kept_to: Mapping[str, str], children: Children):
-        """`kept_to` are environment variables that restrict the process to its devices."""
-        environment = worker_environment(config.server_dir / "unsloth", os.environ) | dict(kept_to)
-        super().__init__((), config.log_dir / "trainer.log", environment, children)
+    def __init__(self, config: ServerConfig, device: Device, kept_to: Sequence[Mapping[str, str]], children: Children):
+        """`kept_to` are, for each rank, environment variables that restrict it to its devices."""
+        usual = worker_environment(config.server_dir / "unsloth", os.environ)
+        environments = [usual | dict(each) for each in kept_to]
+        super().__init__(config.log_dir, environments, children, config.server_dir / "ranks")
         self._config = config
         self._device: Device = device
-        self._aside = TrainerProcess((), config.log_dir / "trainer.log", environment, children)
+        self._aside = TrainerProcess((), config.log_dir / "trainer.log", environments[0], children)
         self._num_aside = 0
         self._num_steps = 0
         """Tasks that train, running or waiting."""
@@ -54,15 +56,25 @@ class Trainer(TrainerProcess):
             device="cpu" if self._device == "cpu" else "cuda:0",
             between_steps=_between_steps(plan),
             max_seq_length=self._config.max_seq_length,
-            threads=len(self._config.train_devices) or None if self._device == "cpu" else None,
+            threads=self._num_threads(),
             max_tokens_per_micro_batch=tokens,
             checkpointing_factor=factor,
             budgets=str(self._config.server_dir / "budgets.json"),
+            is_sharded=plan.num_shards > 1 if plan is not None else self._config.shard == "on",
         )
-        self._command = worker_command(worker)
+        self.use(worker)
         # Unsloth needs a GPU, and takes longer to import.
         deviceless = WorkerConfig(base_model=str(path), trainer="peft", device="cpu", threads=1)
         self._aside._command = worker_command(deviceless)
+
+    def _num_threads(self) -> int | None:
+        """Threads of each rank; None is torch's choice."""
+        if self._device != "cpu":
+            return None
+        cores = len(self._config.train_devices)
+        if self.num_ranks > 1:
+            cores = max(1, (cores or os.cpu_count() or 1) // self.num_ranks)
+        return cores or None
 
     async def run(
         self,

@@ -124,6 +124,10 @@ class TrainerProcess:
         """The id of the process and of its process group; None while no process runs."""
         return self._process.pid if self._process is not None else None
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
     async def run(
         self,
         task: Task,

@@ -83,7 +83,7 @@ def try_trees(policy: Policy, batch: MicroBatch) -> str | None:
     from torch._dynamo.exc import TorchDynamoException  # imported here, because it takes seconds
 
     try:
-        with torch.enable_grad():
+        with policy.gang.together(), torch.enable_grad():
             logprobs_N, _ = policy.logprobs(batch)
             logprobs_N.sum().backward()
         policy.has_tried_trees = True
@@ -103,7 +103,7 @@ def check_trees(policy: Policy, batch: MicroBatch, sequences: list[TrainSequence
     If they differ, the policy uses unshared sequences from here on.
     """
     try:
-        policy.tree_gap = _gap(policy, batch, sequences)
+        policy.tree_gap = _agreed_gap(policy, batch, sequences)
     except NotImplementedError as error:
         return _give_up(policy, str(error))
     if policy.tree_gap <= MAX_GAP[policy.dtype]:
@@ -117,7 +117,7 @@ def check_sequences(policy: Policy, batch: MicroBatch, sequences: list[TrainSequ
     Raises:
         ValueError: they differ.
     """
-    policy.sequence_gap = _gap(policy, batch, sequences)
+    policy.sequence_gap = _agreed_gap(policy, batch, sequences)
     if not policy.sequence_gap <= MAX_GAP[policy.dtype]:
         remedy = "choose another base model: this family transforms its logits in an unknown way"
         raise ValueError(
@@ -126,6 +126,13 @@ def check_sequences(policy: Policy, batch: MicroBatch, sequences: list[TrainSequ
             f"{MAX_GAP[policy.dtype]:.2g}. Nothing was trained; "
             f"{remedy if policy.name == 'peft' else 'use --trainer peft'}"
         )
+
+
+def _agreed_gap(policy: Policy, batch: MicroBatch, sequences: list[TrainSequence]) -> float:
+    """The largest gap of all ranks, each of which computes the same."""
+    with policy.gang.together():
+        gap = _gap(policy, batch, sequences)
+    return policy.gang.most(gap)
 
 
 @torch.no_grad()

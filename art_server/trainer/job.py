@@ -100,16 +100,19 @@ def train(
     if trained.sequences:
         of_steps, probe = _take_steps(job, trained)
         metrics |= of_steps
-        budget.store(budgets)
+        if policy.gang.is_first:
+            budget.store(budgets)
 
     if between_steps != "stay":
         started = time.perf_counter()
         policy.leave_device(optimizer, keep_copy=between_steps == "leave")
         metrics["time/step_leave_s"] = time.perf_counter() - started
+    policy.gang.meet()  # the engine returns to the devices of all ranks
     report(Progress(phase="save", completed=0, total=1))
     started = time.perf_counter()
-    record.write(Path(task.out_dir))
-    save_checkpoint(policy, optimizer, Path(task.out_dir))
+    if policy.gang.is_first:
+        record.write(Path(task.out_dir))
+        save_checkpoint(policy, optimizer, Path(task.out_dir))
     metrics["time/step_save_s"] = time.perf_counter() - started
     return Done(
         metrics=metrics,
@@ -157,6 +160,8 @@ def _drop_stale(task: TrainTask) -> tuple[TrainTask, int]:
 def _environment(policy: Policy, task: TrainTask, budget: TokenBudget) -> dict[str, str]:
     """What decides the last bits of the step, as the job begins."""
     return {
+        "ranks": str(policy.gang.size),
+        "is_sharded": str(policy.gang.is_sharded),
         "max_tokens": str(budget.tokens),
         "checkpointing": str(budget.has_checkpointing),
         "checkpointing_factor": str(policy.checkpointing_factor),
@@ -199,7 +204,7 @@ def _take_steps(job: _Job, trained: TrainBatch) -> tuple[dict[str, float], Probe
                 notes += judge_gap(metrics, task)
             # Tokens of earlier steps: the next job will have some too, and judges them by what this step really moves.
             is_stale = (metrics | gap)["loss/logprob_gap_stale_num_tokens"] > 0
-            if task.mismatch_limits is not None and (is_stale or is_due(task.probe)):
+            if task.mismatch_limits is not None and policy.gang.any(is_stale or is_due(task.probe)):
                 start = start_probe(policy, task.probe, trained.sequences, task.mismatch_limits)
         else:
             metrics = _without_gap(metrics)

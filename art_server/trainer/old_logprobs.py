@@ -8,6 +8,7 @@ import torch
 
 from art_server.process.shared.trainer_messages import Progress, TrainTask
 from art_server.trainer.batches import (
+    MicroBatch,
     SampledTokens,
     TrainBatch,
     TrainSequence,
@@ -71,19 +72,34 @@ def compute_old_and_reference_logprobs(
     if not needs_old and not has_reference:
         return OldLogprobs()
     started = time.perf_counter()
-    tokens = make_sampled_tokens(trained.sequences)
-    old_S = torch.zeros_like(tokens.advantages_S) if needs_old else None
-    reference_S = torch.zeros_like(tokens.advantages_S) if has_reference else None
     micro_batches = make_checked_micro_batches(policy, trained, max_tokens, notes)
-    with torch.no_grad():
-        for index, batch in enumerate(micro_batches):
-            report(Progress(phase="forward", completed=index, total=len(micro_batches)))
-            if old_S is not None:
-                old_S[batch.indices_S] = policy.logprobs(batch)[0].cpu()[batch.predictions_S]
-            if reference_S is not None:
-                reference_N = policy.reference_logprobs(batch).cpu()
-                reference_S[batch.indices_S] = reference_N[batch.predictions_S]
+    old_S = reference_S = None
+    if needs_old:
+        old_S = compute_logprobs(policy, micro_batches, lambda batch: policy.logprobs(batch)[0], report)
+    if has_reference:
+        reference_S = compute_logprobs(policy, micro_batches, policy.reference_logprobs, report)
     return OldLogprobs(old_S, reference_S, time.perf_counter() - started)
+
+
+@torch.no_grad()
+def compute_logprobs(
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch],
+    score: Callable[[MicroBatch], torch.Tensor],
+    report: Callable[[Progress], None],
+) -> torch.Tensor:
+    """The log-probabilities of all S sampled tokens of the micro-batches, without a gradient. `score` gives those of a
+    micro-batch's predictions. float32."""
+    logprobs_S = torch.zeros(sum(len(batch.indices_S) for batch in micro_batches))
+    rounds = policy.gang.rounds([batch.num_tokens for batch in micro_batches])
+    with policy.gang.together():
+        for number, (index, counts) in enumerate(rounds):
+            report(Progress(phase="forward", completed=number, total=len(rounds)))
+            batch = micro_batches[index]
+            scored_S = score(batch).cpu()[batch.predictions_S]
+            if counts:
+                logprobs_S[batch.indices_S] = scored_S
+    return policy.gang.sum(logprobs_S)
 
 
 def _has_gap(task: TrainTask, trained: TrainBatch) -> bool:

@@ -24,11 +24,13 @@ from art_server.trainer.attention import (
 from art_server.trainer.base import load_base, meta_model, peft_config, usual_attention
 from art_server.trainer.batches import MicroBatch
 from art_server.trainer.distributions import RAW, cut_pieces
+from art_server.trainer.gang import ALONE, Gang
 from art_server.trainer.head import Scores, max_logits, score_targets, whole_pieces
 from art_server.trainer.host_copy import HostCopy
 from art_server.trainer.lora import fuse_lora
 from art_server.trainer.memory import CHECKPOINTING_FACTOR, default_tokens, free_cached_memory
 from art_server.trainer.rope import fix_rope
+from art_server.trainer.sharding import shard_base
 from art_server.trainer.states import share_states
 from art_server.trainer.tree import Forest, pad_forest
 
@@ -49,12 +51,15 @@ class Policy:
         base_model: str,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        gang: Gang = ALONE,
     ) -> None:
-        """Loads the base. Defaults: bfloat16 on CUDA and float32 elsewhere; the first GPU, or the CPU without one."""
+        """Loads the base. Defaults: bfloat16 on CUDA and float32 elsewhere; the first GPU, or the CPU without one; no other
+        ranks. The ranks of a sharded gang load their policies at the same time."""
         found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.device = found if device is None else device
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self.base_model = base_model
+        self.gang = gang
         self._base = self._load_base()
         self._states = share_states(self._base)
         self.use_context(None)
@@ -345,7 +350,9 @@ class Policy:
         return self.model
 
     def _load_base(self) -> PreTrainedModel:
-        return load_base(self.base_model, self.dtype, self.device)
+        if not self.gang.is_sharded:
+            return load_base(self.base_model, self.dtype, self.device)
+        return shard_base(load_base(self.base_model, self.dtype, torch.device("cpu")), self.gang, self.device)
 
     def _wrap(self, lora: LoRAConfig, seed: int) -> PeftModel:
         torch.manual_seed(seed)  # nothing else in the trainer draws random numbers

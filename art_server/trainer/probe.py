@@ -148,8 +148,9 @@ def write_layer_probes(policy: Policy, lora: LoRAConfig, out_dir: Path, limits: 
         for each in parameters:
             each.data.copy_(RANDOM_SCALE * torch.randn(each.shape, generator=chance))
         probes[kind] = finish_probe(policy, start, limits)
-        (out_dir / kind).mkdir()
-        policy.save_adapter(out_dir / kind)
+        if policy.gang.is_first:
+            (out_dir / kind).mkdir()
+            policy.save_adapter(out_dir / kind)
         for each in parameters:
             each.data.zero_()
     return probes

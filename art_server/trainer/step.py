@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from art_protocol.wire import TrainConfig
 from art_server.process.shared.trainer_messages import Progress, TrainTask
 from art_server.trainer.batches import MicroBatch, SampledTokens, TrainBatch
 from art_server.trainer.checking import make_checked_micro_batches
+from art_server.trainer.gang import Gang
 from art_server.trainer.layers import layer_kind
 from art_server.trainer.loss import TokenLoss, needs_whole_trajectories, policy_loss
-from art_server.trainer.old_logprobs import NOTHING_OLD, OldLogprobs
+from art_server.trainer.old_logprobs import NOTHING_OLD, OldLogprobs, compute_logprobs
 from art_server.trainer.policy import Policy
 from art_server.trainer.step_metrics import (
     batch_metrics,
@@ -30,6 +31,9 @@ LARGEST_WEIGHT = 1 / 64
 """The loss is scaled to about this weight of a token in float16: far above its smallest and below its largest number."""
 
 
+NUMBERS = ("logprobs", "entropies", "likeliest", "ratios", "clipped", "corrected", "kl")
+
+
 @dataclass(slots=True)
 class _Step:
     """An optimizer step in progress: `compute_gradient` collects here what its metrics need."""
@@ -37,19 +41,30 @@ class _Step:
     trained: TrainBatch
     tokens: SampledTokens
     micro_batches: list[MicroBatch]
-    losses: list[TokenLoss] = field(default_factory=list)
-    logprobs: list[torch.Tensor] = field(default_factory=list)
-    entropies: list[torch.Tensor] = field(default_factory=list)
-    is_likeliest: list[torch.Tensor] = field(default_factory=list)
-    """From losses on: one for each micro-batch, over its sampled tokens."""
+    value: float = 0.0
+    """The loss of this rank's tokens."""
+    numbers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What was computed for each token by name (`NUMBERS`), in the order of `tokens`: S, float32, 0 where another rank did."""
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def in_order(self, of_micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The values of all micro-batches' tokens, in the order of `tokens`. float32."""
-        values_S = torch.zeros_like(self.tokens.advantages_S)
-        for batch, part_S in zip(self.micro_batches, of_micro_batches, strict=True):
-            values_S[batch.indices_S] = part_S.to(values_S).cpu()
-        return values_S
+    def __post_init__(self) -> None:
+        self.numbers = {name: torch.zeros_like(self.tokens.advantages_S) for name in NUMBERS}
+
+    def add(self, indices_S: torch.Tensor, loss: TokenLoss, **numbers_S: torch.Tensor) -> None:
+        """Adds a micro-batch's loss and the numbers of its tokens."""
+        self.value += float(loss.value)
+        numbers_S |= {"ratios": loss.policy_ratios_S, "clipped": loss.is_clipped_S, "corrected": loss.is_corrected_S}
+        if loss.kl_S is not None:
+            numbers_S["kl"] = loss.kl_S
+        for name, part_S in numbers_S.items():
+            self.numbers[name][indices_S] = part_S.float().cpu()
+
+    def sum(self, gang: Gang) -> None:
+        """Adds up what the ranks have computed."""
+        self.value = float(gang.sum(torch.tensor(self.value, dtype=torch.float64)))
+        if gang.size > 1:
+            summed = gang.sum(torch.stack([*self.numbers.values()]))
+            self.numbers = dict(zip(self.numbers, summed, strict=True))
 
     def timed(self, phase: str, started: float) -> None:
         """Adds the seconds since `started` to the phase."""
@@ -84,13 +99,19 @@ def compute_gradient(
     step.timed("plan", started)
     scale = _loss_scale(policy.dtype, step.tokens.weights_S)
     whole = _whole_loss(policy, step, config, report)
-    for index, batch in enumerate(step.micro_batches):
-        _add_gradient(policy, step, batch, config, whole, scale)
-        report(Progress(phase=phase, completed=index + 1, total=len(step.micro_batches)))
+    rounds = policy.gang.rounds([batch.num_tokens for batch in step.micro_batches])
+    with policy.gang.together():
+        for number, (index, counts) in enumerate(rounds):
+            _add_gradient(policy, step, step.micro_batches[index], config, whole, scale if counts else 0.0)
+            report(Progress(phase=phase, completed=number + 1, total=len(rounds)))
+    started_sum = time.perf_counter()
+    sum_gradients(policy)
+    step.sum(policy.gang)
+    step.timed("sum", started_sum)
     grad_norm = _finish_gradient(policy, task, scale)
     start_logprobs_S = step.tokens.old_logprobs_S
     if start_logprobs_S is None:
-        start_logprobs_S = step.in_order(step.logprobs)
+        start_logprobs_S = step.numbers["logprobs"]
     if record is not None:
         _write(record, step, start_logprobs_S)
     metrics = _metrics(policy, step, config, start_logprobs_S) | {"loss/grad_norm": grad_norm}
@@ -108,7 +129,8 @@ def _add_gradient(
     whole: TokenLoss | None,
     scale: float,
 ) -> None:
-    """Adds `scale` times a micro-batch's gradient to the policy's parameters."""
+    """Adds `scale` times a micro-batch's gradient to the policy's parameters, and its numbers to the step. A scale of 0 adds
+    nothing: other ranks need this one's passes."""
     started = time.perf_counter()
     logprobs_N, entropies_N, is_likeliest_N = policy.scores(batch, with_entropy_gradient=config.entropy_bonus > 0)
     predictions_S = batch.predictions_S.to(policy.device)
@@ -118,10 +140,9 @@ def _add_gradient(
         loss = policy_loss(logprobs_S, tokens, config)
     else:
         loss = _part(whole, batch.indices_S.to(policy.device))
-    step.losses.append(loss)
-    step.logprobs.append(logprobs_S)
-    step.entropies.append(entropies_N.detach()[predictions_S])
-    step.is_likeliest.append(is_likeliest_N[predictions_S])
+    if scale:
+        entropies_S, likeliest_S = entropies_N.detach()[predictions_S], is_likeliest_N[predictions_S]
+        step.add(batch.indices_S, loss, logprobs=logprobs_S, entropies=entropies_S, likeliest=likeliest_S)
     step.timed("forward", started)
 
     started = time.perf_counter()
@@ -134,6 +155,21 @@ def _add_gradient(
         objective = objective - config.entropy_bonus * (weights_N * entropies_N).sum()
     (objective * scale).backward()
     step.timed("backward", started)
+
+
+def sum_gradients(policy: Policy) -> None:
+    """Gives every rank the sum of all ranks' gradients. A parameter without a gradient on every rank stays without one, as
+    the optimizer then leaves it alone."""
+    if policy.gang.size == 1:
+        return
+    parameters = policy.parameters.values()
+    has_gradient = [float(each.grad is not None) for each in parameters]
+    flat = [torch.zeros_like(each).flatten() if each.grad is None else each.grad.flatten() for each in parameters]
+    flags = torch.tensor(has_gradient, device=policy.device)
+    summed = policy.gang.sum(torch.cat([*flat, flags]))
+    *gradients, flags = summed.split([*(each.numel() for each in parameters), len(has_gradient)])
+    for each, gradient, flag in zip(parameters, gradients, flags.tolist(), strict=True):
+        each.grad = gradient.view_as(each) if flag else None
 
 
 def _finish_gradient(policy: Policy, task: TrainTask, scale: float) -> float:
@@ -150,15 +186,13 @@ def _finish_gradient(policy: Policy, task: TrainTask, scale: float) -> float:
 
 def _metrics(policy: Policy, step: _Step, config: TrainConfig, start_logprobs_S: torch.Tensor) -> dict[str, float]:
     """The step's metrics. `start_logprobs_S` are the trainer's at the start of the job."""
-    metrics = loss_metrics(step.losses, step.entropies)
+    metrics = loss_metrics(step.value, step.numbers, has_reference=step.tokens.reference_logprobs_S is not None)
     metrics |= sampler_metrics(start_logprobs_S, step.tokens)
     if config.objective == "likelihood":
-        metrics["loss/token_accuracy"] = float(torch.cat(step.is_likeliest).float().mean())
-    corrected_S = torch.cat([loss.is_corrected_S for loss in step.losses])
-    metrics["loss/corrected_token_fraction"] = float(corrected_S.float().mean())
+        metrics["loss/token_accuracy"] = float(step.numbers["likeliest"].mean())
+    metrics["loss/corrected_token_fraction"] = float(step.numbers["corrected"].mean())
     if config.entropy_bonus > 0:
-        entropies_S = step.in_order(step.entropies)
-        bonus = float((step.tokens.weights_S * entropies_S).sum())
+        bonus = float((step.tokens.weights_S * step.numbers["entropies"]).sum())
         metrics["loss/train"] -= config.entropy_bonus * bonus
     metrics |= batch_metrics(step.micro_batches)
     if policy.tree_gap is not None:
@@ -170,9 +204,9 @@ def _write(record: TokenRecord, step: _Step, start_logprobs_S: torch.Tensor) -> 
     record.add(
         step.trained.sequences,
         start_logprobs_S,
-        ratios=step.in_order([loss.policy_ratios_S for loss in step.losses]),
-        entropies=step.in_order(step.entropies),
-        is_clipped=step.in_order([loss.is_clipped_S for loss in step.losses]),
+        ratios=step.numbers["ratios"],
+        entropies=step.numbers["entropies"],
+        is_clipped=step.numbers["clipped"],
     )
 
 
@@ -193,10 +227,7 @@ def _whole_loss(
     if not needs_whole_trajectories(config) or not _spans(step):
         return None
     started = time.perf_counter()
-    logprobs_S = torch.zeros_like(step.tokens.advantages_S)
-    for index, batch in enumerate(step.micro_batches):
-        report(Progress(phase="forward", completed=index, total=len(step.micro_batches)))
-        logprobs_S[batch.indices_S] = policy.logprobs(batch)[0].cpu()[batch.predictions_S]
+    logprobs_S = compute_logprobs(policy, step.micro_batches, lambda batch: policy.logprobs(batch)[0], report)
     tokens = step.tokens.to(policy.device)
     loss = policy_loss(logprobs_S.to(policy.device), tokens, config)
     step.timed("extra_forward", started)

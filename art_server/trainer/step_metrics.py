@@ -5,12 +5,12 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from art_server.trainer.batches import MicroBatch, SampledTokens, TrainBatch
-from art_server.trainer.loss import MAX_LOG_RATIO, TokenLoss
+from art_server.trainer.loss import MAX_LOG_RATIO
 
 
 def data_metrics(trained: TrainBatch) -> dict[str, float]:
@@ -41,17 +41,16 @@ def batch_metrics(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
     }
 
 
-def loss_metrics(losses: Sequence[TokenLoss], entropies: Sequence[torch.Tensor]) -> dict[str, float]:
+def loss_metrics(value: float, numbers: Mapping[str, torch.Tensor], *, has_reference: bool) -> dict[str, float]:
     """Loss, entropy, KL and ratios over all tokens of an optimizer step. The ratios are those that the clip bounds."""
     metrics = {
-        "loss/train": float(sum(loss.value for loss in losses)),
-        "loss/entropy": float(torch.cat(list(entropies)).mean()),
-        "loss/clipped_token_fraction": float(torch.cat([loss.is_clipped_S for loss in losses]).float().mean()),
-        **_spread("loss/policy_ratio", torch.cat([loss.policy_ratios_S for loss in losses]).cpu()),
+        "loss/train": value,
+        "loss/entropy": float(numbers["entropies"].mean()),
+        "loss/clipped_token_fraction": float(numbers["clipped"].mean()),
+        **_spread("loss/policy_ratio", numbers["ratios"]),
     }
-    kl = [loss.kl_S for loss in losses if loss.kl_S is not None]
-    if kl:
-        metrics["loss/kl_policy_ref"] = float(torch.cat(kl).mean())
+    if has_reference:
+        metrics["loss/kl_policy_ref"] = float(numbers["kl"].mean())
     return metrics
 
 

@@ -46,6 +46,10 @@ class Budgets:
         return json.loads(self.file.read_text())
 
 
+class TryAgainWithLess(Exception):
+    """Memory ran out on a rank, whose passes others wait for."""
+
+
 @dataclass(slots=True)
 class TokenBudget:
     """The tokens of a micro-batch for one job, halved after each failed allocation."""
@@ -59,6 +63,7 @@ class TokenBudget:
     has_checkpointing: bool = False
     """Gradient checkpointing is on from the start."""
     num_retries: int = 0
+    learned: Budgets | None = None
 
     @classmethod
     def of_job(
@@ -87,11 +92,15 @@ class TokenBudget:
             notes.append(
                 f"{tokens} tokens at a time, with gradient checkpointing: the trainer's process died several times"
             )
-        return cls(policy, notes, tokens, most, key, has_checkpointing)
+        return cls(policy, notes, tokens, most, key, has_checkpointing, learned=learned)
 
     def run(self, compute: Callable[[int], T]) -> T:
         """Returns `compute(tokens)`. When it runs out of memory, it is retried with half the tokens and gradient
-        checkpointing."""
+        checkpointing. Ranks that share the base's weights are started again for that.
+
+        Raises:
+            TryAgainWithLess: the job would fit with the tokens that are stored now.
+        """
         # With gradient checkpointing a budget counts more: it then fits `checkpointing_factor` times as many tokens.
         least = max(1.0, MIN_TOKENS_PER_MICRO_BATCH / max(1.0, self.policy.checkpointing_factor))
         while True:
@@ -100,6 +109,10 @@ class TokenBudget:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or self.tokens // 2 < least:
                     raise
+                if self.policy.gang.is_sharded:
+                    assert self.learned is not None, "a job stores what fits"
+                    self.learned.learn(self.key, self.tokens // 2)
+                    raise TryAgainWithLess(f"{error}; the next try has {self.tokens // 2} tokens at a time") from error
             # Outside the handler, whose traceback keeps the failed step's tensors alive.
             self.tokens, self.num_retries = self.tokens // 2, self.num_retries + 1
             self.policy.use_checkpointing(True)

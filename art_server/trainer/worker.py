@@ -31,6 +31,7 @@ from art_server.process.shared.trainer_messages import (
 )
 from art_server.store import files
 from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint, write_first_checkpoint
+from art_server.trainer.gang import ALONE, Gang, OtherRankFailed
 from art_server.trainer.gap import GapTooLarge
 from art_server.trainer.job import train
 from art_server.trainer.memory import (
@@ -41,7 +42,7 @@ from art_server.trainer.memory import (
 from art_server.trainer.optimizer import make_optimizer
 from art_server.trainer.policy import Policy
 from art_server.trainer.probe import write_layer_probes
-from art_server.trainer.token_budget import Budgets
+from art_server.trainer.token_budget import Budgets, TryAgainWithLess
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Worker:
         self._budgets = Budgets(Path(config.budgets)) if config.budgets else None
         self._answers = answers
         self._policy: Policy | None = None
+        self._gang = ALONE
         self._is_cancelled = False
 
     def serve(self, tasks: BinaryIO) -> None:
@@ -111,6 +113,10 @@ class Worker:
             failed = Failed(code="bad_checkpoint", message=str(error))
         except Cancelled:
             failed = Failed(code="cancelled", message="the job was cancelled", retryable=True)
+        except TryAgainWithLess as error:
+            failed = Failed(code="out_of_memory", message=str(error), retryable=True)
+        except OtherRankFailed as error:
+            failed = Failed(code="other_rank_failed", message=str(error), retryable=True)
         except Exception as error:
             if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
                 raise  # no later call on the device would succeed; the server starts another process
@@ -203,6 +209,11 @@ class Worker:
         self._answer(progress)
 
     def _load_policy(self) -> Policy:
+        config = self._config
+        if self._gang.size < config.num_ranks:
+            assert config.meeting is not None and self._device is not None, "the ranks of a gang have a place to meet"
+            meeting = Path(config.meeting)
+            self._gang = Gang.join(config.rank, config.num_ranks, meeting, self._device, is_sharded=config.is_sharded)
         if self._policy is None:
             self._policy = self._make_policy()
             if self._config.checkpointing_factor is not None:
@@ -217,7 +228,7 @@ class Worker:
 
     def _make_policy(self) -> Policy:
         if self._config.trainer != "unsloth":
-            return Policy(self._config.base_model, self._dtype, self._device)
+            return Policy(self._config.base_model, self._dtype, self._device, self._gang)
         try:
             # Here, because Unsloth is optional and slow to import.
             from art_server.trainer.unsloth_policy import UnslothPolicy

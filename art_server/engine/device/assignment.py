@@ -15,7 +15,7 @@ def check_devices(config: ServerConfig, machine: Machine) -> None:
     """Checks that the devices of `--serve-devices` and `--train-devices` exist and support the requested number types.
 
     Raises:
-        InvalidInput: a device does not exist, the trainer has several GPUs, the serving GPUs cannot be divided among the
+        InvalidInput: a device does not exist, there are fewer than ranks, the serving GPUs cannot be divided among the
             engines, or a card lacks the requested bfloat16.
     """
     there = [gpu.index for gpu in machine.gpus] if machine.gpus else list(machine.cores)
@@ -28,17 +28,46 @@ def check_devices(config: ServerConfig, machine: Machine) -> None:
                     code="no_such_device",
                     param=param,
                 )
-    if machine.gpus and len(config.train_devices) > 1:
-        raise InvalidInput(
-            "--train-devices: the trainer uses one GPU; give the others to --serve-devices",
-            code="no_such_device",
-            param="train_devices",
-        )
+    _check_ranks(config, machine, kind)
     if machine.gpus and config.engines > 1:
         _check_engines(config.engines, len(config.serve_devices or machine.gpus))
     for index in (*config.serve_devices, *config.train_devices) or (0,):
         if machine.gpus and "bfloat16" in config.number_types("cuda"):
             _check_bfloat16(machine.gpus[index])
+
+
+def _check_ranks(config: ServerConfig, machine: Machine, kind: str) -> None:
+    """Checks that each rank gets a device, and on a machine with GPUs that each of the trainer's own gets a rank."""
+    num, own = config.num_ranks(machine.kind), len(config.train_devices)
+    if num == 1 and config.shard == "on":
+        raise InvalidInput(
+            "--shard on divides the base model among ranks: use --ranks 2 or more, or leave it out",
+            code="no_such_device",
+            param="shard",
+        )
+    there = own or len(machine.gpus or machine.cores)
+    if num > there:
+        whose = "--train-devices has" if own else "this machine has"
+        raise InvalidInput(
+            f"--ranks {num}: each needs a {kind}, and {whose} {there}; use --ranks {there} or fewer",
+            code="no_such_device",
+            param="ranks",
+        )
+    if machine.gpus and own > num:
+        raise InvalidInput(
+            f"--train-devices: {own} GPUs for {num} rank{'s' * (num > 1)}, each of which uses one; use --ranks {own}, or give "
+            "the others to --serve-devices",
+            code="no_such_device",
+            param="train_devices",
+        )
+
+
+def rank_devices(config: ServerConfig, machine: Machine) -> list[tuple[int, ...]]:
+    """The devices of each rank of the trainer, as for `--train-devices`: a GPU each, or a part of its cores."""
+    num, own = config.num_ranks(machine.kind), config.train_devices
+    if machine.gpus:
+        return [(index,) for index in (own or range(num))][:num]
+    return [own[rank * len(own) // num : (rank + 1) * len(own) // num] for rank in range(num)]
 
 
 def _check_engines(engines: int, gpus: int) -> None:

@@ -12,6 +12,7 @@ with its own card needs no handover: nothing leaves.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from art_server.engine.device.figures import MemoryFigures
 from art_server.engine.device.model_size import ModelSize
@@ -87,7 +88,11 @@ class Demand:
     num_engines: int = 1
     """Engines of this machine, each with cards of its own."""
     training_card: Card | None = None
-    """The trainer's own card; None: it shares the engine's first card."""
+    """The trainer's own card, of the first rank; None: it shares the engine's first card."""
+    num_ranks: int = 1
+    """Cards on which the trainer works, each with a process."""
+    shard: Literal["auto", "on", "off"] = "auto"
+    """Whether the ranks divide the trainer's base among them; auto: if it does not fit otherwise."""
 
     @property
     def row_tokens(self) -> int:
@@ -127,6 +132,8 @@ class MemoryPlan:
     host: float
     """Bytes of main memory that weights and processes take."""
     lines: tuple[Line, ...]
+    num_shards: int = 1
+    """Ranks that divide the trainer's base among them."""
     training_card: Card | None = None
     """The trainer's own card; the table's second column is then for it."""
 
@@ -171,16 +178,23 @@ def make_memory_plan(card: Card, demand: Demand, figures: MemoryFigures) -> Memo
     Raises:
         InvalidInput: no case fits; the message contains the numbers.
     """
-    if demand.training_card:
-        cases = CASES[:1]
-    else:
-        cases = tuple(case for case in CASES if demand.handover in (None, case[0]))
-    plans = [_make(card, demand, figures, handover, stays) for handover, stays in cases]
-    fitting = [plan for plan in plans if not _missing(card, demand, plan)]
+    wanted = {"auto": (1, demand.num_ranks), "on": (demand.num_ranks,), "off": (1,)}
+    plans, fitting = list[MemoryPlan](), list[MemoryPlan]()
+    for num in dict.fromkeys(wanted[demand.shard]):
+        if not fitting:
+            plans = [_make(card, demand, figures, *case, num) for case in _cases(demand, num)]
+            fitting = [plan for plan in plans if not _missing(card, demand, plan)]
     if not fitting:
         raise _does_not_fit(card, demand, plans)
     comfortable = [plan for plan in fitting if _comfort(plan) >= 1]
     return comfortable[0] if comfortable else max(fitting, key=_comfort)
+
+
+def _cases(demand: Demand, num_shards: int) -> tuple[tuple[Handover, bool], ...]:
+    if demand.training_card:
+        return CASES[:1]
+    # Shards stay: main memory has no copy of them, and reading them again would need all ranks.
+    return tuple(case for case in CASES if demand.handover in (None, case[0]) and (case[1] or num_shards == 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +226,15 @@ class _Parts:
         return self.graphs + self.engine_weights + self.slots + self.batch
 
 
-def _parts(card: Card, demand: Demand, figures: MemoryFigures) -> _Parts:
+def _parts(card: Card, demand: Demand, figures: MemoryFigures, num_shards: int) -> _Parts:
     size = demand.size
     adapter = size.lora_width * demand.lora_rank
     base = size.weights(demand.trainer_itemsize)
+    if num_shards > 1:
+        # Embedding and head stay whole, and one layer at a time is gathered.
+        whole = min(base, 2 * size.vocabulary * size.hidden * demand.trainer_itemsize)
+        layers = base - whole
+        base = whole + layers / num_shards + layers / size.num_layers
     # vLLM keeps sampling's numbers for each sequence and token of the vocabulary, and counts its graphs in its share.
     sampling = MAX_SEQUENCES[card.total >= LARGE_CARD] * size.vocabulary * SAMPLING_BYTES
     layer = figures.hidden_factor * size.hidden + figures.intermediate_factor * size.intermediate
@@ -234,8 +253,10 @@ def _parts(card: Card, demand: Demand, figures: MemoryFigures) -> _Parts:
     )
 
 
-def _make(card: Card, demand: Demand, figures: MemoryFigures, handover: Handover, is_resident: bool) -> MemoryPlan:
-    parts, own = _parts(card, demand, figures), demand.training_card
+def _make(
+    card: Card, demand: Demand, figures: MemoryFigures, handover: Handover, is_resident: bool, num_shards: int
+) -> MemoryPlan:
+    parts, own = _parts(card, demand, figures, num_shards), demand.training_card
     utilization = demand.utilization
     if utilization is None:
         utilization = _utilization(card, demand, parts, handover, is_resident)
@@ -268,6 +289,7 @@ def _make(card: Card, demand: Demand, figures: MemoryFigures, handover: Handover
         checkpointed_tokens=checkpointed_tokens,
         host=host,
         lines=_lines(demand, parts, handover, is_resident, kv, activations),
+        num_shards=num_shards,
         training_card=own,
     )
 
@@ -352,10 +374,11 @@ def _missing(card: Card, demand: Demand, plan: MemoryPlan) -> list[str]:
 def _does_not_fit(card: Card, demand: Demand, plans: list[MemoryPlan]) -> InvalidInput:
     reasons = [reason for plan in plans[-1:] for reason in _missing(card, demand, plan)]
     weights = demand.size.weights(demand.engine_itemsize) / GIB
+    is_whole = demand.shard == "off" and demand.num_ranks > 1
     return InvalidInput(
         f"base model '{demand.base_model}' ({weights:.1f} GiB of weights) does not fit {card.name} with "
         f"{card.total / GIB:.1f} GiB: {'; '.join(reasons)}. Use a smaller base model or a 4-bit one, a lower "
-        "--max-lora-rank, a shorter --max-seq-length, or a larger card",
+        f"--max-lora-rank, a shorter --max-seq-length, {'--shard auto, ' if is_whole else ''}or a larger card",
         code="does_not_fit",
         param="base_model",
     )

@@ -46,6 +46,13 @@ class WorkerConfig(TrainerMessage):
     """How many times more tokens fit with gradient checkpointing; None is the policy's estimate."""
     budgets: str | None = None
     """The file that stores which token budgets fitted after memory ran out."""
+    rank: int = 0
+    num_ranks: int = 1
+    """Processes that train one job together (`trainer/gang.py`)."""
+    meeting: str | None = None
+    """The file in which several ranks find each other; none before they start."""
+    is_sharded: bool = False
+    """Whether the ranks share the base's weights."""
 
 
 class Distribution(TrainerMessage):

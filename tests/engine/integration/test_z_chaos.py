@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import httpx
@@ -106,3 +108,34 @@ def test_the_server_is_killed_during_a_step(server: Server) -> None:
     assert sorted(p.name for p in checkpoints.iterdir()) == ["0000", "0001"]
     history = (server.model_dir("during") / "history.jsonl").read_text().splitlines()
     assert len(history) == 1
+
+
+def test_a_rank_is_killed_during_a_step(server: Server) -> None:
+    """`--ranks 2`: the job is trained once, by both ranks that follow, and `scripts/replay.py` makes the same bits with two."""
+    server.stop()
+    server.arguments += ["--ranks", "2"]
+    server.start()
+    register(server, "ranks")
+    with server.client() as client:
+        model = f"{PROJECT}/ranks"
+        groups = [sampled_group(client, model, size=6, max_tokens=120, ignore_eos=True) for _ in range(4)]
+        body = json.dumps({"groups": groups, "config": {"learning_rate": 1e-3}}).encode()
+        headers = {"idempotency-key": "ranks-1", "content-type": "application/json"}
+        killed = 0
+        events: list[dict[str, Any]] = []
+        with client.stream("POST", f"/api/models/{model}/train", content=body, headers=headers) as response:
+            for line in response.iter_lines():
+                events.append(json.loads(line))
+                if events[-1].get("phase") == "train" and not killed:
+                    killed = find_process(server, '"rank":1')
+                    os.kill(killed, signal.SIGKILL)
+        assert (events[-1]["event"], events[-1]["step"]) == ("done", 1), events[-1]
+        assert chat(client, model)["choices"][0]["art"]["step"] == 1
+    wait_until_gone({killed})
+    history = (server.model_dir("ranks") / "history.jsonl").read_text().splitlines()
+    assert len(history) == 1
+    made = json.loads((server.model_dir("ranks") / "checkpoints/0001/checkpoint.json").read_text())
+    assert made["environment"]["ranks"] == "2"
+    command = [sys.executable, "scripts/replay.py", f"{PROJECT}/ranks", "--path", str(server.path / "art")]
+    replayed = subprocess.run(command, capture_output=True, text=True)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr

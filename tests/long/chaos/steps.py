@@ -89,7 +89,7 @@ async def main(folder: Path, num_jobs: int) -> None:
     queue, registry = JobQueue(config.server_dir / "jobs.sqlite"), Registry(folder)
     children = Children(config.server_dir, config.log_dir)
     children.reap()
-    trainer = Trainer(config, "cpu", {}, children)
+    trainer = Trainer(config, "cpu", [{}], children)
     trainer.set_base(TINY_DIR)
     add_model(registry, folder / "engine.log")
     for index in range(num_jobs):

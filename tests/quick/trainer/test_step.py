@@ -925,6 +925,8 @@ def test_what_decides_the_split_of_a_step_is_recorded_and_repeats_it(
         "max_seq_length": "None",
         "optimizer_steps": "None",
         "lost_layers": "",
+        "ranks": "1",
+        "is_sharded": "False",
     }
     again = train_task(adapter_dir, tmp_path / "again", batch, config, checkpointing=True)
     assert train(policy, again, 20, lambda _: None).environment == made

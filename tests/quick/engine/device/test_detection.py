@@ -12,7 +12,7 @@ import pytest
 
 from art_server.engine.command import engine_environment
 from art_server.engine.device import detection
-from art_server.engine.device.assignment import check_devices, device_environment
+from art_server.engine.device.assignment import check_devices, device_environment, rank_devices
 from art_server.errors import InvalidInput
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR, BaseModel
@@ -148,9 +148,40 @@ def test_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept_to == {"CUDA_VISIBLE_DEVICES": "GPU-bbbb"}
     with refused(InvalidInput, "no_such_device", "serve_devices"):
         check_devices(ServerConfig(serve_devices=(2,), train_devices=(0,)), machine)
+    third = replace(machine, gpus=(*machine.gpus, replace(machine.gpus[0], index=2)))
     with refused(InvalidInput, "no_such_device", "train_devices"):
-        third = replace(machine, gpus=(*machine.gpus, replace(machine.gpus[0], index=2)))
-        check_devices(ServerConfig(serve_devices=(0,), train_devices=(1, 2)), third)
+        check_devices(ServerConfig(serve_devices=(0,), train_devices=(1, 2), ranks=1), third)
+
+
+def test_each_rank_has_a_gpu_or_a_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "vllm")
+    fake_nvml(monkeypatch)
+    machine = detection.detect()
+    third = replace(machine, gpus=(*machine.gpus, replace(machine.gpus[0], index=2)))
+    own = ServerConfig(serve_devices=(0,), train_devices=(1, 2))
+    check_devices(own, third)
+    assert rank_devices(own, third) == [(1,), (2,)], "as many ranks as GPUs of the trainer"
+    assert rank_devices(ServerConfig(), third) == [(0,)]
+    assert rank_devices(ServerConfig(ranks=2), third) == [(0,), (1,)]
+    with refused(InvalidInput, "no_such_device", "ranks") as caught:
+        check_devices(ServerConfig(ranks=4), third)
+    assert caught.value.message == "--ranks 4: each needs a GPU, and this machine has 3; use --ranks 3 or fewer"
+    with refused(InvalidInput, "no_such_device", "ranks") as caught:
+        check_devices(ServerConfig(serve_devices=(0,), train_devices=(1, 2), ranks=3), third)
+    assert "--train-devices has 2" in caught.value.message
+    with refused(InvalidInput, "no_such_device", "shard"):
+        check_devices(ServerConfig(shard="on"), third)
+
+    cpu = detection.Machine("cpu", (), 64 << 30, cores=tuple(range(8)))
+    assert rank_devices(ServerConfig(train_devices=(2, 3, 4, 5, 6), serve_devices=(0,), ranks=2), cpu) == [
+        (2, 3),
+        (4, 5, 6),
+    ]
+    assert rank_devices(ServerConfig(ranks=2), cpu) == [(), ()], "they share all cores"
+    assert rank_devices(ServerConfig(train_devices=(2, 3), serve_devices=(0,)), cpu) == [(2, 3)]
+    with refused(InvalidInput, "no_such_device", "ranks") as caught:
+        check_devices(ServerConfig(ranks=9), cpu)
+    assert "each needs a core, and this machine has 8" in caught.value.message
 
 
 def test_gpus_are_named_in_full_and_in_our_order(

@@ -1,0 +1,137 @@
+"""The ranks of a trainer: processes that compute the micro-batches of one job together.
+
+Every rank gets the whole job and plans it alike. Of the planned micro-batches each rank computes its own, whole. Two things
+need the others: the adapter's gradient, which is summed before the clip, and numbers by token, to which each rank adds zeros
+where others computed. All denominators of the loss count the whole step (`loss.py`), so the sums are those of one process,
+but for rounding. The same number of ranks gives the same bits.
+
+A rank never decides alone. Where it could fail or choose differently (memory, a cancelled job, a check), all ranks agree by
+one reduced number, at one line. A rank that ends breaks the sums of the others. The server then ends them all and
+repeats the job.
+"""
+
+import datetime
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from art_server.trainer.memory import is_out_of_memory
+
+WAIT = datetime.timedelta(minutes=30)
+"""How long a rank waits for the others: longer than any micro-batch. The server ends ranks that hang much earlier."""
+
+WELL, OUT_OF_MEMORY, FAILED = 0.0, 1.0, 2.0
+
+
+class OtherRankFailed(Exception):
+    """Another rank failed, and reports the reason."""
+
+
+class Gang:
+    """One rank's view of all. A gang of one computes everything and waits for nobody."""
+
+    def __init__(self, rank: int = 0, size: int = 1, *, is_sharded: bool = False) -> None:
+        self.rank = rank
+        self.size = size
+        self.is_sharded = is_sharded
+        """Whether the ranks share the base's weights, so that each forward and backward pass needs all of them."""
+
+    @classmethod
+    def join(cls, rank: int, size: int, meeting: Path, device: torch.device, *, is_sharded: bool) -> "Gang":
+        """Waits until all ranks have joined. `meeting` is a file of this machine, new for each gang."""
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        store = dist.FileStore(str(meeting), size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=WAIT)
+        return cls(rank, size, is_sharded=is_sharded)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files."""
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' values, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def most(self, value: float) -> float:
+        """The largest of the ranks' values."""
+        if self.size == 1:
+            return value
+        values = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        return float(values)
+
+    def any(self, value: bool) -> bool:
+        """Whether it is true on some rank."""
+        return self.most(float(value)) > 0
+
+    def meet(self) -> None:
+        """Returns when all ranks have come here."""
+        self.most(0.0)
+
+    def rounds(self, loads: Sequence[int]) -> list[tuple[int, bool]]:
+        """The micro-batches that this rank computes, by index, the largest first, and whether they count.
+
+        `loads` are their numbers of tokens. Each goes to the rank with least tokens so far. Ranks that share the base's weights
+        make equally many passes: those with fewer micro-batches repeat the smallest, which does not count.
+        """
+        if self.size == 1:
+            return [(index, True) for index in range(len(loads))]
+        shares: list[list[int]] = [[] for _ in range(self.size)]
+        tokens = [0] * self.size
+        by_load = sorted(range(len(loads)), key=lambda index: -loads[index])
+        for index in by_load:
+            least = tokens.index(min(tokens))
+            shares[least].append(index)
+            tokens[least] += loads[index]
+        own = [(index, True) for index in shares[self.rank]]
+        if self.is_sharded:
+            own += [(by_load[-1], False)] * (max(map(len, shares)) - len(own))
+        return own
+
+    def together(self) -> "_Together":
+        """A block that all ranks leave alike: if it fails on one rank, it raises on every one.
+
+        Without memory on some rank all raise an error that means so, and may try again with less. If the ranks share the
+        base's weights, the others wait for this one inside the block. It then raises alone, and the server ends them.
+
+        Raises:
+            MemoryError: another rank ran out of memory.
+            OtherRankFailed: another rank failed otherwise.
+        """
+        return _Together(self)
+
+
+class _Together:
+    def __init__(self, gang: Gang) -> None:
+        self._gang = gang
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        gang = self._gang
+        if gang.size == 1 or (error is not None and gang.is_sharded):
+            return
+        own = WELL
+        if error is not None:
+            own = OUT_OF_MEMORY if isinstance(error, Exception) and is_out_of_memory(error) else FAILED
+        worst = gang.most(own)
+        if worst == FAILED and own != FAILED:
+            raise OtherRankFailed("another rank failed")
+        if worst == OUT_OF_MEMORY and own == WELL:
+            raise MemoryError("another rank ran out of memory")
+
+
+ALONE = Gang()

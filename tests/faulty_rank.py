@@ -1,0 +1,84 @@
+"""A trainer process that fails when it is told to: `faulty_rank.py CONFIG FILE`.
+
+FILE has a place (load, forward, backward, reduce, save) and a fault. The process removes it when it comes there.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from art_server.process.children import claim_stdout
+from art_server.trainer import job, step, worker
+from art_server.trainer.policy import Policy
+
+FILE = Path(sys.argv[2])
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def cancel() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def hang() -> None:
+    time.sleep(3600)
+
+
+def fill_memory() -> None:
+    raise MemoryError("out of memory, as the test wants it")
+
+
+def fill_disk() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def spoil() -> None:
+    Spoilt.next = True
+
+
+class Spoilt:
+    """Whether the next scores are not numbers."""
+
+    next = False
+
+
+FAULTS = {each.__name__: each for each in (kill, stop, cancel, hang, fill_memory, fill_disk, spoil)}
+
+
+def comes_to(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which fails before it begins if the file says so."""
+
+    def faulty(*given: Any, **named: Any) -> Any:
+        if FILE.exists() and FILE.read_text().split()[0] == place:
+            fault = FILE.read_text().split()[1]
+            FILE.unlink()
+            FAULTS[fault]()
+        result = function(*given, **named)
+        if place == "forward" and Spoilt.next:
+            Spoilt.next = False
+            result = result._replace(logprobs_N=result.logprobs_N * torch.nan)
+        return result
+
+    return faulty
+
+
+Policy._load_base = comes_to("load", Policy._load_base)
+Policy.scores = comes_to("forward", Policy.scores)
+torch.Tensor.backward = comes_to("backward", torch.Tensor.backward)
+step.sum_gradients = comes_to("reduce", step.sum_gradients)
+job.save_checkpoint = comes_to("save", job.save_checkpoint)
+
+if __name__ == "__main__":
+    worker.main(claim_stdout())

@@ -1,0 +1,64 @@
+"""Every loss with one, two and three ranks, and a rank that is killed or stopped in every phase."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from art_protocol.wire import TrainConfig
+from art_server.jobs import trainer_process
+from art_server.jobs.trainer_process import TrainerDied
+from tests.architectures import ARCHITECTURES, CONFIGS
+from tests.ranks import RATE, World, difference
+
+PLACES = [("load", 1), ("forward", 0), ("forward", 1), ("backward", 1), ("reduce", 0), ("reduce", 1), ("save", 0)]
+
+
+@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(tmp_path_factory.mktemp("world"), stack, request.param)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_ranks_are_one(world: World, tmp_path: Path, name: str) -> None:
+    config = CONFIGS[name].model_copy(update={"learning_rate": RATE, "max_grad_norm": 1.0})
+    world.gang(1).train(world.start, tmp_path / "one", config, world.batches)
+    for gang in (world.gang(2), world.gang(3), world.gang(2, is_sharded=True)):
+        out = tmp_path / gang.folder.name
+        gang.train(world.start, out, config, world.batches)
+        assert difference(tmp_path / "one/1/optimizer.safetensors", out / "1/optimizer.safetensors") < 1e-6
+        assert difference(tmp_path / "one/3/adapter_model.safetensors", out / "3/adapter_model.safetensors") < 1e-6
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop", "hang"])
+@pytest.mark.parametrize(("place", "rank"), PLACES)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_rank_ends_in_every_phase(
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_sharded: bool,
+    place: str,
+    rank: int,
+    fault: str,
+) -> None:
+    """The job fails as a death, no process is left, and the next try makes the same bits. A hang is found by its limit."""
+    monkeypatch.setattr(trainer_process, "SHORTEST_LIMIT_SECONDS", 15.0)
+    monkeypatch.setattr(trainer_process, "FIRST_PROGRESS_SECONDS", 40.0)
+    config = TrainConfig(learning_rate=RATE)
+    two = world.gang(2, is_sharded=is_sharded)
+    two.train(world.start, tmp_path / "before", config, world.batches[:1])
+    if place == "load":
+        two.end()
+    two.break_next(rank, place, fault)
+    began = time.monotonic()
+    with pytest.raises(TrainerDied):
+        two.train(world.start, tmp_path / "broken", config, world.batches[:1])
+    print(f"{place} {rank} {fault} {is_sharded}: {time.monotonic() - began:.1f} s")
+    assert set(two.gang.pids.values()) == {None}
+    two.train(world.start, tmp_path / "after", config, world.batches[:1])
+    made = [tmp_path / of / "1/adapter_model.safetensors" for of in ("before", "after")]
+    assert made[0].read_bytes() == made[1].read_bytes()

@@ -1,0 +1,179 @@
+"""Several ranks compute what one does, and one that fails takes nothing with it. Real processes, which few tests share."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from art_protocol.wire import TrainConfig
+from art_server.jobs.trainer_process import TrainerError
+from art_server.process.shared.trainer_messages import Batch
+from art_server.trainer.gang import Gang
+from art_server.trainer.policy import Policy
+from tests.architectures import CONFIGS
+from tests.ranks import BUDGET, RATE, World, difference
+
+SEVERAL = {
+    "grpo": CONFIGS["grpo"],
+    "sequences over several micro-batches": CONFIGS["gspo"],
+    "sequence mask": CONFIGS["sequence mask"],
+    "KL in the loss": CONFIGS["k3"],
+    "KL in the reward": TrainConfig(beta=0.2, kl_in="reward"),
+    "KL in the advantages": TrainConfig(beta=0.2, kl_in="advantage"),
+    "entropy": CONFIGS["entropy"],
+    "mini-batches": TrainConfig(preset="gspo", passes=2, mini_batches=2, beta=0.1),
+    "demonstrations": TrainConfig(objective="likelihood"),
+}
+NOT_COMPARED = ("time/", "throughput/", "data/step_peak_memory")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(tmp_path_factory.mktemp("world"), stack)
+
+
+@pytest.fixture(autouse=True)
+def usual_budgets(world: World) -> Iterator[None]:
+    yield
+    world.forget_budgets()
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 5), st.booleans())
+def test_each_micro_batch_has_one_rank(loads: list[int], size: int, is_sharded: bool) -> None:
+    shares = [Gang(rank, size, is_sharded=is_sharded).rounds(loads) for rank in range(size)]
+    counted = [index for share in shares for index, counts in share if counts]
+    assert sorted(counted) == list(range(len(loads)))
+    tokens = [sum(loads[index] for index, counts in share if counts) for share in shares]
+    assert max(tokens) - min(tokens) <= max(loads)
+    if is_sharded:
+        assert len({len(share) for share in shares}) == 1, "each rank makes as many passes"
+
+
+@pytest.mark.parametrize("name", list(SEVERAL))
+def test_two_ranks_are_one(world: World, tmp_path: Path, name: str) -> None:
+    """Gradient and weights of three jobs, whole and sharded, with 4, 7 and 11 micro-batches."""
+    config = SEVERAL[name].model_copy(update={"learning_rate": RATE})
+    one = world.gang(1).train(world.start, tmp_path / "one", config, world.batches)
+    assert [done.metrics["data/step_num_micro_batches"] % 2 for done in one if "mini" not in name] != [0, 0, 0]
+    for gang in (world.gang(2), world.gang(2, is_sharded=True)):
+        out = tmp_path / gang.folder.name
+        several = gang.train(world.start, out, config, world.batches)
+        # The first moments after one step are the clipped gradient, times a tenth.
+        assert difference(tmp_path / "one/1/optimizer.safetensors", out / "1/optimizer.safetensors") < 1e-6
+        assert difference(tmp_path / "one/3/adapter_model.safetensors", out / "3/adapter_model.safetensors") < 1e-6
+        assert sorted(os.listdir(out / "3")) == sorted(os.listdir(tmp_path / "one/3"))
+        for ours, theirs in zip(several, one, strict=True):
+            assert ours.environment["ranks"] == "2"
+            assert ours.optimizer_steps == theirs.optimizer_steps
+            for metric, value in theirs.metrics.items():
+                if not metric.startswith(NOT_COMPARED):
+                    assert ours.metrics[metric] == pytest.approx(value, rel=1e-4, abs=1e-6), metric
+
+
+def test_the_same_ranks_give_the_same_bits_and_others_continue(world: World, tmp_path: Path) -> None:
+    config = TrainConfig(learning_rate=RATE)
+    two, one = world.gang(2), world.gang(1)
+    for out in ("first", "again"):
+        two.train(world.start, tmp_path / out, config, world.batches[:2])
+    for file in ("adapter_model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "first/2" / file).read_bytes() == (tmp_path / "again/2" / file).read_bytes()
+    one.train(tmp_path / "first/2", tmp_path / "by one", config, world.batches[2:])
+    two.train(tmp_path / "first/2", tmp_path / "by two", config, world.batches[2:])
+    made = [tmp_path / by / "1/adapter_model.safetensors" for by in ("by one", "by two")]
+    assert difference(*made) < 1e-6
+
+
+def test_a_rank_without_a_tree_waits(world: World, tmp_path: Path) -> None:
+    few = Batch(groups=world.batches[0].groups[-1:], distributions=world.batches[0].distributions)
+    config = TrainConfig(learning_rate=RATE, preset="gspo")
+    (one,) = world.gang(1).train(world.start, tmp_path / "one", config, [few], budget_divisor=1)
+    assert one.metrics["data/step_num_micro_batches"] == 1
+    for gang in (world.gang(2), world.gang(2, is_sharded=True)):
+        out = tmp_path / gang.folder.name
+        gang.train(world.start, out, config, [few])
+        made = [folder / "1/adapter_model.safetensors" for folder in (tmp_path / "one", out)]
+        assert difference(*made) < 1e-6
+
+
+def test_all_ranks_try_again_with_less_when_one_has_no_memory(world: World, tmp_path: Path) -> None:
+    config = TrainConfig(learning_rate=RATE)
+    two = world.gang(2)
+    two.break_next(1, "forward", "fill_memory")
+    (done,) = two.train(world.start, tmp_path / "two", config, world.batches[:1])
+    assert done.environment["max_tokens_at_end"] == str(BUDGET // 2)
+    assert done.metrics["data/step_num_out_of_memory_retries"] == 1
+    world.gang(1).train(world.start, tmp_path / "one", config, world.batches[:1])
+    made = [tmp_path / of / "1/adapter_model.safetensors" for of in ("one", "two")]
+    assert difference(*made) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("rank", "place", "fault", "code"),
+    [
+        (1, "forward", "cancel", "cancelled"),
+        (0, "forward", "cancel", "cancelled"),
+        (1, "forward", "spoil", "non_finite"),
+    ],
+)
+def test_what_ends_a_job_on_one_rank_ends_it_on_all_and_no_process(
+    world: World, tmp_path: Path, rank: int, place: str, fault: str, code: str
+) -> None:
+    config = TrainConfig(learning_rate=RATE)
+    two = world.gang(2)
+    two.train(world.start, tmp_path / "before", config, world.batches[:1])
+    pids = two.gang.pids
+    two.break_next(rank, place, fault)
+    with pytest.raises(TrainerError) as caught:
+        two.train(world.start, tmp_path / "broken", config, world.batches[:1])
+    assert caught.value.code == code
+    two.train(world.start, tmp_path / "after", config, world.batches[:1])
+    assert two.gang.pids == pids, "all of them trained the next job"
+    assert not list((tmp_path / "broken").glob("*/optimizer.safetensors"))
+    made = [tmp_path / of / "1/adapter_model.safetensors" for of in ("before", "after")]
+    assert made[0].read_bytes() == made[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("is_sharded", "rank", "place", "fault", "code"),
+    [
+        (False, 1, "reduce", "kill", "trainer_died"),
+        (False, 0, "save", "fill_disk", "no_disk_space"),
+        (True, 1, "forward", "fill_memory", "out_of_memory"),
+    ],
+)
+def test_a_rank_that_fails_alone_ends_the_others_and_the_next_job_starts_them(
+    world: World, tmp_path: Path, is_sharded: bool, rank: int, place: str, fault: str, code: str
+) -> None:
+    config = TrainConfig(learning_rate=RATE)
+    two = world.gang(2, is_sharded=is_sharded)
+    two.train(world.start, tmp_path / "before", config, world.batches[:1])
+    two.break_next(rank, place, fault)
+    with pytest.raises(TrainerError) as caught:
+        two.train(world.start, tmp_path / "broken", config, world.batches[:1])
+    assert caught.value.code == code
+    assert set(two.gang.pids.values()) == {None}
+    two.train(world.start, tmp_path / "after", config, world.batches[:1])
+    made = [tmp_path / of / "1/adapter_model.safetensors" for of in ("before", "after")]
+    assert difference(*made) < (1e-6 if fault == "fill_memory" else 1e-12)
+
+
+def test_a_shard_is_half_of_the_layers(world: World, tmp_path: Path) -> None:
+    """The bytes of the layers' weights, which each rank writes into its log at the start."""
+    two = world.gang(2, is_sharded=True)
+    two.train(world.start, tmp_path, TrainConfig(learning_rate=RATE), world.batches[:1])
+    weights = load_file(next(world.base.glob("*.safetensors")))
+    whole = sum(each.nbytes for name, each in weights.items() if ".layers." in name)
+    for rank in range(2):
+        log = (two.folder / ("trainer.log" if rank == 0 else f"trainer-{rank}.log")).read_text()
+        assert f"{whole // 2} of {whole} bytes of the layers" in log
+
+
+def test_a_policy_alone_has_no_ranks(policy: Policy) -> None:
+    assert policy.gang.size == 1 and policy.gang.is_first
+    assert policy.gang.rounds([5, 7]) == [(0, True), (1, True)]

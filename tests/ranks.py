@@ -1,0 +1,109 @@
+"""Several ranks of the trainer as real processes, and what goes wrong in one of them."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from art_protocol.wire import LoRAConfig, TrainConfig
+from art_server.jobs.gang import Gang
+from art_server.jobs.trainer_process import worker_environment
+from art_server.process.shared.trainer_messages import Batch, Done, TrainTask, WorkerConfig
+from tests.architectures import start
+from tests.forests import random_forest
+
+BUDGET = 64
+"""Tokens of a micro-batch."""
+RATE = 3e-3
+FAULTY = Path(__file__).parent / "faulty_rank.py"
+
+
+@dataclass
+class Ranks:
+    """A gang, and the loop that it lives in."""
+
+    gang: Gang
+    folder: Path
+    _runner: asyncio.Runner
+
+    def train(self, start: Path, out: Path, config: TrainConfig, batches: Sequence[Batch], **given: Any) -> list[Done]:
+        """Takes one job after another, from `start` into numbered folders of `out`."""
+        done: list[Done] = []
+        for number, batch in enumerate(batches, 1):
+            task = TrainTask(
+                lora=LoRAConfig(),
+                in_dir=str(start),
+                out_dir=str(out / str(number)),
+                config=config,
+                batch=batch,
+                seed=number,
+                **given,
+            )
+            done.append(self._runner.run(self.gang.run(task)))
+            start = out / str(number)
+        return done
+
+    def end(self) -> None:
+        self._runner.run(self.gang.stop())
+
+    def break_next(self, rank: int, place: str, fault: str) -> None:
+        """Has a rank fail when it next comes to a place (`faulty_rank.py`)."""
+        (self.folder / f"fault-{rank}").write_text(f"{place} {fault}")
+
+
+@contextmanager
+def running(base: Path, folder: Path, number: int, **given: Any) -> Iterator[Ranks]:
+    """`number` ranks on this base, which end with the block. `given` are fields of WorkerConfig."""
+    folder.mkdir(parents=True)
+    given = {"budgets": str(folder / "budgets.json"), **given}
+    environment = worker_environment(folder, os.environ) | {"PYTHONPATH": str(FAULTY.parents[1])}
+    gang = Gang(folder, [environment] * number, meeting=folder / "meeting")
+    gang.use(WorkerConfig(base_model=str(base), device="cpu", threads=1, **given))
+    for rank, each in enumerate([gang, *gang._others]):
+        each._command = [sys.executable, str(FAULTY), each._command[-1], str(folder / f"fault-{rank}")]
+    with asyncio.Runner() as runner:
+        try:
+            yield Ranks(gang, folder, runner)
+        finally:
+            runner.run(gang.stop())
+
+
+class World:
+    """A random base, a checkpoint, three jobs of several micro-batches, and gangs of each size."""
+
+    def __init__(self, folder: Path, stack: ExitStack, architecture: str = "qwen3") -> None:
+        policy, self.start = start(architecture, folder)
+        self.base = folder / "base"
+        self.batches = [random_forest(policy, seed, 0.05) for seed in (1, 2, 3)]
+        self.folder = folder
+        self._stack = stack
+        self._gangs: dict[str, Ranks] = {}
+
+    def forget_budgets(self) -> None:
+        """Deletes what the gangs have learned of their memory."""
+        for each in self._gangs.values():
+            (each.folder / "budgets.json").unlink(missing_ok=True)
+
+    def gang(self, size: int, *, is_sharded: bool = False) -> Ranks:
+        name = f"{size}{'-sharded' * is_sharded}"
+        if name not in self._gangs:
+            folder = self.folder / f"ranks-{name}"
+            settings = {"max_tokens_per_micro_batch": BUDGET, "is_sharded": is_sharded}
+            self._gangs[name] = self._stack.enter_context(running(self.base, folder, size, **settings))
+        return self._gangs[name]
+
+
+def difference(one: Path, other: Path) -> float:
+    """The norm of the difference of two files' tensors, relative to that of the tensors."""
+    first, second = load_file(one), load_file(other)
+    assert first.keys() == second.keys()
+    names = [name for name in first if not name.endswith(".step")]
+    of_difference = sum(float((first[name] - second[name]).double().square().sum()) for name in names)
+    norm = sum(float(first[name].double().square().sum()) for name in names)
+    return (of_difference / norm) ** 0.5
