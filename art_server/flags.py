@@ -2,6 +2,7 @@
 
 import argparse
 import ipaddress
+import math
 import os
 import re
 import types
@@ -87,6 +88,7 @@ def parse(arguments: Sequence[str] | None) -> ServerConfig:
             f"--api-key-file or {KEY_VARIABLE}, or use --host 127.0.0.1"
         )
     settings["engine_args"] = parse_engine_args(settings["engine_args"])
+    settings["shares"] = parse_shares(settings["shares"])
     try:
         return ServerConfig.model_validate(settings)
     except ValidationError as error:
@@ -160,6 +162,25 @@ def parse_engine_args(texts: Sequence[str]) -> dict[str, str]:
             raise UsageError(f"--engine-arg {text}: write NAME=VALUE with NAME one of {', '.join(sorted(ENGINE_ARGS))}")
         arguments[name] = value.strip()
     return arguments
+
+
+def parse_shares(texts: Sequence[str]) -> dict[str, float]:
+    """The weights in the values of `--share`, by project.
+
+    Raises:
+        UsageError: not PROJECT=WEIGHT with a number above zero.
+    """
+    shares: dict[str, float] = {}
+    for text in texts:
+        project, equals, value = text.partition("=")
+        try:
+            weight = float(value)
+        except ValueError:
+            weight = math.nan
+        if not (equals and project and 0 < weight < math.inf):
+            raise UsageError(f"--share {text}: write PROJECT=WEIGHT with a number above 0, such as team-a=2")
+        shares[project] = weight
+    return shares
 
 
 def device_list(text: str) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from art_server.engine.device.owner import AllDevices, DeviceOwner
 from art_server.engine.engine import Engine, remove_run_dirs
 from art_server.engine.fleet import AnyEngine, Fleet
 from art_server.engine.pause_gate import PauseGate
+from art_server.errors import InvalidInput
 from art_server.inference_proxy import Proxy
 from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.mismatch_limits import mismatch_limits_of
@@ -114,6 +115,24 @@ class Server:
                 logger.error("old rollouts of %s could not be deleted: %s", model.id, error)
 
 
+def check_shares(config: ServerConfig, registry: Registry) -> None:
+    """Checks that `--share` names projects that exist or that a key names.
+
+    Raises:
+        InvalidInput: it names another one.
+    """
+    known = {model.record.project for model in registry.all()}
+    known |= {project for key in config.api_keys for project in key.projects or ()}
+    for project in config.shares:
+        if project not in known:
+            raise InvalidInput(
+                f"--share {project}: there is no such project here, only {', '.join(sorted(known)) or 'an empty folder'}; "
+                "register a model in it first, or name it in the line of a key",
+                code="unknown_project",
+                param="share",
+            )
+
+
 def build(
     config: ServerConfig,
     make_engine: Callable[..., Engine] = Engine,
@@ -123,6 +142,7 @@ def build(
 
     Raises:
         Conflict: another server has the folder.
+        InvalidInput: `--share` names an unknown project.
         UsageError: a configured device does not exist.
     """
     lock_file = files.lock_folder(config.server_dir)
@@ -169,7 +189,8 @@ def build(
     ranks = [device_environment(devices, machine) for devices in rank_devices(config, machine)]
     trainer = make_trainer(config, machine.kind, ranks, children)
     registry = Registry(config.path)
-    queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs)
+    check_shares(config, registry)
+    queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs, config.shares)
     base = BaseLoader(config, machine, owner, engine, trainer, ledger, queue)
     registration = Registration(registry, base, engine, trainer, config.max_lora_rank)
     checkpoints = Checkpoints(registry, queue, gate, engine, ledger, incoming, config.keep_last)

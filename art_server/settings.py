@@ -251,8 +251,17 @@ class ServerConfig(BaseModel):
     """A step of 512 rollouts with 8,000 sampled tokens each takes about 0.15 GB."""
     max_body_mb: Annotated[int, Flag("maximum size of a request body, in MB (%(default)s)")] = Field(default=512, ge=1)
     max_queued_jobs: Annotated[
-        int, Flag("maximum number of waiting train jobs; further ones get a 429 (%(default)s)")
+        int, Flag("maximum number of train jobs of a project that wait; further ones get a 429 (%(default)s)")
     ] = Field(default=1000, ge=1)
+    shares: Annotated[
+        Mapping[str, Annotated[float, Field(gt=0)]],
+        Flag(
+            "weight of a project when jobs of several wait: with a=2 its jobs get twice the trainer's tokens of one without a "
+            "weight; repeatable (1)",
+            "PROJECT=WEIGHT",
+            "share",
+        ),
+    ] = {}
     splicing: Annotated[
         bool,
         Flag(

@@ -1,5 +1,6 @@
 """A job: what is known of it, as a row of the table of jobs (`queue.py`), and its payload."""
 
+import itertools
 import json
 import sqlite3
 from collections import Counter
@@ -7,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from art_protocol.history import pack_rows
 from art_protocol.wire import ErrorDetail, JobEvent, JobInfo, JobReport, JobState
-from art_server.process.shared.trainer_messages import Batch
+from art_server.process.shared.trainer_messages import Batch, TrainableGroup
 
 PENDING: tuple[JobState, ...] = ("queued", "running")
 ENDED: tuple[JobState, ...] = ("done", "failed", "cancelled")
@@ -21,6 +22,8 @@ class Payload:
     """JSON of a `trainer_messages.Batch`."""
     trajectories: bytes = pack_rows(())
     """The content of the trajectories file."""
+    num_tokens: int = 0
+    """Of the batch, without those that its sequences share."""
 
     @staticmethod
     def make(batch: Batch, trajectories: bytes = pack_rows(())) -> "Payload":
@@ -28,7 +31,19 @@ class Payload:
         shared = batch.model_copy(update={"groups": []}).model_dump_json().encode()
         trained = b",".join(group.model_dump_json().encode() for group in batch.groups)
         start, end = shared.split(b'"groups":[]')
-        return Payload(start + b'"groups":[' + trained + b"]" + end, trajectories)
+        num_tokens = sum(count_unshared(group) for group in batch.groups)
+        return Payload(start + b'"groups":[' + trained + b"]" + end, trajectories, num_tokens)
+
+
+def count_unshared(group: TrainableGroup) -> int:
+    """The tokens of a group's sequences, with those that several begin with counted once."""
+    rows = sorted(sequence.token_ids for trajectory in group.trajectories for sequence in trajectory.sequences)
+    num_tokens = sum(map(len, rows))
+    for one, other in itertools.pairwise(rows):
+        num_tokens -= next(
+            (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        )
+    return num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +51,17 @@ class WaitingJob:
     """A job that has not ended, with what the runner needs to choose one."""
 
     job_id: str
-    model_id: str
+    project: str
+    name: str
     next_attempt_at: float
+    num_tokens: int
+    """That are computed for it: of the tokens that its sequences share, one."""
+    begins: float | None
+    """Its virtual time (`fair_order.py`); None before it has begun."""
+
+    @property
+    def model_id(self) -> str:
+        return f"{self.project}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import zlib
 from art_protocol.history import GZIP_MAGIC
 from art_server.store.database import transaction
 
-VERSION = 1
-"""Of the schema, in `PRAGMA user_version`. 0: a table of a server before this one, which `migrate_jobs` brings here."""
+VERSION = 2
+"""Of the schema, in `PRAGMA user_version`. A table of a lower one is an earlier server's, which `migrate_jobs` brings here."""
 SCHEMA = (
     """
     CREATE TABLE jobs (
@@ -34,7 +34,11 @@ SCHEMA = (
         report TEXT NOT NULL,
         metrics TEXT NOT NULL DEFAULT '{}',
         finished_at REAL,
-        changes INTEGER NOT NULL DEFAULT 0
+        changes INTEGER NOT NULL DEFAULT 0,
+        num_tokens INTEGER NOT NULL DEFAULT 0,  -- computed for it
+        begins REAL,                            -- virtual times (fair_order.py); NULL: it has not begun
+        ends REAL,
+        seconds REAL                            -- of its last attempt, if that made a step
     )
     """,
     "CREATE UNIQUE INDEX jobs_by_request ON jobs (project, name, idempotency_key)",
@@ -44,7 +48,8 @@ SCHEMA = (
 
 def migrate_jobs(database: sqlite3.Connection) -> None:
     """Makes the table, with the jobs of an earlier server's table, in one transaction."""
-    if database.execute("PRAGMA user_version").fetchone()[0] == VERSION:
+    version = database.execute("PRAGMA user_version").fetchone()[0]
+    if version == VERSION:
         return
     with transaction(database):
         earlier = [row["name"] for row in database.execute("PRAGMA table_info(jobs)")]
@@ -57,10 +62,14 @@ def migrate_jobs(database: sqlite3.Connection) -> None:
         if earlier:
             columns = [row["name"] for row in database.execute("PRAGMA table_info(jobs)")]
             kept = ", ".join(column for column in columns if column in earlier)
-            database.execute(f"INSERT INTO jobs ({kept}, last_error) SELECT {kept}, error FROM earlier_jobs")
+            errors = ", error" if version == 0 else ""
+            database.execute(
+                f"INSERT INTO jobs ({kept}{', last_error' if errors else ''}) SELECT {kept}{errors} FROM earlier_jobs"
+            )
             database.execute("DROP TABLE earlier_jobs")
-            database.create_function("as_gzip", 1, _as_gzip)
-            database.execute("UPDATE jobs SET trajectories = as_gzip(trajectories)")
+            if version == 0:
+                database.create_function("as_gzip", 1, _as_gzip)
+                database.execute("UPDATE jobs SET trajectories = as_gzip(trajectories)")
         database.execute(f"PRAGMA user_version={VERSION}")
 
 

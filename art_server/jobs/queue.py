@@ -19,6 +19,7 @@ from pathlib import Path
 
 from art_protocol.wire import ErrorDetail, JobReport, JobState, TrainConfig
 from art_server.errors import Conflict, NotFound, TooMany
+from art_server.jobs.fair_order import FairOrder
 from art_server.jobs.job_row import COLUMNS, ENDED, PENDING, Job, Payload, WaitingJob, read_job
 from art_server.jobs.job_schema import migrate_jobs
 from art_server.process.shared import clock
@@ -27,6 +28,8 @@ from art_server.store.database import database_errors, insert, open_database, tr
 OF_KEY = "project = ? AND name = ? AND idempotency_key = ?"
 FAILED_PAYLOAD_SECONDS = 3 * 86400.0
 """How long the payload of a failed job is kept, so that a request with the same key can run it again."""
+RATE_JOBS = 20
+"""Of so many newest jobs the rate is measured."""
 MAX_ENDED = 10_000
 """Number of ended jobs that are kept."""
 
@@ -51,11 +54,17 @@ def step_will_move(model_id: str) -> Conflict:
 class JobQueue:
     """The table. Calls block for a few milliseconds; from the event loop use `asyncio.to_thread`."""
 
-    def __init__(self, file: Path, max_queued: int = 1000):
+    def __init__(self, file: Path, max_queued: int = 1000, shares: Mapping[str, float] | None = None):
+        """`max_queued` jobs of a project may wait. `shares` are the weights of projects in `fair_order.py`."""
         self._max_queued = max_queued
         self._lock = threading.RLock()
         self._db = open_database(file, "", is_durable=True)
         migrate_jobs(self._db)
+        self._order = FairOrder(shares or {})
+        for project, begins, ends in self._rows("SELECT project, MAX(begins), MAX(ends) FROM jobs GROUP BY project"):
+            if begins is not None:
+                self._order.began = max(self._order.began, begins)
+                self._order.finishes[project] = ends
         # A start is often the remedy for what made jobs wait.
         self._db.execute("UPDATE jobs SET next_attempt_at = NULL WHERE next_attempt_at IS NOT NULL")
 
@@ -105,7 +114,7 @@ class JobQueue:
         can be added.
 
         Raises:
-            TooMany: the queue is full.
+            TooMany: the project's part of the queue is full.
             Conflict: `check_alone` is given, and the model has jobs that have not ended; or the key was used for a
                 request with another body.
             StorageFull: the disk refused the write.
@@ -123,6 +132,7 @@ class JobQueue:
             "report": report.model_dump_json(),
             "metrics": json.dumps(metrics or {}),
             "created_at": clock.now(),
+            "num_tokens": payload.num_tokens * config.passes,
         }
         with self._lock, database_errors("the job"):
             twin = None if key is None else self.find_key(project, name, key, body_digest)
@@ -133,15 +143,17 @@ class JobQueue:
         return self.get(job_id)
 
     def _check_room(self, project: str, name: str, check_alone: Callable[[], None] | None) -> None:
-        waiting = self._db.execute("SELECT project, name FROM jobs WHERE state IN ('queued', 'running')").fetchall()
-        if len(waiting) >= self._max_queued:
+        names = self._db.execute(
+            "SELECT name FROM jobs WHERE state IN ('queued', 'running') AND project = ?", (project,)
+        ).fetchall()
+        if len(names) >= self._max_queued:
             raise TooMany(
-                f"the queue is full with {len(waiting)} jobs: wait until some have ended, cancel some "
+                f"the queue of project '{project}' is full with {len(names)} jobs: wait until some have ended, cancel some "
                 "(DELETE /api/jobs/JOB), or start the server with a larger --max-queued-jobs",
                 code="queue_full",
             )
         if check_alone is not None:
-            if (project, name) in map(tuple, waiting):
+            if (name,) in map(tuple, names):
                 raise step_will_move(f"{project}/{name}")
             check_alone()
 
@@ -178,13 +190,28 @@ class JobQueue:
     # --- for the runner ---
 
     def waiting(self) -> list[WaitingJob]:
-        """Jobs that have not ended, in the order in which they run: interrupted jobs come first."""
-        rows = self._rows(
-            "SELECT job_id, project || '/' || name, COALESCE(next_attempt_at, 0) FROM jobs"
-            " WHERE state IN ('running', 'queued')"
-            " ORDER BY state = 'queued', COALESCE(place, number)"
+        """Jobs that have not ended, in the order in which they run: interrupted jobs come first, others in fair order."""
+        columns = "job_id, project, name, COALESCE(next_attempt_at, 0), num_tokens, begins"
+        found = {
+            state: [
+                WaitingJob(*row)
+                for row in self._rows(
+                    f"SELECT {columns} FROM jobs WHERE state = ? ORDER BY COALESCE(place, number)", state
+                )
+            ]
+            for state in ("running", "queued")
+        }
+        with self._lock:
+            return found["running"] + self._order.sort(found["queued"])
+
+    def tokens_per_second(self) -> float | None:
+        """How many tokens the newest steps computed in a second; None before one is done."""
+        ((tokens, seconds),) = self._rows(
+            "SELECT SUM(num_tokens), SUM(seconds) FROM (SELECT num_tokens, seconds FROM jobs WHERE seconds > 0 AND"
+            " num_tokens > 0 ORDER BY finished_at DESC LIMIT ?)",
+            RATE_JOBS,
         )
-        return [WaitingJob(*row) for row in rows]
+        return tokens / seconds if tokens else None
 
     def next(self) -> Job | None:
         """The job that runs or will run first; None if there is none."""
@@ -242,7 +269,13 @@ class JobQueue:
     def set_running(self, job_id: str, target_step: int) -> bool:
         """Marks a job as running; returns False if the job has ended meanwhile."""
         values = {"state": "running", "target_step": target_step} | NO_PROGRESS
-        return self._update(job_id, values, PENDING)
+        with self._lock:
+            job = next((each for each in self.waiting() if each.job_id == job_id), None)
+            if job is None:
+                return False
+            if job.begins is None:
+                values["begins"], values["ends"] = self._order.begin(job)
+            return self._update(job_id, values, PENDING)
 
     def set_progress(self, job_id: str, phase: str, completed: int | None = None, total: int | None = None) -> None:
         """Writes how far a running job is. A power loss may take this back."""
@@ -276,6 +309,7 @@ class JobQueue:
     def set_done(self, job_id: str, metrics: dict[str, float], report: JobReport) -> None:
         values = {
             "state": "done",
+            "seconds": metrics.get("time/step_backend_train_s"),
             "metrics": json.dumps(metrics),
             "report": report.model_dump_json(),
             "last_error": None,
@@ -306,20 +340,24 @@ class JobQueue:
         return self._update(job_id, values | NO_PROGRESS, ("failed",), "batch IS NOT NULL")
 
     def move(self, job_id: str, before: str | None) -> None:
-        """Moves a queued job before another one, or to the end of the queue.
+        """Moves a queued job before another one of its project, or behind all of them.
 
         Raises:
-            Conflict: one of the two jobs is not queued.
+            Conflict: one of the two jobs is not queued, or they are of two projects.
         """
         with self._lock, database_errors("the queue"), transaction(self._db):
             queued = self._db.execute(
                 "SELECT job_id, COALESCE(place, number) FROM jobs WHERE state = 'queued'"
-                " ORDER BY COALESCE(place, number)"
+                " AND project = (SELECT project FROM jobs WHERE job_id = ?) ORDER BY COALESCE(place, number)",
+                (job_id,),
             ).fetchall()
             names = [name for name, _ in queued]
             for name in (job_id, before):
                 if name is not None and name not in names:
-                    reason = f"job '{name[:80]}' does not wait: only a job whose state is \"queued\" can be moved"
+                    reason = (
+                        f"job '{name[:80]}' does not wait in this project: only a job whose state is \"queued\" can be "
+                        "moved, before another one of its project"
+                    )
                     raise Conflict(reason, code="not_queued", param="job_id")
             names.remove(job_id)
             names.insert(len(names) if before is None or before == job_id else names.index(before), job_id)

@@ -146,8 +146,10 @@ class JobRunner:
     async def jobs(self, projects: frozenset[str] | None, states: Sequence[JobState], limit: int) -> list[JobInfo]:
         """Up to `limit` jobs of these projects (None: all), in the order of `JobQueue.jobs`."""
         found = await asyncio.to_thread(self._queue.jobs, projects, states, limit)
-        waiting = await asyncio.to_thread(self._queue.waiting)
-        return [job.info(self._waits_for(job, waiting)) for job in found]
+        waiting, rate = await asyncio.to_thread(self._look)
+        places = {each.job_id: place for place, each in enumerate(waiting)}
+        found.sort(key=lambda job: places.get(job.job_id, len(places)))  # ended jobs stay as they are
+        return [job.info(self._waits_for(job, waiting, rate)) for job in found]
 
     async def info(self, job_id: str) -> JobInfo:
         """A job as clients receive it."""
@@ -155,7 +157,7 @@ class JobRunner:
         return job.info(await self._find_reason(job))
 
     async def move(self, job_id: str, before: str | None) -> None:
-        """Moves a queued job before another one, or to the end of the queue."""
+        """Moves a queued job before another one of its project, or behind all of them."""
         await asyncio.to_thread(self._queue.move, job_id, before)
         self._wake()
 
@@ -205,10 +207,13 @@ class JobRunner:
         yield job.event()
 
     async def _find_reason(self, job: Job) -> str | None:
-        return self._waits_for(job, await asyncio.to_thread(self._queue.waiting))
+        return self._waits_for(job, *await asyncio.to_thread(self._look))
 
-    def _waits_for(self, job: Job, waiting: Sequence[WaitingJob]) -> str | None:
-        """What a job waits for, as clients print it; None if it waits for nothing."""
+    def _look(self) -> tuple[list[WaitingJob], float | None]:
+        return self._queue.waiting(), self._queue.tokens_per_second()
+
+    def _waits_for(self, job: Job, waiting: Sequence[WaitingJob], rate: float | None) -> str | None:
+        """What a job waits for, as clients print it; None if it waits for nothing. `rate` is in tokens per second."""
         if job.state not in PENDING:
             return None
         if job.next_attempt_at and job.last_error is not None:
@@ -228,7 +233,8 @@ class JobRunner:
             is_own = each.model_id.startswith(f"{job.project}/")
             names.add(each.model_id if is_own else "other projects")
         jobs = "job" if len(ahead) == 1 else "jobs"
-        return f"{len(ahead)} earlier {jobs}, of {', '.join(sorted(names))}"
+        seconds = f", about {sum(each.num_tokens for each in ahead) / rate:.0f} s" if rate else ""
+        return f"{len(ahead)} earlier {jobs}, of {', '.join(sorted(names))}{seconds}"
 
     # --- running ---
 

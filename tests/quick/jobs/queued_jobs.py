@@ -31,5 +31,5 @@ def request_digest(body: bytes) -> str:
     return f"of {body!r}"
 
 
-def add(queue: JobQueue, key: str | None = None, name: str = "a", body: bytes = b"x") -> Job:
-    return queue.insert("p", name, key, request_digest(body), TrainConfig(), PAYLOAD, JobReport(num_rows=1))
+def add(queue: JobQueue, key: str | None = None, name: str = "a", body: bytes = b"x", project: str = "p") -> Job:
+    return queue.insert(project, name, key, request_digest(body), TrainConfig(), PAYLOAD, JobReport(num_rows=1))

@@ -1,6 +1,7 @@
 import gzip
 import json
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -96,6 +97,7 @@ def test_a_full_queue_takes_no_more(tmp_path: Path) -> None:
     add(queue)
     with refused(TooMany, "queue_full"):
         add(queue)
+    add(queue, project="q")
     queue.set_done(first.job_id, {}, JobReport())
     add(queue)
 
@@ -213,6 +215,54 @@ def test_the_jobs_of_an_earlier_server_go_on(tmp_path: Path) -> None:
     assert queue.revive("failed") and queue.set_running("first", 1)
     assert [each.job_id for each in queue.waiting()][:3] == ["running", "first", "failed"]
     assert add(queue, "k").job_id == queue.waiting()[-1].job_id
+    queue.close()
+
+
+def test_a_table_without_virtual_times_gets_them(tmp_path: Path) -> None:
+    file = tmp_path / "jobs.sqlite"
+    queue = JobQueue(file)
+    job = add(queue, "k")
+    queue.close()
+    database = sqlite3.connect(file)
+    for column in ("num_tokens", "begins", "ends", "seconds"):
+        database.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
+    database.execute("PRAGMA user_version=1")
+    database.close()
+    queue = JobQueue(file)
+    assert queue.get(job.job_id) == job and queue.batch(job.job_id) == PAYLOAD.batch
+    assert queue.set_running(job.job_id, 1)
+    queue.close()
+
+
+def test_a_project_that_queues_much_waits_for_one_that_queues_little(tmp_path: Path) -> None:
+    file = tmp_path / "jobs.sqlite"
+    queue = JobQueue(file, shares={"b": 2.0})
+    payload = replace(PAYLOAD, num_tokens=100)
+
+    def put(project: str, name: str = "m") -> str:
+        return queue.insert(project, name, None, "d", TrainConfig(), payload, JobReport()).job_id
+
+    heavy = [put("a") for _ in range(4)]
+    assert queue.set_running(heavy[0], 1)
+    light = [put("b"), put("b")]
+    order = [each.job_id for each in queue.waiting()]
+    assert order == [heavy[0], light[0], light[1], heavy[1], heavy[2], heavy[3]], "twice the share of another project"
+    queue.set_done(heavy[0], {"time/step_backend_train_s": 4.0}, JobReport())
+    assert queue.tokens_per_second() == 25.0
+    assert queue.set_running(light[0], 1)
+    retried = ErrorDetail(message="no room", code="no_disk_space", retryable=True)
+    assert queue.set_waiting(light[0], retried, {"no_disk_space": 1}, clock.now())
+    assert next(each.job_id for each in queue.waiting()) == light[0], "it keeps its time"
+    queue.close()
+    queue = JobQueue(file, shares={"b": 2.0})
+    assert [each.job_id for each in queue.waiting()] == [light[0], light[1], heavy[1], heavy[2], heavy[3]]
+    with refused(Conflict, "not_queued", "job_id"):
+        queue.move(heavy[1], before=light[1])
+    queue.move(heavy[1], before=None)
+    assert [each.job_id for each in queue.waiting()] == [light[0], light[1], heavy[2], heavy[3], heavy[1]]
+    late = [put("c"), put("c")]
+    order = [each.job_id for each in queue.waiting()]
+    assert order[1] == late[0] and order.index(late[1]) > order.index(light[1]), "it was idle, and saved nothing up"
     queue.close()
 
 

@@ -380,7 +380,9 @@ async def test_what_a_job_waits_for_is_said(tmp_path: Path) -> None:
         assert house.gate.waits_for == "a step of 'p/a', which trains"
         waiting = (await asyncio.to_thread(house.queue.waiting))[:1]
         elsewhere = replace((await asyncio.to_thread(house.queue.get, waits)), project="q")
-        assert house.runner._waits_for(elsewhere, waiting) == "1 earlier job, of other projects"
+        assert house.runner._waits_for(elsewhere, waiting, None) == "1 earlier job, of other projects"
+        ahead = [replace(waiting[0], num_tokens=3000)]
+        assert house.runner._waits_for(elsewhere, ahead, 100.0) == "1 earlier job, of other projects, about 30 s"
         await house.runner.cancel(job)
         await house.wait(waits)
 

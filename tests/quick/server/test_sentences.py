@@ -177,7 +177,7 @@ SENTENCES: list[tuple[str, Callable[[Path], Any], str]] = [
     (
         "queue_full",
         lambda root: add(queue(root, max_queued=1)),
-        "the queue is full with 1 jobs: wait until some have ended, cancel some (DELETE /api/jobs/JOB), or start "
+        "the queue of project 'p' is full with 1 jobs: wait until some have ended, cancel some (DELETE /api/jobs/JOB), or start "
         "the server with a larger --max-queued-jobs",
     ),
     (
@@ -269,6 +269,11 @@ OTHERS: list[tuple[type[Exception], Callable[[], Any], str]] = [
         "enforce_eager, gpu_memory_utilization, kv_cache_dtype, max_logprobs, max_num_batched_tokens, "
         "max_num_seqs, pipeline_parallel_size, quantization, reasoning_parser, seed, tensor_parallel_size, "
         "tool_call_parser",
+    ),
+    (
+        UsageError,
+        lambda: parse(["--share", "team-a=0"]),
+        "--share team-a=0: write PROJECT=WEIGHT with a number above 0, such as team-a=2",
     ),
     (
         UsageError,

@@ -9,9 +9,9 @@ import pytest
 
 from art_server.engine.device.detection import Gpu, Machine
 from art_server.engine.engine import Engine
-from art_server.errors import Conflict
+from art_server.errors import Conflict, InvalidInput
 from art_server.server import Server, build
-from art_server.settings import ServerConfig
+from art_server.settings import ApiKey, ServerConfig
 from tests.fakes import FakeEngine, FakeTrainer
 
 pytestmark = pytest.mark.anyio
@@ -94,6 +94,16 @@ def test_several_engines_divide_the_gpus_and_have_their_own_logs(
     assert [each.log_path.name for each in server.engine.replicas] == ["engine-0.log", "engine-1.log"]
     assert [each.name for each in server.status.health().replicas] == ["engine-0", "engine-1"]
     server.close()
+
+
+def test_a_share_is_for_a_project_that_a_key_or_a_model_names(tmp_path: Path) -> None:
+    key = ApiKey(key="k", projects=frozenset({"a"}))
+    build(ServerConfig(path=tmp_path / "one", api_keys=(key,), shares={"a": 2.0})).close()
+    with pytest.raises(InvalidInput) as refused:
+        build(ServerConfig(path=tmp_path / "two", api_keys=(key,), shares={"b": 2.0}))
+    assert refused.value.message == (
+        "--share b: there is no such project here, only a; register a model in it first, or name it in the line of a key"
+    )
 
 
 def test_the_sockets_of_a_killed_server_are_removed_whatever_its_number_of_engines(tmp_path: Path) -> None:
