@@ -205,6 +205,7 @@ def build(
         checkpoints.retain,
         LayerCheck(config.server_dir / "layers"),
         reports.take,
+        trainer.more,
     )
     train_requests = TrainRequests(ledger, engine, runner)
     limit, tracing = config.wait_limit_seconds, reports.tracing

@@ -169,6 +169,14 @@ class ServerConfig(BaseModel):
             "W",
         ),
     ] = Field(default=None, ge=1)
+    gangs: Annotated[
+        int,
+        Flag(
+            "number of jobs that train at the same time, of different models, each with its own ranks; needs --train-devices "
+            "(%(default)s)",
+            "M",
+        ),
+    ] = Field(default=1, ge=1)
     shard: Annotated[
         Literal["auto", "on", "off"],
         Flag("divide the base model's weights among the ranks (auto: where they do not fit one GPU)"),
@@ -320,6 +328,11 @@ class ServerConfig(BaseModel):
             raise ValueError("--serve-devices and --train-devices go together: give both or none")
         if both := set(self.serve_devices) & set(self.train_devices):
             raise ValueError(f"device {min(both)} is in both --serve-devices and --train-devices")
+        if self.gangs > 1 and not self.train_devices:
+            raise ValueError(
+                f"--gangs {self.gangs}: several jobs train at a time on devices of the trainer's own; add --serve-devices and "
+                "--train-devices"
+            )
         if (self.ranks or 1) > 1 and self.trainer == "unsloth":
             raise ValueError("--trainer unsloth trains on one GPU: leave out --ranks, or use --trainer peft")
         if self.train_devices and self.handover != "auto":
@@ -333,7 +346,7 @@ class ServerConfig(BaseModel):
 
     def num_ranks(self, device: Device) -> int:
         """Processes that train a job together."""
-        usual = len(self.train_devices) if device == "cuda" and self.trainer != "unsloth" else 1
+        usual = len(self.train_devices) // self.gangs if device == "cuda" and self.trainer != "unsloth" else 1
         return self.ranks or max(1, usual)
 
     def number_types(self, device: Device, *, has_delta_rule: bool = False) -> tuple[NumberType, NumberType]:

@@ -176,6 +176,7 @@ class FakeTrainer:
         self.is_waiting = asyncio.Event()
         """Set when a task waits to be cancelled."""
         self.pids: dict[str, int | None] = {"trainer": None}
+        self.more: list[FakeTrainer] = []
         self._cancelled = asyncio.Event()
 
     async def stop(self) -> None: ...

@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import os
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from art_server.jobs.trainer_process import TrainerDied, TrainerError, TrainerProcess, worker_command
 from art_server.process.children import Children
@@ -19,6 +22,13 @@ from art_server.process.shared.trainer_messages import (
 LAST_SECONDS = 5.0
 """How long the others may take to answer when a rank has failed. All ranks end a job alike, or they wait for one that does
 not come."""
+IDLE_SECONDS = 5.0
+"""Ranks that compute nothing for so long in the middle of a step wait for one that hangs or is stopped. One that computes is not
+waited for with a limit: a micro-batch may take minutes."""
+IDLE_SHARE = 0.02
+"""Of a core, which ranks use that only wait."""
+COMPUTING = ("train", "forward")
+"""Phases in which the ranks compute."""
 IN_STEP = ("cancelled", "non_finite", "gap_too_large", "out_of_memory")
 """Errors that all ranks have alike, so that they can train the next job. After others they are ended."""
 
@@ -36,16 +46,19 @@ class Gang(TrainerProcess):
         environments: Sequence[Mapping[str, str]],
         children: Children | None = None,
         meeting: Path | None = None,
+        name: str = "trainer",
     ) -> None:
-        """One rank for each of the environments. Several of them meet in the file `meeting`."""
-        super().__init__((), log_dir / "trainer.log", environments[0], children)
+        """One rank for each of the environments. Several of them meet in the file `meeting`. `name` is that of their logs."""
+        super().__init__((), log_dir / f"{name}.log", environments[0], children)
         self._others = [
-            TrainerProcess((), log_dir / f"trainer-{rank}.log", environment, children)
+            TrainerProcess((), log_dir / f"{name}-{rank}.log", environment, children)
             for rank, environment in enumerate(environments[1:], 1)
         ]
         self._meeting = meeting
         self._have_met = False
         self._turn = asyncio.Lock()
+        self._phase = ""
+        """What the first rank does."""
 
     @property
     def num_ranks(self) -> int:
@@ -78,14 +91,33 @@ class Gang(TrainerProcess):
                 self._meeting.unlink(missing_ok=True)
                 self._have_met = True
             on_failure.push_async_callback(self.stop)
-            first = asyncio.create_task(super().run(task, on_progress, batch))
+
+            async def note(progress: Progress) -> None:
+                self._phase = progress.phase
+                if on_progress is not None:
+                    await on_progress(progress)
+
+            self._phase = ""
+            first = asyncio.create_task(super().run(task, note, batch))
             runs = [first, *(asyncio.create_task(each.run(task, None, batch)) for each in self._others)]
-            error = await _first_error(runs)
+            error = await _first_error(runs, asyncio.create_task(self._watch()))
             if error is None or (error.code in IN_STEP and all(each.is_running for each in (self, *self._others))):
                 on_failure.pop_all()
         if error is not None:
             raise error
         return first.result()
+
+    async def _watch(self) -> None:
+        """Raises TrainerDied when no rank computes in the middle of a step. Without /proc it never does."""
+        used, since = 0.0, time.monotonic()
+        while True:
+            await asyncio.sleep(IDLE_SECONDS / 5)
+            now, pids = sum(map(cpu_seconds, filter(None, self.pids.values()))), list(self.pids.values())
+            passed = time.monotonic() - since
+            if not self._phase.startswith(COMPUTING) or None in pids or now - used > IDLE_SHARE * passed * len(pids):
+                used, since = now, time.monotonic()
+            elif passed > IDLE_SECONDS:
+                raise TrainerDied(f"no rank has computed for {passed:.0f} s: one of them hangs or is stopped")
 
     def cancel(self) -> None:
         super().cancel()
@@ -99,18 +131,33 @@ class Gang(TrainerProcess):
             await each.stop()
 
 
-async def _first_error(runs: Sequence[asyncio.Task[Done]]) -> TrainerError | None:
-    """The reason why a task failed on some rank; None if all have done it. No run is left."""
+def cpu_seconds(pid: int) -> float:
+    """What a process has used of the cores, with all its threads; 0 if that cannot be read."""
     try:
-        _, pending = await asyncio.wait(runs, return_when=asyncio.FIRST_EXCEPTION)
-        if pending:
-            _, pending = await asyncio.wait(pending, timeout=LAST_SECONDS)
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def _first_error(runs: Sequence[asyncio.Task[Done]], watch: asyncio.Task[None]) -> TrainerError | None:
+    """The reason why a task failed on some rank, or what the watch found; None if all have done it. No run is left."""
+    try:
+        pending: set[asyncio.Task[Any]] = {*runs, watch}
+        while pending > {watch}:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if any(each.exception() for each in done):
+                break
+        if not watch.done() and (rest := pending - {watch}):
+            await asyncio.wait(rest, timeout=LAST_SECONDS)
     finally:  # a run that is cancelled kills its process
-        for each in runs:
+        for each in (*runs, watch):
             each.cancel()
-        await asyncio.wait(runs)
+        await asyncio.wait([*runs, watch])
     errors: list[TrainerError] = []
-    for each in runs:
+    for each in (watch, *runs):
+        if each.cancelled() and each is watch:
+            continue
         if each.cancelled():
             errors.append(TrainerDied("a rank did not answer after another one had failed"))
         elif error := each.exception():

@@ -50,7 +50,8 @@ EXPECTED_ERRORS = (ServerError, TrainerError, OSError)
 
 @dataclass(eq=False)
 class JobRunner:
-    """Queues jobs and runs them, in order, in one background task."""
+    """Queues jobs and runs them, in order, in one background task: one at a time, or as many of different models as there are
+    gangs."""
 
     _queue: JobQueue
     _registry: Registry
@@ -65,7 +66,14 @@ class JobRunner:
     """None: every layer of an adapter is trained."""
     _report: Callable[[Job, RegisteredModel | None], None] = lambda job, model: None
     """Called with each change of a job; must not wait."""
-    _attempt: Attempt | None = field(init=False, default=None)
+    _more_trainers: Sequence[TrainerProcess] = ()
+    """Gangs beside `_trainer`, which train at the same time."""
+    _attempts: list[Attempt] = field(init=False, default_factory=list)
+    """That run."""
+    _busy: set[str] = field(init=False, default_factory=set)
+    """Models with a job that runs."""
+    _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    """Held while a job is chosen."""
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     """Set at the next change of any job."""
 
@@ -174,10 +182,9 @@ class JobRunner:
         logger.info("job %s cancelled", job_id)
 
     async def _cancel_running(self, job_id: str) -> None:
-        attempt = self._attempt
-        if attempt is not None and attempt.job.job_id == job_id:
+        for attempt in [each for each in self._attempts if each.job.job_id == job_id]:
             attempt.cancel()
-            while self._attempt is attempt:
+            while attempt in self._attempts:
                 await self._changed.wait()
         job = await self.get(job_id)
         if job.state == "running" and not self._may_have_committed(job):  # an earlier server ran it
@@ -240,34 +247,49 @@ class JobRunner:
 
     @property
     def phase(self) -> str | None:
-        """The phase of the running job; None if no job runs."""
-        return None if self._attempt is None else self._attempt.phase
+        """The phase of the running job, of several that of the first; None if no job runs."""
+        return self._attempts[0].phase if self._attempts else None
 
     async def run_forever(self) -> None:
         """Runs jobs as they arrive. Jobs that an earlier server did not finish come first."""
+        if not self._more_trainers:
+            await self._run_with(self._trainer)
+        async with asyncio.TaskGroup() as gangs:
+            for trainer in (self._trainer, *self._more_trainers):
+                gangs.create_task(self._run_with(trainer))
+
+    async def _run_with(self, trainer: TrainerProcess) -> None:
         while True:
             changed = self._changed
-            job = await self._choose()
+            async with self._lock:
+                job = await self._choose()
+                if job is not None:
+                    self._busy.add(job.model_id)
             if job is None:
                 await self._rest(changed)
                 continue
-            await self._run(job)
+            try:
+                await self._run(job, trainer)
+            finally:
+                self._busy.discard(job.model_id)
+                self._wake()
 
-    async def _run(self, job: Job) -> None:
+    async def _run(self, job: Job, trainer: TrainerProcess) -> None:
         attempt = None
         try:
             model = self._registry.get(job.project, job.name)
-            self._attempt = attempt = Attempt(
+            attempt = Attempt(
                 job,
                 model,
                 self._queue,
                 self._engine,
                 self._gate,
-                self._trainer,
+                trainer,
                 self._owner,
                 self._layers,
                 functools.partial(self._report_change, job.job_id),
             )
+            self._attempts.append(attempt)
             await attempt.run()
             await self._retain(model)
         except Exception as error:  # one bad job must not stop the others
@@ -275,12 +297,13 @@ class JobRunner:
             await self._after_error(job.job_id, error, is_cancelled)
         finally:
             self._gate.open()
-            self._attempt = None
+            if attempt in self._attempts:
+                self._attempts.remove(attempt)
             self._wake()
 
     async def _choose(self) -> Job | None:
-        """The first job that can be run now. The jobs of a model keep their order."""
-        now, passed = clock.now(), set[str]()
+        """The first job that can be run now. The jobs of a model keep their order, and run one at a time."""
+        now, passed = clock.now(), set(self._busy)
         for waiting in await asyncio.to_thread(self._queue.waiting):
             if waiting.next_attempt_at > now:
                 passed.add(waiting.model_id)

@@ -25,17 +25,30 @@ MIN_TOKENS = 64
 
 
 class Trainer(Gang):
-    """The worker processes that train adapters of the server's base model: one, or as many as `--ranks`.
+    """The worker processes that train adapters of the server's base model: one, or as many as `--ranks`; and `--gangs` times
+    as many, which train other models' jobs at the same time.
 
     A task without a device (init, check) never waits for a step: a second process runs it beside the step, and ends when no
     such task is left. It does wait while the process starts and loads the base model, which a second one would slow down.
     """
 
     def __init__(self, config: ServerConfig, device: Device, kept_to: Sequence[Mapping[str, str]], children: Children):
-        """`kept_to` are, for each rank, environment variables that restrict it to its devices."""
+        """`kept_to` are, for each rank of each gang, environment variables that restrict it to its devices."""
         usual = worker_environment(config.server_dir / "unsloth", os.environ)
         environments = [usual | dict(each) for each in kept_to]
-        super().__init__(config.log_dir, environments, children, config.server_dir / "ranks")
+        num, meeting = config.num_ranks(device), config.server_dir / "ranks"
+        super().__init__(config.log_dir, environments[:num], children, meeting)
+        self.more = [
+            Gang(
+                config.log_dir,
+                environments[gang * num : (gang + 1) * num],
+                children,
+                meeting.with_name(f"ranks-of-{gang}"),
+                f"trainer-of-gang-{gang}",
+            )
+            for gang in range(1, config.gangs)
+        ]
+        """The other gangs."""
         self._config = config
         self._device: Device = device
         self._aside = TrainerProcess((), config.log_dir / "trainer.log", environments[0], children)
@@ -62,7 +75,8 @@ class Trainer(Gang):
             budgets=str(self._config.server_dir / "budgets.json"),
             is_sharded=plan.num_shards > 1 if plan is not None else self._config.shard == "on",
         )
-        self.use(worker)
+        for gang in (self, *self.more):
+            gang.use(worker)
         # Unsloth needs a GPU, and takes longer to import.
         deviceless = WorkerConfig(base_model=str(path), trainer="peft", device="cpu", threads=1)
         self._aside._command = worker_command(deviceless)
@@ -72,9 +86,22 @@ class Trainer(Gang):
         if self._device != "cpu":
             return None
         cores = len(self._config.train_devices)
-        if self.num_ranks > 1:
-            cores = max(1, (cores or os.cpu_count() or 1) // self.num_ranks)
+        num = self.num_ranks * self._config.gangs
+        if num > 1:
+            cores = max(1, (cores or os.cpu_count() or 1) // num)
         return cores or None
+
+    @property
+    def pids(self) -> dict[str, int | None]:
+        found = super().pids
+        for gang in self.more:
+            found |= gang.pids
+        return found
+
+    async def stop(self) -> None:
+        await super().stop()
+        for gang in self.more:
+            await gang.stop()
 
     async def run(
         self,

@@ -38,8 +38,10 @@ def check_devices(config: ServerConfig, machine: Machine) -> None:
 
 def _check_ranks(config: ServerConfig, machine: Machine, kind: str) -> None:
     """Checks that each rank gets a device, and on a machine with GPUs that each of the trainer's own gets a rank."""
-    num, own = config.num_ranks(machine.kind), len(config.train_devices)
-    if num == 1 and config.shard == "on":
+    own = len(config.train_devices)
+    each, of_gangs = config.num_ranks(machine.kind), f" in {config.gangs} gangs" if config.gangs > 1 else ""
+    num = each * config.gangs if machine.gpus else each  # gangs share the cores of a CPU
+    if each == 1 and config.shard == "on":
         raise InvalidInput(
             "--shard on divides the base model among ranks: use --ranks 2 or more, or leave it out",
             code="no_such_device",
@@ -49,13 +51,13 @@ def _check_ranks(config: ServerConfig, machine: Machine, kind: str) -> None:
     if num > there:
         whose = "--train-devices has" if own else "this machine has"
         raise InvalidInput(
-            f"--ranks {num}: each needs a {kind}, and {whose} {there}; use --ranks {there} or fewer",
+            f"--ranks {each}{of_gangs}: each needs a {kind}, and {whose} {there}; use --ranks {there // config.gangs} or fewer",
             code="no_such_device",
             param="ranks",
         )
     if machine.gpus and own > num:
         raise InvalidInput(
-            f"--train-devices: {own} GPUs for {num} rank{'s' * (num > 1)}, each of which uses one; use --ranks {own}, or give "
+            f"--train-devices: {own} GPUs for {num} rank{'s' * (num > 1)}, each of which uses one; use another --ranks, or give "
             "the others to --serve-devices",
             code="no_such_device",
             param="train_devices",
@@ -63,11 +65,11 @@ def _check_ranks(config: ServerConfig, machine: Machine, kind: str) -> None:
 
 
 def rank_devices(config: ServerConfig, machine: Machine) -> list[tuple[int, ...]]:
-    """The devices of each rank of the trainer, as for `--train-devices`: a GPU each, or a part of its cores."""
+    """The devices of each rank of each gang, as for `--train-devices`: a GPU each, or a part of the cores, which gangs share."""
     num, own = config.num_ranks(machine.kind), config.train_devices
     if machine.gpus:
-        return [(index,) for index in (own or range(num))][:num]
-    return [own[rank * len(own) // num : (rank + 1) * len(own) // num] for rank in range(num)]
+        return [(index,) for index in (own or range(num))][: num * config.gangs]
+    return [own[rank * len(own) // num : (rank + 1) * len(own) // num] for rank in range(num)] * config.gangs
 
 
 def _check_engines(engines: int, gpus: int) -> None:

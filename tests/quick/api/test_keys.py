@@ -137,7 +137,7 @@ def test_choices_are_prompts_times_n(api: str, body: dict[str, Any], num: int) -
     assert num_choices(api, body) == num
 
 
-async def test_a_job_is_moved_before_jobs_of_its_callers_projects_only(tmp_path: Path) -> None:
+async def test_a_job_is_moved_before_jobs_of_its_own_project_by_keys_for_it(tmp_path: Path) -> None:
     keys = (ApiKey(key="all"), ApiKey(key="one", projects=frozenset({"q"})))
     goes_on = asyncio.Event()
 
@@ -148,7 +148,7 @@ async def test_a_job_is_moved_before_jobs_of_its_callers_projects_only(tmp_path:
     async with patience, serving(tmp_path, api_keys=keys) as served, art.Backend(served.url, "all") as backend:
         served.trainer.events = [wait]
         sampled: list[tuple[art.TrainableModel, art.TrajectoryGroup]] = []
-        for number, project in enumerate(("p", "p", "q")):
+        for number, project in enumerate(("p", "p", "q", "q")):
             model = art.TrainableModel(name=f"a{number}", project=project, base_model="art/tiny")
             await model.register(backend)
             sampled.append((model, await sample_group(model)))
@@ -156,19 +156,27 @@ async def test_a_job_is_moved_before_jobs_of_its_callers_projects_only(tmp_path:
         async with httpx.AsyncClient(base_url=served.url, headers=bearer("all")) as http:
 
             async def queued() -> dict[str, str]:
-                """Ids by project, in the order of the queue."""
+                """Ids by model, in the order of the queue."""
                 jobs = (await http.get("/api/jobs", params={"state": "queued"})).json()["jobs"]
-                return {job["project"]: job["job_id"] for job in jobs}
+                return {job["name"]: job["job_id"] for job in jobs}
 
             for model, group in sampled:
                 training.append(asyncio.create_task(model.train([group])))
                 while len((await http.get("/api/jobs")).json()["jobs"]) < len(training):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             ids = await queued()
-            assert list(ids) == ["p", "q"]
-            path, before = f"/api/jobs/{ids['q']}/move", {"before": ids["p"]}
-            refused = await http.post(path, json=before, headers=bearer("one"))
-            assert refused.status_code in (403, 404) and list(await queued()) == ["p", "q"]
-            assert (await http.post(path, json=before)).status_code == 200 and list(await queued()) == ["q", "p"]
+            assert list(ids) == ["a2", "a1", "a3"], "projects in turn"
+            for moved, before, key, status in (
+                ("a1", "a2", "one", 403),
+                ("a3", "a1", "one", 403),
+                ("a3", "a1", "all", 409),
+            ):
+                path, body = f"/api/jobs/{ids[moved]}/move", {"before": ids[before]}
+                refused = await http.post(path, json=body, headers=bearer(key))
+                assert refused.status_code == status, refused.text
+                assert list(await queued()) == list(ids)
+            path, body = f"/api/jobs/{ids['a3']}/move", {"before": ids["a2"]}
+            assert (await http.post(path, json=body, headers=bearer("one"))).status_code == 200
+            assert list(await queued()) == ["a3", "a1", "a2"]
         goes_on.set()
         await asyncio.gather(*training)

@@ -25,9 +25,12 @@ LIMITS = MismatchLimits(high=1e-4, wrong=4e-4)
 class House:
     """A job runner over real folders and a real queue."""
 
-    def __init__(self, folder: Path, retain: Callable[[RegisteredModel], Awaitable[None]] = keep_all):
+    def __init__(
+        self, folder: Path, retain: Callable[[RegisteredModel], Awaitable[None]] = keep_all, num_gangs: int = 1
+    ):
         self.folder = folder
         self.engine, self.trainer, self.gate = FakeEngine(), FakeTrainer(), PauseGate()
+        self.more_trainers = [FakeTrainer() for _ in range(num_gangs - 1)]
         self.background = Background()
         self.registry = Registry(folder)
         self.queue = JobQueue(folder / "jobs.sqlite")
@@ -37,8 +40,9 @@ class House:
             self.engine,  # type: ignore[arg-type]
             self.gate,
             self.trainer,  # type: ignore[arg-type]
-            DeviceOwner(),
+            DeviceOwner() if num_gangs == 1 else None,
             retain,
+            _more_trainers=self.more_trainers,  # type: ignore[arg-type]
         )
 
     def check_layers(self) -> None:
@@ -66,15 +70,15 @@ class House:
 
     async def wait(self, *jobs: str) -> list[str]:
         await until(lambda: all(self.state(job) in ("done", "failed", "cancelled") for job in jobs))
-        await until(lambda: self.runner._attempt is None)
+        await until(lambda: not self.runner._attempts)
         return [self.state(job) for job in jobs]
 
 
 @contextlib.asynccontextmanager
 async def running(
-    folder: Path, *models: str, retain: Callable[[RegisteredModel], Awaitable[None]] = keep_all
+    folder: Path, *models: str, retain: Callable[[RegisteredModel], Awaitable[None]] = keep_all, num_gangs: int = 1
 ) -> AsyncIterator[House]:
-    house = House(folder, retain)
+    house = House(folder, retain, num_gangs)
     for name in models:
         house.add_model(name)
     house.background.start("job runner", house.runner.run_forever)

@@ -387,6 +387,25 @@ async def test_what_a_job_waits_for_is_said(tmp_path: Path) -> None:
         await house.wait(waits)
 
 
+async def test_two_gangs_train_two_models_and_never_one_model_twice(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", num_gangs=2) as house:
+        other = house.more_trainers[0]
+        for each in (house.trainer, other):
+            each.events = [each.wait_to_be_cancelled]
+        jobs = [house.add_job(name) for name in ("a", "a", "b")]
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await house.trainer.is_waiting.wait()
+            await other.is_waiting.wait()
+        assert [house.state(job) for job in jobs] == ["running", "queued", "running"]
+        assert {each.model.record.name for each in house.runner._attempts} == {"a", "b"}
+        await house.runner.cancel(jobs[2])
+        assert house.state(jobs[2]) == "cancelled" and house.state(jobs[0]) == "running"
+        assert house.state(jobs[1]) == "queued", "a gang is free, but the model trains"
+        await house.runner.cancel(jobs[0])
+        assert await house.wait(jobs[1]) == ["done"]
+        assert len(house.trainer.tasks) + len(other.tasks) == 3
+
+
 async def test_a_job_killed_while_it_ran_goes_on_under_a_new_server(tmp_path: Path) -> None:
     async with running(tmp_path, "a") as house:
         house.trainer.events = [house.trainer.wait_to_be_cancelled]

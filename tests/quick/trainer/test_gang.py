@@ -144,6 +144,7 @@ def test_what_ends_a_job_on_one_rank_ends_it_on_all_and_no_process(
     [
         (False, 1, "reduce", "kill", "trainer_died"),
         (False, 0, "save", "fill_disk", "no_disk_space"),
+        (False, 1, "backward", "stop", "trainer_died"),
         (True, 1, "forward", "fill_memory", "out_of_memory"),
     ],
 )

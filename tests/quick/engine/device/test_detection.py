@@ -172,12 +172,21 @@ def test_each_rank_has_a_gpu_or_a_part_of_the_cores(monkeypatch: pytest.MonkeyPa
     with refused(InvalidInput, "no_such_device", "shard"):
         check_devices(ServerConfig(shard="on"), third)
 
+    gangs = ServerConfig(serve_devices=(0,), train_devices=(1, 2), gangs=2)
+    check_devices(gangs, third)
+    assert rank_devices(gangs, third) == [(1,), (2,)] and gangs.num_ranks("cuda") == 1
+    with refused(InvalidInput, "no_such_device", "ranks") as caught:
+        check_devices(gangs.model_copy(update={"ranks": 2}), third)
+    assert "--ranks 2 in 2 gangs: each needs a GPU, and --train-devices has 2; use --ranks 1" in caught.value.message
+
     cpu = detection.Machine("cpu", (), 64 << 30, cores=tuple(range(8)))
     assert rank_devices(ServerConfig(train_devices=(2, 3, 4, 5, 6), serve_devices=(0,), ranks=2), cpu) == [
         (2, 3),
         (4, 5, 6),
     ]
     assert rank_devices(ServerConfig(ranks=2), cpu) == [(), ()], "they share all cores"
+    gangs = ServerConfig(train_devices=(2, 3), serve_devices=(0,), ranks=2, gangs=2)
+    assert rank_devices(gangs, cpu) == [(2,), (3,)] * 2
     assert rank_devices(ServerConfig(train_devices=(2, 3), serve_devices=(0,)), cpu) == [(2, 3)]
     with refused(InvalidInput, "no_such_device", "ranks") as caught:
         check_devices(ServerConfig(ranks=9), cpu)
