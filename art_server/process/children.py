@@ -35,6 +35,8 @@ PR_SET_PDEATHSIG = 1
 END_SECONDS, POLL_SECONDS = 60.0, 0.02
 """Wait for a killed session's end: the driver takes seconds to free tens of gigabytes."""
 
+PARENT_VARIABLE = "ART_PARENT"
+"""The process id of the server that starts a child."""
 CORES_VARIABLE = "ART_CORES"
 """Numbers of the cores that a child may use, separated by commas; unset: all."""
 
@@ -111,6 +113,10 @@ def be_child() -> None:
             os.sched_setaffinity(0, {int(each) for each in cores.split(",")})
         if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+        # Removed, because a process that this one forks has another parent.
+        parent = os.environ.pop(PARENT_VARIABLE, None)
+        if parent is not None and os.getppid() != int(parent):
+            os.kill(os.getpid(), signal.SIGKILL)  # the server ended while this process started
 
 
 async def start_child(
@@ -121,6 +127,7 @@ async def start_child(
 ) -> asyncio.subprocess.Process:
     """Starts a process that leads its own session and writes into a log. With `max_line_bytes` its stdin and stdout are
     pipes to this process, and only its stderr goes into the log."""
+    environment = {**(os.environ if environment is None else environment), PARENT_VARIABLE: str(os.getpid())}
     with log.open() as file:
         pipe = asyncio.subprocess.PIPE
         return await asyncio.create_subprocess_exec(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from art_server.process.children import Children
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -100,3 +101,13 @@ def test_the_end_of_a_child_is_the_end_of_all_that_it_spawned(tmp_path: Path) ->
     mine.end(child.pid)
     assert session_members(child.pid) == []
     child.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_a_child_whose_server_ended_while_it_started_ends(tmp_path: Path) -> None:
+    """The kernel tells a child of its parent's end only after it has asked for that."""
+    code = "from art_server.process.children import be_child; be_child(); print('lives')"
+    for parent, lives in ((os.getpid(), True), (os.getppid(), False)):
+        environment = {**os.environ, "ART_PARENT": str(parent)}
+        ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert (ended.returncode, ended.stdout) == ((0, "lives\n") if lives else (-signal.SIGKILL, ""))
