@@ -1,5 +1,6 @@
 """Every loss with one, two and three ranks, and a rank that is killed or stopped in every phase."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ import pytest
 from art_protocol.wire import TrainConfig
 from art_server.jobs import trainer_process
 from art_server.jobs.trainer_process import TrainerDied
+from art_server.process.shared.trainer_messages import Batch, TokenSequence, TrainableGroup
 from tests.architectures import ARCHITECTURES, CONFIGS
 from tests.ranks import RATE, World, difference
 
@@ -31,6 +33,42 @@ def test_ranks_are_one(world: World, tmp_path: Path, name: str) -> None:
         gang.train(world.start, out, config, world.batches)
         assert difference(tmp_path / "one/1/optimizer.safetensors", out / "1/optimizer.safetensors") < 1e-6
         assert difference(tmp_path / "one/3/adapter_model.safetensors", out / "3/adapter_model.safetensors") < 1e-6
+
+
+def with_advantages(batch: Batch) -> Batch:
+    """The batch of a teacher: each sampled token has an advantage of its own."""
+
+    def teach(sequence: TokenSequence) -> TokenSequence:
+        sampled = [index for index, value in enumerate(sequence.logprobs) if value is not None]
+        return sequence.model_copy(update={"advantages": {index: math.sin(index) for index in sampled}})
+
+    groups: list[TrainableGroup] = []
+    for group in batch.groups:
+        taught = [
+            each.model_copy(update={"sequences": [teach(sequence) for sequence in each.sequences]})
+            for each in group.trajectories
+        ]
+        groups.append(group.model_copy(update={"trajectories": taught}))
+    return batch.model_copy(update={"groups": groups})
+
+
+@pytest.mark.parametrize("option", ["checkpointing", "half the budget", "advantages of tokens", "continued"])
+def test_options_of_a_job_and_a_checkpoint_of_two_ranks(world: World, tmp_path: Path, option: str) -> None:
+    config = TrainConfig(learning_rate=RATE)
+    given = {"checkpointing": {"checkpointing": True}, "half the budget": {"budget_divisor": 2}}.get(option, {})
+    batches, start = world.batches, world.start
+    if option == "advantages of tokens":
+        batches = [with_advantages(batch) for batch in batches]
+    if option == "continued":
+        world.gang(2).train(world.start, tmp_path / "before", config, batches[:1])
+        batches, start = batches[1:], tmp_path / "before/1"
+    world.gang(1).train(start, tmp_path / "one", config, batches, **given)
+    last = str(len(batches))
+    for gang in (world.gang(2), world.gang(3), world.gang(2, is_sharded=True)):
+        out = tmp_path / gang.folder.name
+        gang.train(start, out, config, batches, **given)
+        for file in ("adapter_model.safetensors", "optimizer.safetensors"):
+            assert difference(tmp_path / "one" / last / file, out / last / file) < 1e-6
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop", "hang"])
