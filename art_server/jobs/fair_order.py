@@ -53,11 +53,10 @@ class FairOrder:
             push(project)
         found: list[WaitingJob] = []
         while heads:
-            begins, _, project = heapq.heappop(heads)
+            _, _, project = heapq.heappop(heads)
             _, job = of_project[project].popleft()
             found.append(job)
             if job.begins is None:
-                ordered.began = begins
                 ordered.begin(job)
             push(project)
         return found

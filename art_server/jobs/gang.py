@@ -61,17 +61,24 @@ class Gang(TrainerProcess):
         """What the first rank does."""
 
     @property
+    def _ranks(self) -> list[TrainerProcess]:
+        return [self, *self._others]
+
+    @property
     def num_ranks(self) -> int:
-        return 1 + len(self._others)
+        return len(self._ranks)
+
+    def _all_run(self) -> bool:
+        return all(each.is_running for each in self._ranks)
 
     @property
     def pids(self) -> dict[str, int | None]:
         """The process of each rank by name; None while it does not run."""
-        return {each._log.path.stem: each.pid for each in (self, *self._others)}
+        return {each._log.path.stem: each.pid for each in self._ranks}
 
     def use(self, config: WorkerConfig) -> None:
         """Sets how the ranks work; the first task starts them."""
-        for rank, each in enumerate([self, *self._others]):
+        for rank, each in enumerate(self._ranks):
             update = {"rank": rank, "num_ranks": self.num_ranks, "meeting": str(self._meeting)}
             each._command = worker_command(config.model_copy(update=update) if self._others else config)
 
@@ -84,7 +91,7 @@ class Gang(TrainerProcess):
         if not self._others or isinstance(task, InitTask | CheckTask):
             return await super().run(task, on_progress, batch)
         async with self._turn, contextlib.AsyncExitStack() as on_failure:
-            if self._have_met and not all(each.is_running for each in (self, *self._others)):
+            if self._have_met and not self._all_run():
                 await self.stop()
             if not self._have_met:
                 assert self._meeting is not None, "several ranks need a place to meet"
@@ -101,7 +108,7 @@ class Gang(TrainerProcess):
             first = asyncio.create_task(super().run(task, note, batch))
             runs = [first, *(asyncio.create_task(each.run(task, None, batch)) for each in self._others)]
             error = await _first_error(runs, asyncio.create_task(self._watch()))
-            if error is None or (error.code in IN_STEP and all(each.is_running for each in (self, *self._others))):
+            if error is None or (error.code in IN_STEP and self._all_run()):
                 on_failure.pop_all()
         if error is not None:
             raise error

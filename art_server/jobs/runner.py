@@ -214,6 +214,8 @@ class JobRunner:
         yield job.event()
 
     async def _find_reason(self, job: Job) -> str | None:
+        if job.state != "queued":  # its place in the queue is not read
+            return self._waits_for(job, (), None)
         return self._waits_for(job, *await asyncio.to_thread(self._look))
 
     def _look(self) -> tuple[list[WaitingJob], float | None]:

@@ -30,7 +30,6 @@ from art_server.trainer.host_copy import HostCopy
 from art_server.trainer.lora import fuse_lora
 from art_server.trainer.memory import CHECKPOINTING_FACTOR, default_tokens, free_cached_memory
 from art_server.trainer.rope import fix_rope
-from art_server.trainer.sharding import shard_base
 from art_server.trainer.states import share_states
 from art_server.trainer.tree import Forest, pad_forest
 
@@ -352,6 +351,9 @@ class Policy:
     def _load_base(self) -> PreTrainedModel:
         if not self.gang.is_sharded:
             return load_base(self.base_model, self.dtype, self.device)
+        # Imported here, because FSDP takes time that one rank need not spend.
+        from art_server.trainer.sharding import shard_base
+
         return shard_base(load_base(self.base_model, self.dtype, torch.device("cpu")), self.gang, self.device)
 
     def _wrap(self, lora: LoRAConfig, seed: int) -> PeftModel:
