@@ -3,8 +3,9 @@
 // Kinds of values: "amount" (counts, shares, seconds: the axis begins at 0), "ratio" (it shows 0.8 to 1.2 at least), none.
 
 const CONSTANT = 1e-3; // a smaller spread, against the size of the values, is shown as a constant
-const ROOM = 0.05;
+const ROOM = 0.05; // below and above the values, so that a line at an end is seen whole
 const NUM_TICKS = 4, MOST_DECADES = 5;
+const OUTLIER = 100; // ratios that differ more have a logarithmic axis
 const UNITS = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 
 // The kind of a metric's values, by its name.
@@ -13,37 +14,39 @@ export function kindOf(name) {
   return /^(time|throughput|data)\/|num_|tokens|count|fraction|share|saving|rate$|entropy|grad_norm|_std_dev$/.test(name) ? "amount" : null;
 }
 
-// Of a vertical axis: whether it is logarithmic, its range (logarithms, if it is) and its ticks.
-export function rangeOf(values, kind, isLog) {
-  const known = values.filter(Number.isFinite);
+// Of a vertical axis: whether it is logarithmic, whether it leaves out values of 0 or less, its range (logarithms, if it is
+// logarithmic) and its ticks.
+export function rangeOf(values, kind, wantsLog) {
+  const known = values.filter(Number.isFinite), positive = known.filter((value) => value > 0);
   const ends = (numbers) => numbers.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [numbers[0], numbers[0]]);
-  const positive = known.filter((value) => value > 0);
-  if (isLog && positive.length) return { isLog: true, ...decades(...ends(positive)) };
-  let [low, high] = known.length ? ends(known) : [0, 1];
-  if (kind === "amount") [low, high] = [Math.min(0, low), Math.max(0, high)];
+  const isLog = positive.length > 0 && (wantsLog || (kind === "ratio" && ends(positive)[1] > OUTLIER * ends(positive)[0]));
+  let [low, high] = known.length ? ends(isLog ? positive : known) : [0, 1];
   if (kind === "ratio") [low, high] = [Math.min(0.8, low), Math.max(1.2, high)];
+  else if (!isLog) {
+    const reach = kind === "amount" ? Infinity : high - low; // 0 is shown if it is as near as the values are to each other
+    if (low > 0 && low <= reach) low = 0;
+    if (high < 0 && -high <= reach) high = 0;
+  }
   const middle = (low + high) / 2;
   if (high - low <= CONSTANT * Math.abs(middle) || low === high) {
     const half = Math.abs(middle) / 10 || 1;
-    [low, high] = kind === "amount" ? [0, 1] : [middle - half, middle + half];
+    [low, high] = kind === "amount" && !isLog ? [0, 1] : [middle - half, middle + half];
   }
-  const room = ROOM * (high - low);
-  const isWhole = kind === "amount" && known.every(Number.isInteger);
-  const range = [low - (kind === "amount" && low === 0 ? 0 : room), high + (kind === "amount" && high === 0 ? 0 : room)];
-  return { isLog: false, range, ticks: ticks(...range, NUM_TICKS, isWhole) };
+  if (isLog) return { isLog, isCut: positive.length < known.length, ...logarithmic(low, high) };
+  const room = ROOM * (high - low), range = [low - room, high + room];
+  return { isLog, range, ticks: ticks(...range, NUM_TICKS, kind === "amount" && known.every(Number.isInteger)) };
 }
 
-// Powers of ten; over less than two of them also their double and fivefold.
-function decades(low, high) {
-  const near = high / low < 100 && high > 1.5 * low ? oneTwoFive(low, high) : [];
-  if (near.length > 1) {
-    const room = ROOM * Math.log10(high / low);
-    return { range: [Math.log10(low) - room, Math.log10(high) + room], ticks: { values: near, labels: near.map((value) => labelOf(value, value, value)) } };
-  }
-  const first = Math.floor(Math.log10(low) + 1e-9), last = Math.max(first + 1, Math.ceil(Math.log10(high) - 1e-9));
-  const step = Math.ceil((last - first) / MOST_DECADES), values = [];
-  for (let power = first; power <= last; power += step) values.push(Number(`1e${power}`));
-  return { range: [first, last], ticks: { values, labels: values.map((value) => labelOf(value, value, value)) } };
+// Ticks are powers of ten; over less than two of them also their double and fivefold; round numbers, if these are few.
+function logarithmic(low, high) {
+  const room = ROOM * Math.log10(high / low), range = [Math.log10(low) - room, Math.log10(high) + room];
+  const [least, most] = range.map((end) => 10 ** end);
+  const near = most / least < 100 ? oneTwoFive(least, most) : null;
+  if (near && near.length < 3) return { range, ticks: ticks(least, most, NUM_TICKS) };
+  const first = Math.ceil(range[0]), step = Math.ceil((Math.floor(range[1]) - first + 1) / MOST_DECADES), powers = [];
+  for (let power = first; power <= range[1]; power += step) powers.push(Number(`1e${power}`));
+  const values = near ?? powers;
+  return { range, ticks: { values, labels: values.map((value) => labelOf(value, value, value)) } };
 }
 
 function oneTwoFive(low, high) {

@@ -2,7 +2,7 @@
 // step of all. plotly draws, and is loaded with the first chart. Its texts are HTML, so names stay in our captions.
 
 import { rangeOf, segments, smoothed, ticks, withGaps } from "./axes.js";
-import { button, el, keepSettings, number, select } from "./dom.js";
+import { align, button, el, keepSettings, number, select, short } from "./dom.js";
 
 const SMOOTHINGS = [["", "none"], ["5", "5 steps"], ["20", "20 steps"], ["100", "100 steps"]];
 const HEIGHT = 170, DIGIT_PIXELS = 7; // of a label in 11 px
@@ -37,7 +37,7 @@ function save(name, url) {
 const fileName = (title) => title.replace(/[^\w.-]+/g, "-");
 
 // Charts that show the same step, with one zoom, smoothing and scale, which the address of the page keeps. `onstep(x)` is
-// called when the pointer chooses a step; null: it has left.
+// called when the pointer chooses a step; null: it has left, or the charts show another part.
 export class Board {
   constructor(route, onstep = () => {}) {
     this.route = route;
@@ -58,20 +58,29 @@ export class Board {
     }
   }
 
-  // The fields that set how all charts are drawn.
-  tools() {
+  // Draws all charts anew with these settings.
+  set(changes) {
+    keepSettings(this.route, changes);
+    this.redraw();
+    this.onstep(null);
+  }
+
+  // The part of the axis that is shown, as far as it was chosen.
+  shown() {
+    const { from, to } = this.route.settings;
+    return [from ? Number(from) : -Infinity, to ? Number(to) : Infinity];
+  }
+
+  // The fields that set how all charts are drawn, with the name of their axis.
+  tools(axis = "step") {
     const { settings } = this.route;
-    const set = (changes) => {
-      keepSettings(this.route, changes);
-      this.redraw();
-    };
     this.ends = ["from", "to"].map((name) => el("input", {
-      type: "number", id: `zoom-${name}`, step: "any", value: settings[name] ?? "", onchange: (event) => set({ [name]: event.target.value }),
+      type: "number", id: `zoom-${name}`, step: "any", value: settings[name] ?? "", onchange: (event) => this.set({ [name]: event.target.value }),
     }));
     return el("div", { class: "tools" },
-      select("Smoothing", SMOOTHINGS, settings.smooth ?? "", (smooth) => set({ smooth }), { id: "smoothing" }),
-      el("label", { class: "field" }, el("input", { type: "checkbox", id: "log-axis", checked: settings.log === "1", onchange: (event) => set({ log: event.target.checked ? "1" : "" }) }), "log axis"),
-      el("label", { class: "field" }, "From", this.ends[0]), el("label", { class: "field" }, "to", this.ends[1]),
+      select("Smoothing", SMOOTHINGS, settings.smooth ?? "", (smooth) => this.set({ smooth }), { id: "smoothing" }),
+      el("label", { class: "field" }, el("input", { type: "checkbox", id: "log-axis", checked: settings.log === "1", onchange: (event) => this.set({ log: event.target.checked ? "1" : "" }) }), "log axis"),
+      el("label", { class: "field" }, `From ${axis}`, this.ends[0]), el("label", { class: "field" }, "to", this.ends[1]),
       button("All", () => this.zoom(null), { "aria-label": "Show the whole axis", id: "zoom-out" }),
       el("span", { class: "muted fine" }, "or drag over a chart; a double click shows all"));
   }
@@ -79,9 +88,8 @@ export class Board {
   // Shows this part of the axis in all charts; null: all of it.
   zoom(range) {
     const [from, to] = range ?? ["", ""];
-    keepSettings(this.route, { from, to });
     this.ends?.forEach((field, place) => { field.value = [from, to][place]; });
-    this.redraw();
+    this.set({ from, to });
   }
 
   add(chart) {
@@ -116,18 +124,19 @@ export class Board {
 }
 
 // A chart of lines [{label, x, y, steps}]. Options: title, note, axis (what x is), kind of its values (`axes.js`), isLog,
-// isStacked, extra (elements in the caption).
+// isStacked, extra (elements in the caption), at (x as text).
 export class Chart {
   constructor(options) {
     this.options = options;
     this.lines = [];
     this.plot = el("div", { class: "plot", "aria-hidden": "true" }); // the caption has the numbers
     this.legend = el("ul", { class: "legend" });
+    this.note = el("p", { class: "note" }, options.note);
     this.node = el("figure", { class: "panel chart" },
       el("figcaption", {}, el("h3", {}, options.title, el("span", { class: "group" }, options.extra,
         button("PNG", () => this.savePicture(), { class: "small plain", "aria-label": `PNG of ${options.title}` }),
         button("CSV", () => this.saveTable(), { class: "small plain", "aria-label": `CSV of ${options.title}` }))), this.legend),
-      this.plot, el("p", { class: "note" }, options.note ?? ""));
+      this.plot, this.note);
   }
 
   set(lines) {
@@ -142,13 +151,18 @@ export class Chart {
     if (this.isDrawn) this.draw();
   }
 
-  // Shows the values at x, or the newest ones.
+  // Shows the values at x, of a line without this x the ones before; null: the newest ones. Values of another x say so.
   read(x) {
+    const [, to] = this.board.shown(), at = this.options.at ?? ((step) => `step ${short(step)}`);
+    const isThere = (each) => each !== null && each <= (x ?? to);
+    const last = x ?? Math.max(...this.lines.map((line) => line.x.findLast(isThere) ?? -Infinity));
     for (const line of this.lines) {
-      let place = x === null ? line.y.findLastIndex((value) => value !== null) : line.x.indexOf(x);
-      if (place < 0 && typeof x === "number") place = line.x.findLastIndex((each) => each <= x);
-      line.value.replaceChildren(number(line.y[place]));
+      let place = x === null ? -1 : line.x.indexOf(x);
+      if (place < 0) place = line.x.findLastIndex((each, row) => isThere(each) && (x !== null || (line.y[row] ?? null) !== null));
+      const isElsewhere = place >= 0 && line.x[place] !== last;
+      line.value.replaceChildren(number(line.y[place]), isElsewhere ? el("span", { class: "muted" }, ` (${at(line.x[place])})`) : "");
     }
+    if (!this.options.isLog) align(this.lines.flatMap(({ value }) => [...value.querySelectorAll(".number")]));
   }
 
   async draw() {
@@ -181,10 +195,10 @@ export class Chart {
 
   traces() {
     const traces = this.options.isStacked ? this.areas() : this.lines.flatMap((line, place) => this.curves(line, place));
-    return traces.map((trace) => ({ type: "scatter", hoverinfo: "none", showlegend: false, ...trace }));
+    return traces.map((trace) => ({ type: "scatter", hoverinfo: "none", showlegend: false, cliponaxis: false, ...trace }));
   }
 
-  // A line with gaps where values are missing. Points between gaps are dots. Under a smoothed line the values are faint.
+  // A line with gaps where values are missing. Points between gaps are dots. Under a smoothed line the values are thin.
   curves(line, place) {
     const shown = colour(`--line-${place % NUM_COLOURS}`), dash = DASHES[place % DASHES.length];
     const { x, y, alone, isSparse } = withGaps(line);
@@ -192,7 +206,7 @@ export class Chart {
     const hasDots = (isSparse || alone.length > 0) && x.length <= MAX_MARKERS;
     const own = { x, y, mode: hasDots ? "lines+markers" : "lines", marker: { size: 4, color: shown }, line: { color: shown, width: 1.6, dash } };
     const dots = { x: alone.map(([at]) => at), y: alone.map(([, value]) => value), mode: "markers", marker: { size: 4, color: shown } };
-    const curves = span ? [{ ...own, y: smoothed(y, span) }, { ...own, opacity: 0.25, mode: "lines" }] : [own];
+    const curves = span ? [{ ...own, y: smoothed(y, span) }, { ...own, opacity: 0.4, mode: "lines", line: { color: shown, width: 0.7 } }] : [own];
     return alone.length && !hasDots ? [...curves, dots] : curves;
   }
 
@@ -210,15 +224,16 @@ export class Chart {
   span() {
     const xs = this.lines.flatMap(({ x }) => x).filter((x) => typeof x === "number");
     const [low, high] = xs.length ? xs.reduce(([least, most], x) => [Math.min(least, x), Math.max(most, x)], [xs[0], xs[0]]) : [0, 1];
-    const { from, to } = this.board.route.settings;
-    const ends = [from ? Number(from) : low, to ? Number(to) : high];
+    const [from, to] = this.board.shown();
+    const ends = [Number.isFinite(from) ? from : low, Number.isFinite(to) ? to : high];
     return ends[0] < ends[1] ? ends : low < high ? [low, high] : [low - 1, high + 1];
   }
 
   layout() {
     const [first, last] = this.span();
-    const isLog = this.options.isLog || (this.board.route.settings.log === "1" && !this.options.isStacked);
-    const vertical = rangeOf(this.valuesIn(first, last), this.options.kind, isLog);
+    const wantsLog = this.options.isLog || (this.board.route.settings.log === "1" && !this.options.isStacked);
+    const vertical = rangeOf(this.valuesIn(first, last), this.options.kind, wantsLog);
+    this.note.textContent = [this.options.note, vertical.isCut && "Values of 0 or less are not drawn."].filter(Boolean).join(" ");
     const isWhole = this.lines.every(({ x }) => x.every((each) => each === null || Number.isInteger(each)));
     const across = ticks(first, last, 5, isWhole), up = vertical.ticks;
     const axis = {

@@ -3,12 +3,13 @@
 import { look } from "./api.js";
 import { kindOf } from "./axes.js";
 import { Board, Chart } from "./charts.js";
-import { el, empty, keepSettings, link, select } from "./dom.js";
+import { el, empty, keepSettings, link, select, short } from "./dom.js";
 
 const TOKENS = "data/step_trainable_assistant_tokens";
 const HEIGHT = 300;
 const REWARDS = { "train/reward": "Reward", "val/reward": "Validation reward" };
 const AXES = { step: "step", tokens: "trained tokens", hours: "hours since the first step" };
+const AT = { tokens: (x) => `${short(x)} tokens`, hours: (x) => `${short(x)} h` };
 
 // The values of the axis for each row of a history.
 function axisOf(found, axis) {
@@ -27,7 +28,7 @@ function axisOf(found, axis) {
 export async function compare(route) {
   const { settings } = route;
   const ids = [...new Set((settings.runs ?? "").split(",").filter((id) => id.includes("/")))];
-  const board = new Board(route), grid = el("div", { class: "charts wide" }), tools = el("div", { class: "tools" }), missing = el("p", { class: "bad" });
+  const board = new Board(route, (x) => x === null && board.point(null)), drawing = el("div"), grid = el("div", { class: "charts wide" }), tools = el("div", { class: "tools" }), missing = el("p", { class: "bad" });
   let found = []; // of each run its history, or undefined if there is no such run
   const read = async () => {
     const metrics = [TOKENS, ...Object.keys(REWARDS), settings.metric ?? ""].filter(Boolean).map((name) => ["metric", name]);
@@ -52,7 +53,8 @@ export async function compare(route) {
   const build = () => {
     [...board.charts].forEach((chart) => board.remove(chart));
     const shown = settings.metric ? { ...REWARDS, [settings.metric]: settings.metric } : REWARDS;
-    for (const [metric, title] of Object.entries(shown)) grid.append(board.add(new Chart({ title, metric, axis: AXES[settings.by] ?? AXES.step, kind: kindOf(metric), height: HEIGHT, note: `by ${AXES[settings.by] ?? AXES.step}` })).node);
+    for (const [metric, title] of Object.entries(shown)) grid.append(board.add(new Chart({ title, metric, axis: AXES[settings.by] ?? AXES.step, kind: kindOf(metric), height: HEIGHT, at: AT[settings.by], note: `by ${AXES[settings.by] ?? AXES.step}` })).node);
+    drawing.replaceChildren(board.tools(settings.by ?? "step"));
     show();
   };
   const set = async (changes) => {
@@ -70,7 +72,7 @@ export async function compare(route) {
     select("Also", [["", "choose a metric"], ...names], settings.metric ?? "", (metric) => set({ metric }), { id: "metric" }));
   const node = el("div", {}, el("nav", { "aria-label": "Breadcrumb", class: "crumbs" }, link([], "Runs"), " / compare"),
     el("h1", { tabindex: -1 }, "Comparison"),
-    ids.length ? [tools, board.tools(), missing, grid] : empty("No runs are chosen.", "Mark some in the table of runs."));
+    ids.length ? [tools, drawing, missing, grid] : empty("No runs are chosen.", "Mark some in the table of runs."));
   if (ids.length) build();
   const refresh = async () => { await read(); show(); };
   return { title: "Comparison", node, up: "#/", watch: (marks) => ids.map((id) => marks.models[id]), refresh, close: () => board.close() };

@@ -44,6 +44,8 @@ export function select(label, choices, chosen, onchoose, attributes = {}) {
   return el("label", { class: "field" }, label, list);
 }
 
+const DIGITS = 4;
+
 // Up to four significant digits; the title has the number in full.
 export function number(value, attributes = {}) {
   if (value === null || value === undefined) return el("span", { class: "muted" }, "–");
@@ -56,7 +58,7 @@ export function short(value) {
   const size = Math.abs(value), beside = value - 1;
   if (Math.abs(beside) < 5e-4) return `1 ${beside < 0 ? "−" : "+"} ${Math.abs(beside).toExponential(0)}`;
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return Number(value.toPrecision(3)).toExponential();
-  return Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
+  return value.toLocaleString("en", { maximumSignificantDigits: DIGITS });
 }
 
 export function signed(value) {
@@ -122,12 +124,16 @@ export function table(label, columns, rows) {
     el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows)));
 }
 
-const MAX_DECIMALS = 4;
+const FAR = 1000; // numbers that differ more keep their own decimals, or small ones would be 0
 
-// Gives the numbers of a column as many decimals as the one that needs most of them.
-function align(cells) {
+// Gives numbers of a column or a caption the same decimals: those that one of them needs, and the largest has within four digits.
+export function align(cells) {
   const plain = cells.filter((cell) => /^-?[\d,]+(\.\d+)?$/.test(cell.textContent));
-  const decimals = Math.min(MAX_DECIMALS, Math.max(0, ...plain.map((cell) => cell.textContent.split(".")[1]?.length ?? 0)));
+  const sizes = plain.map((cell) => Math.abs(Number(cell.title))).filter((size) => size > 0);
+  const largest = Math.max(0, ...sizes);
+  if (largest > FAR * Math.min(...sizes)) return;
+  const needed = Math.max(0, ...plain.map((cell) => cell.textContent.split(".")[1]?.length ?? 0));
+  const decimals = Math.min(needed, Math.max(0, DIGITS - (largest < 1 ? 0 : String(Math.floor(largest)).length)));
   for (const cell of plain) cell.textContent = Number(cell.title).toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
 }
 

@@ -66,6 +66,11 @@ export async function charts(route) {
   const at = el("output", { id: "at", for: "step" });
   const slider = el("input", { type: "range", id: "step", min: 0, oninput: () => choose(found.steps[slider.value]) });
   const board = new Board(route, (x) => show(x ?? step));
+  const newest = () => {
+    const [from, to] = board.shown();
+    const place = found.steps.findLastIndex((each) => each >= from && each <= to);
+    return place < 0 ? found.steps.length - 1 : place;
+  };
 
   const fill = (chart, lines) => chart.set(lines.map(([name, label]) => ({ label, x: found.steps, steps: found.steps, y: found.metrics[name] ?? [] })));
   const addChart = (options, lines) => {
@@ -77,12 +82,13 @@ export async function charts(route) {
   };
   const show = (x) => {
     board.point(x);
-    const place = x === null ? found.steps.length - 1 : found.steps.indexOf(x);
-    at.replaceChildren(`step ${short(found.steps[place])}`, x === null ? " (newest), " : ", ", ago(found.recorded_at[place]), " ",
+    const place = x === null ? newest() : found.steps.indexOf(x);
+    const name = x !== null ? "" : place === found.steps.length - 1 ? " (newest)" : " (newest shown)";
+    at.replaceChildren(`step ${short(found.steps[place])}${name}, `, ago(found.recorded_at[place]), " ",
       link(["run", route.project, route.name, "rollouts", "train", found.steps[place]], "rollouts"));
     if (document.activeElement !== slider) slider.value = place;
   };
-  const choose = (x) => { step = x === found.steps.at(-1) ? null : x; show(step); };
+  const choose = (x) => { step = x === found.steps[newest()] ? null : x; show(step); };
   const addMetric = (name) => {
     const chart = addChart({ title: name, kind: kindOf(name), extra: button("Remove", () => {
       added.splice(added.indexOf(name), 1);
@@ -119,7 +125,7 @@ export async function charts(route) {
     addNew(added, (name) => found.names.includes(name), addMetric);
     if (stepper.childElementCount) return;
     drawing.replaceChildren(board.tools());
-    stepper.replaceChildren(el("label", { class: "field", for: "step" }, "Numbers of"), slider, at);
+    stepper.replaceChildren(slider, el("span", {}, el("label", { class: "muted", for: "step" }, "Numbers of "), at));
     none.replaceChildren();
   };
   const none = el("div", {}, empty("No steps yet.", "The first row of the history appears here by itself."));

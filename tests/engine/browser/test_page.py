@@ -131,7 +131,14 @@ AXES = """async () => {
         speeds: rangeOf([80000, 81000], "amount").ticks.labels,
         rates: ticks(0, 2e-5, 4).labels,
         steps: ticks(1, 3, 5, true).labels,
-        decades: rangeOf([2e-4, 30], null, true).ticks.labels,
+        near: rangeOf([0.2, 0.9], null).range,
+        far: rangeOf([0.8, 0.9], null).range,
+        outlier: rangeOf([1.05, 4e6], "ratio"),
+        decades: rangeOf([2e-4, 30], null, true),
+        fitted: rangeOf([0.15, 4], "amount", true),
+        narrow: rangeOf([0.42, 0.55], "amount", true),
+        logRatios: rangeOf([1.02, 1.05], "ratio", true),
+        hidden: rangeOf([0, 0.5, 5], "amount", true).isCut,
         nothing: rangeOf([], null).range,
         gaps: withGaps({ x: [1, 2, 3, 4, 5], steps: [1, 2, 3, 4, 5], y: [1, 2, null, 4, 5] }).y,
         sparse: withGaps({ x: [5, 10, 15], steps: [5, 10, 15], y: [1, 2, 3] }).y,
@@ -144,18 +151,49 @@ AXES = """async () => {
 def test_axes_begin_and_end_where_numbers_can_be_read(page: Any, serve: Any, root: Path) -> None:
     page.goto(serve(make_view(root)).url)
     found = page.evaluate(AXES)
-    assert found["counts"][0] == 0 and found["counts"][1] > 8
-    assert found["zeros"][0] == 0 < found["zeros"][1]
+    assert -1 < found["counts"][0] < 0 and found["counts"][1] > 8, "a line at 0 is seen whole"
+    assert -0.1 < found["zeros"][0] < 0 and found["zeros"][1] > 1
+    assert found["near"][0] < 0 and found["far"][0] > 0.7
     assert found["constant"][0] < 0.5 < found["constant"][1]
     assert {"0.8", "1.0", "1.2"} <= set(found["ratios"])
     assert found["speeds"][0] == "0" and "80k" in found["speeds"]
     assert found["rates"][0] == "0" and found["rates"][-1] == "2.0e-5"
     assert found["steps"] == ["1", "2", "3"]
-    assert found["decades"] == ["1e-4", "0.01", "1", "100"]
+    assert found["outlier"]["isLog"] and found["outlier"]["ticks"]["labels"][-1] == "1M"
+    assert found["decades"]["ticks"]["labels"] == ["0.001", "0.01", "0.1", "1", "10"]
+    low, high = (10**end for end in found["decades"]["range"])
+    assert 1e-4 < low < 2e-4 and 30 < high < 60, "as far as the values, and not to the next decade"
+    assert found["fitted"]["ticks"]["labels"] == ["0.2", "0.5", "1", "2"]
+    assert found["narrow"]["ticks"]["labels"] == ["0.45", "0.50", "0.55"]
+    low, high = (10**end for end in found["logRatios"]["range"])
+    assert low < 0.8 and high > 1.2
+    assert found["hidden"]
     assert found["nothing"][0] < found["nothing"][1]
     assert found["gaps"] == [1, 2, None, 4, 5] and found["sparse"] == [1, 2, 3], "missing is a gap"
     assert found["rows"] == [[0, 1], [3]]
     assert found["smooth"] == [1, 1, None, 1]
+
+
+def test_captions_name_the_step_of_a_number_that_is_of_another_one(page: Any, serve: Any, root: Path) -> None:
+    rows = rows_of(root)
+    url = serve(make_view(root)).url
+    page.goto(url + RUN)
+    page.wait_for_selector(".js-plotly-plot")
+    legend = page.locator(".legend").first
+    assert "(step 10)" in legend.inner_text() and captions(page)["Reward"]["validation"] == rows[10]["val/reward"]
+    page.locator("#zoom-to").fill("7")
+    page.locator("#zoom-to").press("Enter")
+    page.wait_for_selector("#at:has-text('step 7 (newest shown)')")
+    found = captions(page)
+    assert found["Reward"] == {"train": rows[7]["train/reward"], "validation": rows[5]["val/reward"]}
+    page.get_by_label("Numbers of").focus()
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector("#at:has-text('step 6,')")
+    assert captions(page)["Reward"] == {"train": rows[6]["train/reward"], "validation": None}, "none of this step"
+    folder_of(root, "sql-repair").roll_back(4)
+    page.goto(f"{url}#/compare?runs=demo/sql-repair,demo/webnav-8b")
+    page.wait_for_selector(".legend :text('(step 4)')")
+    assert captions(page)["Reward"]["demo/sql-repair"] == rows_of(root, "sql-repair")[4]["train/reward"]
 
 
 def test_charts_are_smoothed_zoomed_and_saved(page: Any, serve: Any, root: Path) -> None:
