@@ -7,7 +7,7 @@ same folder. A model's folder that was copied alone has none.
 import contextlib
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ MAX_JOBS = 500
 """Newest jobs of a model that are read: enough for what is in force and what was noted."""
 MAX_NOTES = 20
 TOKENS = "data/step_trainable_assistant_tokens"
+DEAD, SUBMITTED = "data/step_num_groups_dead", "data/step_num_groups_submitted"
 
 
 def context(runs: Runs, folder: ModelFolder) -> dict[str, Any]:
@@ -31,6 +32,8 @@ def context(runs: Runs, folder: ModelFolder) -> dict[str, Any]:
     created_at = record.created_at if record is not None else 0.0
     jobs = [job for job in read_jobs(runs.root, folder) if job.created_at >= created_at]
     config = next((job.report.config for job in jobs if job.report.config), {})
+    trained, dead, submitted = (history.means(name) for name in (TOKENS, DEAD, SUBMITTED))
+    rates = history.newest("loss/learning_rate", 1)
     if created_at:
         first_at = datetime.fromtimestamp(created_at, UTC).isoformat()
     return {
@@ -40,11 +43,32 @@ def context(runs: Runs, folder: ModelFolder) -> dict[str, Any]:
         "last_at": last_at,
         "num_rows": num_rows,
         "trained_tokens": history.total(TOKENS),
+        "idle": idle(trained, {step for step in dead if dead[step] == submitted.get(step)}),
+        "num_trained_steps": sum(tokens > 0 for tokens in trained.values()),
+        "num_jobs": len(trained),
         "config": config,
         "changed": changed_from_defaults(config),
+        "learning_rate": rates[0] if rates else config.get("learning_rate"),
         "notes": notes(jobs),
         "about": folder.read_about().model_dump(),
     }
+
+
+def idle(trained: Mapping[int, float], dead: Collection[int]) -> str | None:
+    """A sentence about a run whose newest steps, or more than half of whose steps, trained no token; None for others.
+    `trained` has the trained tokens of each step, `dead` the steps all of whose groups had equal rewards."""
+    steps = sorted(trained)
+    nothing = [step for step in steps if not trained[step]]
+    last = max((step for step in steps if trained[step]), default=None)
+    since = [step for step in nothing if last is None or step > last]
+    if not since and 2 * len(nothing) <= len(steps):
+        return None
+    reason = ": all rewards of each group are equal" if all(step in dead for step in since or nothing) else ""
+    if since and last is None:
+        return f"Nothing was trained yet, in {len(since)} step{'s' * (len(since) > 1)}{reason}."
+    if since:
+        return f"Nothing was trained since step {last}{reason}."
+    return f"{len(nothing)} of {len(steps)} steps trained nothing{reason}."
 
 
 def read_jobs(root: Path, folder: ModelFolder) -> list[Job]:
@@ -74,13 +98,15 @@ def changed_from_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 def notes(jobs: list[Job]) -> list[dict[str, Any]]:
     """What the reports of these jobs say, what they left out and why they failed: each sentence once, with the first and
-    the last step that it is of. Sentences that differ in numbers only are one, the newest."""
+    the last step that it is of. Sentences that differ in numbers only are one, the newest, which `has_older_numbers`."""
     found: dict[str, dict[str, Any]] = {}
     for job in jobs:
         for text, is_bad in _sentences(job):
             kind = re.sub(r"\d+", "#", text)
-            note = found.setdefault(kind, {"text": text, "is_bad": is_bad, "count": 0, "first": None, "last": None})
+            new = {"text": text, "is_bad": is_bad, "count": 0, "first": None, "last": None, "has_older_numbers": False}
+            note = found.setdefault(kind, new)
             note["count"] += 1
+            note["has_older_numbers"] |= text != note["text"]
             if job.target_step is not None:
                 note["first"] = job.target_step
                 note["last"] = job.target_step if note["last"] is None else note["last"]

@@ -27,7 +27,8 @@ from tests.demo_groups import NUM_DISTINCT, Made, Words, logged, make_group
 
 NAMES = ("webnav-8b", "webnav-lr2e5", "sql-repair", "tau-airline", "math-hints", "2048-small")
 STEP_SECONDS = 97
-HOSTILE_METRIC = "train/<b onclick=alert(1)>bold</b>, %{x}"
+LEARNING_RATE = 2e-5
+HOSTILE_METRIC = "loss/<b onclick=alert(1)>bold</b>, %{x}"
 KEPT_STEPS = 6
 
 
@@ -80,7 +81,7 @@ def write_jobs(root: Path, steps: Sequence[tuple[ModelFolder, int]], **changes: 
 
 def job_row(folder: ModelFolder, step: int) -> dict[str, Any]:
     """A row of the table of jobs. The job of step 1 has a note."""
-    config = TrainConfig(learning_rate=2e-5)
+    config = TrainConfig(learning_rate=LEARNING_RATE)
     dead = Dropped(reason="all rewards in the group are equal: no signal", count=1, unit="group")
     report = JobReport(
         num_groups=6,
@@ -173,6 +174,7 @@ def history_row(step: int, number: int, groups: Sequence[Made], steps: int) -> d
         "train/reward_std_dev": float(np.mean([np.std(group.rewards) for group in groups])),
         "train/exception_rate": failed / (failed + len(rewards)),
         "train/num_tool_calls": 1.0,
+        "train/is_correct": float(np.mean([reward > 0.5 for reward in rewards])),
         HOSTILE_METRIC: chance.random(),
         **loss_metrics(step, steps, chance),
         **data_metrics(len(groups), dead, len(rewards), tokens, chance),
@@ -195,7 +197,7 @@ def loss_metrics(step: int, steps: int, chance: random.Random) -> dict[str, floa
     return {
         "loss/train": chance.gauss(-0.01, 0.01),
         "loss/grad_norm": abs(chance.gauss(0.3, 0.08)),
-        "loss/learning_rate": 1e-5,
+        "loss/learning_rate": LEARNING_RATE,
         "loss/entropy": 0.25 + 0.6 * math.exp(-step / 20) + chance.gauss(0, 0.01),
         "loss/clipped_token_fraction": abs(chance.gauss(0.012, 0.004)),
         "loss/corrected_token_fraction": abs(chance.gauss(0.001, 0.0004)),

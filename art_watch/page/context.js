@@ -27,18 +27,23 @@ export function contextPanel(route) {
   };
   const show = (found) => {
     showAbout(found);
+    const changed = Object.entries(found.changed).filter(([name]) => name !== "learning_rate");
     const facts = [
       ["Base model", found.base_model && [found.base_model, found.lora && el("span", { class: "muted" }, ` rank ${found.lora.rank}`)]],
       ["Started", found.started_at && ago(found.started_at)],
       ["Newest step", found.last_at && ago(found.last_at)],
       ["Duration", found.started_at && found.last_at && duration((Date.parse(found.last_at) - Date.parse(found.started_at)) / 1000)],
-      ["Trained tokens", found.trained_tokens > 0 && number(found.trained_tokens)],
-      ["Configuration", Object.keys(found.changed).length > 0
-        && Object.entries(found.changed).map(([name, value], place) => [place > 0 && ", ", el("span", { class: "muted" }, `${name} `), setting(value)])],
+      ["Trained tokens", found.num_jobs > 0 && [number(found.trained_tokens),
+        found.num_trained_steps < found.num_jobs && el("span", { class: "muted" }, ` in ${short(found.num_trained_steps)} of ${plural(found.num_jobs, "step")}`)]],
+      ["Learning rate", found.learning_rate !== null && found.learning_rate !== undefined && setting(found.learning_rate)],
+      ["Configuration", changed.length > 0
+        ? changed.map(([name, value], place) => [place > 0 && ", ", el("span", { class: "muted" }, `${name} `), setting(value)])
+        : found.num_jobs > 0 && el("span", { class: "muted" }, "not known: its jobs are not on disk")],
     ].filter(([, value]) => value);
     const rest = found.notes.slice(SHOWN_NOTES), config = Object.entries(found.config);
     refill(node, el("section", { class: "panel", "aria-label": "About this run" },
       el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+      found.idle && el("p", { class: "bad" }, found.idle),
       noteList(found.notes.slice(0, SHOWN_NOTES)),
       (rest.length > 0 || config.length > 0) && el("details", { open: hasAll, ontoggle: (event) => { hasAll = event.target.open; } },
         el("summary", {}, [rest.length && plural(rest.length, "older note"), config.length && "the whole configuration in force"].filter(Boolean).join(", ")),
@@ -52,7 +57,8 @@ function noteList(notes) {
   return notes.length > 0 && el("ul", { class: "notes" }, notes.map((note) => el("li", { class: note.is_bad && "bad" }, el("b", {}, stepsOf(note)), " ", note.text)));
 }
 
-function stepsOf({ first, last, count }) {
-  if (last === null) return `${plural(count, "job")}:`;
-  return first === last ? `step ${short(last)}:` : `steps ${short(first)} to ${short(last)} (${plural(count, "job")}):`;
+function stepsOf({ first, last, count, has_older_numbers: hasOlder }) {
+  const newest = hasOlder ? "; in the newest:" : ":";
+  if (last === null) return `${plural(count, "job")}${newest}`;
+  return first === last ? `step ${short(last)}${newest}` : `steps ${short(first)} to ${short(last)} (${plural(count, "job")})${newest}`;
 }

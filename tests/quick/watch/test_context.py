@@ -6,7 +6,7 @@ from pathlib import Path
 from art_protocol.wire import Difference, Dropped, ErrorDetail, JobReport
 from art_server.jobs.queue import JobQueue
 from art_server.store.model_folder import ModelFolder
-from art_watch.context import context, read_jobs
+from art_watch.context import DEAD, SUBMITTED, TOKENS, context, idle, read_jobs
 from art_watch.runs import Runs
 from tests.demo import log, make_demo, write_jobs
 
@@ -26,6 +26,21 @@ def test_a_run_has_its_base_its_times_its_tokens_and_its_configuration(tmp_path:
     assert found["trained_tokens"] == sum(row["data/step_trainable_assistant_tokens"] for row in rows)
     assert found["config"]["max_grad_norm"] == 1.0, "defaults included"
     assert found["changed"] == {"preset": "grpo", "learning_rate": 2e-5}
+    assert found["learning_rate"] == rows[-1]["loss/learning_rate"]
+
+
+def test_a_run_says_when_nothing_is_trained(tmp_path: Path) -> None:
+    equal = ": all rewards of each group are equal."
+    assert idle({}, ()) is None and idle({1: 9, 2: 0, 3: 9}, {2}) is None
+    assert idle({1: 9, 2: 9, 3: 0, 4: 0}, {3, 4}) == f"Nothing was trained since step 2{equal}"
+    assert idle({1: 9, 2: 0, 3: 0}, {2}) == "Nothing was trained since step 1."
+    assert idle({1: 0, 2: 0, 3: 9}, {1, 2}) == f"2 of 3 steps trained nothing{equal}"
+    assert idle({1: 0}, {1}) == f"Nothing was trained yet, in 1 step{equal}"
+    (folder,) = make_demo(tmp_path, runs=1, steps=4, rollouts=8)
+    log(folder, 5, {TOKENS: 0.0, DEAD: 6.0, SUBMITTED: 6.0})
+    found = context(Runs(tmp_path), folder)
+    assert found["idle"] == f"Nothing was trained since step 4{equal}"
+    assert (found["num_trained_steps"], found["num_jobs"]) == (4, 5)
 
 
 def test_notes_that_differ_in_numbers_are_one_with_its_steps(tmp_path: Path) -> None:
@@ -39,6 +54,10 @@ def test_notes_that_differ_in_numbers_are_one_with_its_steps(tmp_path: Path) -> 
     found = notes_of(tmp_path, folder)
     (left_out,) = [each for text, each in found.items() if text.startswith("Left out: 1 group, ")]
     assert (left_out["first"], left_out["last"], left_out["count"], left_out["is_bad"]) == (1, 4, 4, False)
+    write_jobs(tmp_path, [(folder, 8)], job_id="z", report=report.model_copy(update={"num_groups": 7, "dropped": [EQUAL.model_copy(update={"count": 7})]}).model_dump_json())
+    (merged,) = [each for text, each in notes_of(tmp_path, folder).items() if "trained nothing: 7 groups" in text]
+    assert (merged["first"], merged["last"], merged["has_older_numbers"]) == (5, 8, True)
+    assert not left_out["has_older_numbers"]
     (noted,) = [each for text, each in found.items() if "sampled twice" in text]
     assert (noted["first"], noted["last"]) == (1, 1)
     (nothing,) = [each for text, each in found.items() if "trained nothing: 6 groups, because all rewards" in text]
