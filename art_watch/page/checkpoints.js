@@ -4,7 +4,10 @@ import { look, ofModel } from "./api.js";
 import { ago, button, bytes, el, empty, number, refill, row, table } from "./dom.js";
 import { runHead, runPage } from "./run.js";
 
-const COLUMNS = [["Step"], ["Made"], ["Size", true], ["Reward", true], ["Validation", true], ["Name for inference"], ["Export"]];
+const COLUMNS = [["Step"], ["Made"], ["Size", true], ["Reward it earned", true], ["Validation", true], ["Name for inference"], ["Export"]];
+
+const NOTE = "A step earned its reward by the rollouts that it sampled; charts show it at the step that was trained on them, one later. "
+  + "Unchanged: the job trained nothing, and the weights are those of the step before.";
 
 // Text to copy. Browsers copy only on https and on this machine; elsewhere the text is selected.
 function copyable(text) {
@@ -26,7 +29,7 @@ export async function checkpoints(route) {
   const list = el("div");
   const refresh = async () => {
     const found = (await look(ofModel(route, "checkpoints"))).checkpoints.reverse();
-    refill(list, found.length ? table("Checkpoints", COLUMNS, found.map(rowOf)) : empty("No checkpoints are kept."));
+    refill(list, ...(found.length ? [table("Checkpoints", COLUMNS, found.map(rowOf)), el("p", { class: "note" }, NOTE)] : [empty("No checkpoints are kept.")]));
   };
   const rowOf = (each) => {
     const name = `${route.project}/${route.name}@${each.step}`;

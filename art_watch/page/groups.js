@@ -1,13 +1,15 @@
 // The rollouts of a step: each group side by side, the highest reward first.
 
 import { look, ofModel } from "./api.js";
-import { button, el, empty, hashOf, keepSettings, link, number, plural, refill, select, short } from "./dom.js";
+import { align, button, el, empty, hashOf, keepSettings, link, number, plural, refill, select, setting, short } from "./dom.js";
 import { runHead, runPage } from "./run.js";
 
 const SHOW = [
   ["", "all rollouts"], ["failures", "groups with failures"], ["dropped", "rollouts with dropped turns"],
   ["length", "answers cut by length"], ["signal", "groups with signal"],
 ];
+
+const MAX_OWN = 3; // metrics of a rollout on its card
 
 // Buttons and a slider for the steps of a split. `open(step)` shows another one.
 export function stepTools(steps, step, open, keys = ["ArrowLeft", "ArrowRight"]) {
@@ -94,8 +96,8 @@ function groupSection(route, split, step, group) {
   const sorted = [...group.rollouts].sort((a, b) => b.reward - a.reward || a.index - b.index);
   const rewards = sorted.map((each) => each.reward ?? 0);
   const low = Math.min(0, ...rewards), high = Math.max(1, ...rewards);
-  return el("section", { class: "panel rollouts", "aria-labelledby": heading.id },
-    el("div", { class: "tools" }, heading, el("span", {}, "mean ", number(group.mean), " ± ", number(group.std)),
+  const section = el("section", { class: "panel rollouts", "aria-labelledby": heading.id },
+    el("div", { class: "tools" }, heading, el("span", { class: "earned" }, "mean ", number(group.mean), " ± ", number(group.std)),
       el("span", { class: "muted" }, plural(sorted.length, "rollout")),
       group.failures.length > 0 && el("b", { class: "badge bad" }, plural(group.failures.length, "failure")),
       group.is_dead && el("b", { class: "badge" }, "dead: equal rewards"),
@@ -104,17 +106,21 @@ function groupSection(route, split, step, group) {
       group.failures.map((each) => el("li", { class: "card failure" }, el("b", {}, `Failed: ${each.type}`), el("p", { class: "preview" }, each.message),
         each.traceback && el("details", {}, el("summary", {}, "Traceback"), el("pre", { tabindex: 0 }, each.traceback))))),
     details("Metadata", group.metadata));
+  align([...section.querySelectorAll(".earned .number")]);
+  return section;
 }
 
 function card(parts, rollout, low, high) {
   const fill = el("span", { class: "fill" });
   fill.style.width = `${(((rollout.reward ?? low) - low) / (high - low)) * 100}%`;
+  const own = Object.entries(rollout.metrics).filter(([name]) => name !== "completion_tokens").slice(0, MAX_OWN)
+    .map(([name, value]) => `${name} ${setting(typeof value === "boolean" ? Number(value) : value)}`).join(", ");
   const facts = [plural(rollout.num_turns, "turn"), rollout.num_tokens && plural(rollout.num_tokens, "token")].filter(Boolean).join(", ");
   return link(parts, [
-    el("span", { class: "line" }, el("b", {}, number(rollout.reward)), el("span", { class: "muted" }, `rollout ${rollout.index}`)),
-    el("span", { class: "track" }, fill), el("span", { class: "muted" }, facts),
+    el("span", { class: "line" }, el("b", { class: "earned" }, number(rollout.reward)), el("span", { class: "muted" }, `rollout ${rollout.index}`)),
+    el("span", { class: "track" }, fill), own && el("span", { class: "own" }, own), el("span", { class: "muted" }, facts),
     rollout.finish_reason === "length" && el("b", { class: "badge bad" }, "cut by length"),
-    rollout.num_dropped > 0 && el("b", { class: "badge bad" }, `${rollout.num_dropped} dropped`),
+    rollout.num_dropped > 0 && el("b", { class: "badge bad" }, `${plural(rollout.num_dropped, "turn")} dropped`),
     el("span", { class: "preview" }, rollout.text || "(no text)"),
   ], { class: "card" });
 }

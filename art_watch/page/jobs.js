@@ -3,7 +3,7 @@
 import { cancelJob, get, look } from "./api.js";
 import { ago, button, duration, el, empty, link, number, plural, refill, row, table } from "./dom.js";
 
-const COLUMNS = [["Run"], ["State"], ["Progress"], ["Step", true], ["Trained tokens", true], ["Accepted"], ["Duration", true], ["Actions"]];
+const COLUMNS = [["Run"], ["Actions"], ["Step", true], ["Trained tokens", true], ["Accepted"], ["Duration", true]];
 const REFRESH_SECONDS = 2;
 const MAX_ENDED = 50;
 
@@ -21,7 +21,7 @@ export async function jobs() {
   const show = () => {
     if (!found.live) return refill(list, empty("No server runs here.", "These are finished runs; their jobs are not on disk."));
     const part = (title, items, columns) => [el("h2", {}, title), items.length ? table(title, columns, items.map((job) => rowOf(job, columns))) : el("p", { class: "muted" }, "None.")];
-    refill(list, ...part("Queue", found.live.jobs, COLUMNS), ...part("Ended", ended, COLUMNS.slice(0, -1)));
+    refill(list, ...part("Queue", found.live.jobs, COLUMNS), ...part("Ended", ended, COLUMNS.filter(([name]) => name !== "Actions")));
   };
   const cancel = async (job) => {
     asked = null;
@@ -46,11 +46,11 @@ export async function jobs() {
       button("Yes, cancel it", () => cancel(job), { id: `yes-${id}`, class: "danger" }), button("No", () => ask(null, `cancel-${id}`), { id: `no-${id}` }));
   };
   const rowOf = (job, columns) => row(columns, [
-    link(["run", job.project, job.name], `${job.project}/${job.name}`), el("b", { class: `badge state-${job.state}` }, job.state), el("div", { class: "wrap" }, detail(job)),
+    el("div", {}, link(["run", job.project, job.name], `${job.project}/${job.name}`), el("b", { class: `badge state-${job.state}` }, job.state), el("div", { class: "detail" }, progress(job), notesOf(job))),
+    ...(columns === COLUMNS ? [actions(job)] : []),
     job.step === null ? "–" : link(["run", job.project, job.name, "rollouts", "train", job.step], number(job.step)),
-    number(job.report.num_trained_tokens), ago(job.created_at), duration((job.finished_at ?? found.time) - job.created_at), actions(job),
-  ].slice(0, columns.length), { "data-job": job.job_id });
-  const detail = (job) => [progress(job), notesOf(job)];
+    number(job.report.num_trained_tokens), ago(job.created_at), duration((job.finished_at ?? found.time) - job.created_at),
+  ], { "data-job": job.job_id });
   const notesOf = (job) => {
     const left = job.report.dropped.map((each) => `${plural(each.count, each.unit)} left out: ${each.reason}`);
     const notes = [...left, ...job.report.notes];

@@ -4,8 +4,8 @@ import { look } from "./api.js";
 import { ago, button, el, empty, hashOf, keepSettings, link, number, plural, refill, row, sparkline, table } from "./dom.js";
 
 const REFRESH_SECONDS = 5;
-const COLUMNS = [["Run"], ["Step", true], ["Reward", true], ["Validation", true], ["Best step"], ["Last step"], ["Rows", true], ["Base model"], ["Compare"]];
-const SORTS = { last: "last step", id: "name", reward: "reward", val_reward: "validation" };
+const COLUMNS = [["Run"], ["Step", true], ["Reward", true], ["Validation", true], ["Best step"], ["Updated"], ["Rows", true], ["Base model"], ["Compare"]];
+const SORTS = { last: "updated", id: "name", reward: "reward", val_reward: "validation" };
 const ACTIVITIES = [["rollouts", "Rollouts"], ["waiting", "Waiting at the gate"], ["training", "Training"], ["swap", "Swap"], ["starting", "Engine starts"], ["idle", "Idle"]];
 
 export async function overview(route) {

@@ -46,7 +46,7 @@ export async function rollout(route) {
     el("div", { class: "group" },
       button("‹ Rollout", () => go(step, at - 1), { id: "before", disabled: at === 0, "aria-keyshortcuts": "ArrowLeft", "aria-label": "Earlier rollout" }),
       button("Rollout ›", () => go(step, at + 1), { id: "after", disabled: at >= last, "aria-keyshortcuts": "ArrowRight", "aria-label": "Next rollout" }),
-      el("b", {}, `rollout ${index}`), el("span", { class: "muted" }, `of ${last} in group ${group}`)),
+      el("b", {}, `rollout ${index}`), el("span", { class: "muted" }, `in group ${group} of ${plural(found.num_rollouts, "rollout")}`)),
     stepTools(splits[split] ?? [], Number(step), (next) => go(next, at), ["Shift+ArrowLeft", "Shift+ArrowRight"]));
   if (split === "train" && found.has_token_record) tools.append(link(["run", project, name, "tree", step, group], "token tree"));
   show();

@@ -24,6 +24,17 @@ const CHARTS = [
   { title: "Trainer's tokens per second", kind: "amount", lines: { "throughput/avg_trainer_tok_per_s": "tokens / s" } },
 ];
 
+const OURS = /^(loss|data|time|throughput|costs)\/|^sampled_step|\/(reward|reward_std_dev|exception_rate)$/;
+const MAX_OWN = 8;
+
+// Charts of the first metrics that the user's program logged: of training and validation in one.
+function ownCharts(names) {
+  const titles = new Set(names.filter((name) => !OURS.test(name)).map((name) => name.replace(/^(train|val)\//, "")));
+  return [...titles].slice(0, MAX_OWN).map((title) => ({
+    title, kind: kindOf(title), lines: { [`train/${title}`]: "train", [`val/${title}`]: "validation", [title]: "value" },
+  }));
+}
+
 export function runHead(route, section, tail = []) {
   const { project, name } = route;
   const tabs = [["charts", "Charts", []], ["rollouts", "Rollouts", ["rollouts"]], ["checkpoints", "Checkpoints", ["checkpoints"]]];
@@ -42,6 +53,8 @@ export function runPage(route, title, node, more = {}) {
   return { title: `${title} – ${route.project}/${route.name}`, node, up: "#/", watch: watchRun(route), ...more };
 }
 
+const chartsOf = (names) => [CHARTS[0], ...ownCharts(names), ...CHARTS.slice(1)];
+
 // The lines of a chart for the metrics that the run has: [metric, label].
 function linesOf({ lines }, names) {
   if (lines instanceof RegExp) {
@@ -56,7 +69,7 @@ export async function charts(route) {
   const added = settings.also ? JSON.parse(settings.also).map(String) : [];
   const read = async () => {
     const { names } = await look(ofModel(route, "history"));
-    const wanted = [...CHARTS.flatMap((each) => linesOf(each, names).map(([name]) => name)), ...added];
+    const wanted = [...chartsOf(names).flatMap((each) => linesOf(each, names).map(([name]) => name)), ...added];
     return look(ofModel(route, "history"), [...new Set(wanted)].map((name) => ["metric", name]));
   };
   const about = contextPanel(route);
@@ -102,8 +115,8 @@ export async function charts(route) {
     offer();
   };
   const offer = () => {
-    const rest = found.names.filter((name) => !added.includes(name));
-    refill(chooser, select("Add a chart", [["", "choose a metric"], ...rest], "", async (name) => {
+    const rest = found.names.filter((name) => !added.includes(name)), own = rest.filter((name) => !OURS.test(name));
+    refill(chooser, select("Add a chart", [["", "choose a metric"], ...own, ...rest.filter((name) => OURS.test(name))], "", async (name) => {
       added.push(name);
       found = await read();
       start();
@@ -113,15 +126,15 @@ export async function charts(route) {
   };
   const shown = new Set();
   // Adds what the run has by now: a metric's chart appears with its first value.
-  const addNew = (all, isThere, add) => all.filter((each) => !shown.has(each) && isThere(each)).forEach((each) => {
-    shown.add(each);
+  const addNew = (all, isThere, add) => all.filter((each) => !shown.has(each.title ?? each) && isThere(each)).forEach((each) => {
+    shown.add(each.title ?? each);
     add(each);
   });
   const start = () => {
     slider.max = found.steps.length - 1;
     chooser.hidden = !found.steps.length;
     if (!found.steps.length) return;
-    addNew(CHARTS, (each) => linesOf(each, found.names).length, addChart);
+    addNew(chartsOf(found.names), (each) => linesOf(each, found.names).length, addChart);
     addNew(added, (name) => found.names.includes(name), addMetric);
     if (stepper.childElementCount) return;
     drawing.replaceChildren(board.tools());

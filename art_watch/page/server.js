@@ -49,5 +49,5 @@ function health({ health: found, machine }) {
   ].filter(([, value]) => value !== null && value !== undefined);
   return el("section", { class: "panel", "aria-labelledby": "health" }, el("h2", { id: "health" }, "Health"),
     el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-    faults.length ? el("ul", { class: "faults" }, faults.map(([part, error]) => el("li", { class: "bad" }, el("b", {}, part), ` ${error}`))) : el("p", {}, "No faults."));
+    faults.length ? el("ul", { class: "faults" }, faults.map(([part, error]) => el("li", { class: "bad" }, el("b", {}, `${part}:`), ` ${error}`))) : el("p", {}, "No faults."));
 }

@@ -71,6 +71,21 @@ def test_a_phone_scrolls_tables_and_not_the_page(page: Any, serve: Any, root: Pa
     assert page.evaluate("document.querySelector('.scroll').scrollWidth") > 390
 
 
+@pytest.mark.parametrize("width", [400, 1000])
+def test_cards_and_jobs_are_whole_without_scrolling(page: Any, serve: Any, root: Path, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    url = serve(make_live(root)).url
+    open_page(page, url, PAGES["rollouts"])
+    page.wait_for_selector("a.card")
+    parts = [*page.locator("a.card").all(), *page.locator(".card.failure").all()]
+    assert all(each.bounding_box()["x"] + each.bounding_box()["width"] <= width for each in parts)
+    open_page(page, url, PAGES["jobs"])
+    page.wait_for_selector("progress")
+    for each in (page.locator("progress"), page.get_by_text("the gap is 1.3"), page.get_by_role("button", name="Cancel the job").first):
+        box = each.bounding_box()
+        assert box["x"] + box["width"] <= width - 12, each
+
+
 def test_hostile_text_stays_text_everywhere(page: Any, serve: Any, root: Path) -> None:
     folder = root / "demo" / "models" / "webnav-8b"
     lines = (folder / "trajectories" / "train" / "0001.jsonl").read_text().splitlines()

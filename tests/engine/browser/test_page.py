@@ -78,13 +78,24 @@ def test_a_run_says_what_it_is_and_what_its_jobs_noted(page: Any, serve: Any, ro
     text = about.inner_text()
     tokens = sum(row["data/step_trainable_assistant_tokens"] for row in rows_of(root).values())
     assert "Qwen/Qwen3-8B rank 16" in text and f"{tokens:,.0f}" in text
-    assert "learning_rate 2e-5" in text and "all rewards in the group are equal" in text
+    assert "Learning rate\n2e-5" in text and "all rewards in the group are equal" in text
     assert "max_grad_norm" not in text, "a default"
     about.locator("summary").click()
     assert "max_grad_norm" in about.inner_text()
     log(folder_of(root), NUM_STEPS + 1, {"data/step_trainable_assistant_tokens": 1_000_000.0})
     page.wait_for_selector(f"[aria-label='About this run'] >> text={tokens + 1_000_000:,.0f}")
     assert "max_grad_norm" in about.inner_text(), "it stays open"
+    log(folder_of(root), NUM_STEPS + 2, {"data/step_trainable_assistant_tokens": 0.0})
+    page.wait_for_selector(f":text('Nothing was trained since step {NUM_STEPS + 1}')")
+    assert f"in {NUM_STEPS + 1} of {NUM_STEPS + 2} steps" in about.inner_text()
+
+
+def test_a_run_without_its_jobs_says_that_its_configuration_is_not_known(page: Any, serve: Any, root: Path) -> None:
+    (root / ".server" / "jobs.sqlite").unlink()
+    page.goto(serve(make_view(root)).url + RUN)
+    about = page.get_by_label("About this run")
+    about.wait_for()
+    assert "Learning rate\n2e-5" in about.inner_text() and "not known: its jobs are not on disk" in about.inner_text()
 
 
 def test_a_run_is_tagged_noted_renamed_and_deleted(page: Any, serve: Any, root: Path) -> None:
@@ -268,9 +279,16 @@ def test_a_page_that_is_open_before_the_first_step_gets_every_chart(page: Any, s
     page.wait_for_selector(".chart:has-text('Reward')")
     page.select_option("#add-metric", "val/reward")
     page.wait_for_function("() => document.querySelectorAll('.chart').length === 2")
-    log(folder, 1, {"train/reward": 0.5, "loss/entropy": 1.25})
+    log(folder, 1, {"train/reward": 0.5, "loss/entropy": 1.25, "train/right": 0.75})
     page.wait_for_selector(".chart:has-text('Entropy')")
+    log(folder, 1, {"val/right": 1.0})
+    page.wait_for_selector(".chart h3:text('right') + .legend :text('validation')")
+    page.reload()
+    page.wait_for_selector(".chart h3:text('val/reward')")
+    titles = page.locator(".chart h3").evaluate_all("all => all.map(each => each.firstChild.textContent)")
+    assert titles == ["Reward", "right", "Entropy", "val/reward"], "own metrics follow the reward; the address has added ones"
     found = captions(page)
+    assert found["right"] == {"train": 0.75, "validation": 1.0}
     assert found["Reward"] == {"train": 0.5, "validation": 0.25}
     assert found["Entropy"]["nats"] == 1.25 and found["val/reward"]["value"] == 0.25
 
@@ -322,6 +340,10 @@ def test_rollouts_are_sorted_and_filtered(page: Any, serve: Any, root: Path) -> 
         cards = page.locator("section.rollouts").nth(place).locator("a.card .number")
         seen = [float(text) for text in cards.evaluate_all("all => all.map(e => e.title)")]
         assert seen == sorted((each["reward"] for each in group["rollouts"]), reverse=True)
+    for group in page.locator("section.rollouts").all():
+        texts = group.locator(".earned .number").all_inner_texts()
+        assert len({len(text.partition(".")[2]) for text in texts}) == 1, "the same decimals"
+    assert re.search(r"num_tool_calls 1, is_correct [01]", page.locator("a.card").first.inner_text())
     assert "Book the earliest train from Turin" in page.locator("section.rollouts h2").nth(1).inner_text()
     assert page.locator(".card.failure").count() == 1
     assert page.locator(".badge", has_text="dead").count() == 1
