@@ -7,17 +7,21 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from art_protocol.wire import ErrorDetail, Health, JobInfo, JobReport, JobState
+from art_protocol.wire import Dropped, ErrorDetail, Health, JobInfo, JobReport, JobState
 from art_server.activity import Activity, Doing
 from art_server.api import control
 from art_server.process.machine import memory
 from art_server.process.shared import clock
 from art_watch.view import make_view
 
+DISK_FREE_BYTES = 1.2e9
+
 
 class DemoServer:
-    def __init__(self, root: Path):
-        self._root = root
+    """`is_idle`: no program uses it."""
+
+    def __init__(self, root: Path, is_idle: bool = False):
+        self._root, self._is_idle = root, is_idle
         self.status = self.runner = self
         self._activity = Activity(lambda: frozenset())
         samples: list[tuple[int, frozenset[Doing]]] = [
@@ -26,6 +30,7 @@ class DemoServer:
             (120, frozenset({"swap", "waiting"})),
             (440, frozenset()),
         ]
+        samples = [(2400, frozenset())] if is_idle else samples
         for num, doing in samples:
             self._activity._samples.extend([doing] * num)
         states: list[tuple[JobState, str]] = [
@@ -37,7 +42,7 @@ class DemoServer:
         ]
         self.infos = {
             f"job-{number}": make_job(f"job-{number}", name, state, 60.0 + 400 * number)
-            for number, (state, name) in enumerate(states)
+            for number, (state, name) in enumerate([] if is_idle else states)
         }
 
     def health(self) -> Health:
@@ -46,7 +51,9 @@ class DemoServer:
             base_model="Qwen/Qwen3-8B",
             version="1.0.0",
             longest_stall_seconds=0.214,
-            faults={"records": "the disk is nearly full: 1.2 GB are free"},
+            faults={}
+            if self._is_idle
+            else {"records": f"the disk is nearly full: {DISK_FREE_BYTES / 1e9} GB are free"},
         )
 
     def activity(self) -> dict[str, Any]:
@@ -54,6 +61,7 @@ class DemoServer:
 
     def memory(self) -> dict[str, Any]:
         found = memory(self._root, {})
+        found["disk_free_bytes"] = 512e9 if self._is_idle else DISK_FREE_BYTES
         found["resident_bytes"] = {"server": 212e6, "engine": 18.4e9, "trainer": 21.7e9}
         return found
 
@@ -71,7 +79,12 @@ class DemoServer:
 
 
 def make_job(job_id: str, name: str, state: JobState, seconds_ago: float) -> JobInfo:
-    report = JobReport(num_groups=6, num_groups_trained=5, num_trajectories=48, num_trained_tokens=3521)
+    report = JobReport(num_groups=6, num_trajectories=48)
+    if state == "done":
+        dead = Dropped(reason="all rewards in the group are equal: no signal", count=1, unit="group")
+        notes = ["in 2 groups all trajectories have the same sampled tokens"]
+        changes = {"num_groups_trained": 5, "num_trained_tokens": 3521, "dropped": [dead], "notes": notes}
+        report = report.model_copy(update=changes)
     refused = ErrorDetail(message="the gap is 1.3 on average; rounding explains at most 1")
     return JobInfo(
         job_id=job_id,
@@ -90,9 +103,9 @@ def make_job(job_id: str, name: str, state: JobState, seconds_ago: float) -> Job
     )
 
 
-def make_live(root: Path) -> FastAPI:
+def make_live(root: Path, is_idle: bool = False) -> FastAPI:
     """The page over a folder, with a running server."""
     app = make_view(root)
-    app.state.server = DemoServer(root)
+    app.state.server = DemoServer(root, is_idle)
     app.include_router(control.router)
     return app

@@ -29,8 +29,8 @@ export function rangeOf(values, kind, wantsLog) {
   }
   const middle = (low + high) / 2;
   if (high - low <= CONSTANT * Math.abs(middle) || low === high) {
-    const half = Math.abs(middle) / 10 || 1;
-    [low, high] = kind === "amount" && !isLog ? [0, 1] : [middle - half, middle + half];
+    const half = Math.abs(middle) / 10;
+    [low, high] = middle === 0 ? [0, 1] : [middle - half, middle + half];
   }
   if (isLog) return { isLog, isCut: positive.length < known.length, ...logarithmic(low, high) };
   const room = ROOM * (high - low), range = [low - room, high + room];

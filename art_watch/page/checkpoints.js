@@ -4,7 +4,7 @@ import { look, ofModel } from "./api.js";
 import { ago, button, bytes, el, empty, number, refill, row, table } from "./dom.js";
 import { runHead, runPage } from "./run.js";
 
-const COLUMNS = [["Step"], ["Made"], ["Size", true], ["Reward it earned", true], ["Validation", true], ["Name for inference"], ["Export"]];
+const COLUMNS = [["Step"], ["Reward it earned", true], ["Validation", true], ["Made"], ["Size", true], ["Name for inference"], ["Export"]];
 
 const NOTE = "A step earned its reward by the rollouts that it sampled; charts show it at the step that was trained on them, one later. "
   + "Unchanged: the job trained nothing, and the weights are those of the step before.";
@@ -35,8 +35,8 @@ export async function checkpoints(route) {
     const name = `${route.project}/${route.name}@${each.step}`;
     const marks = [each.is_best && el("b", { class: "badge good" }, "best"), each.unchanged && el("span", { class: "badge" }, "unchanged")];
     return row(COLUMNS, [
-      el("span", {}, number(each.step), marks), ago(each.created_at), bytes(each.size_bytes), number(each.reward),
-      number(each.val_reward), copyable(name), copyable(`art export ${name} DIR`),
+      el("span", {}, number(each.step), marks), number(each.reward), number(each.val_reward), ago(each.created_at),
+      bytes(each.size_bytes), copyable(name), copyable(`art export ${name} DIR`),
     ]);
   };
   await refresh();

@@ -34,7 +34,7 @@ export function contextPanel(route) {
       ["Newest step", found.last_at && ago(found.last_at)],
       ["Duration", found.started_at && found.last_at && duration((Date.parse(found.last_at) - Date.parse(found.started_at)) / 1000)],
       ["Trained tokens", found.num_jobs > 0 && [number(found.trained_tokens),
-        found.num_trained_steps < found.num_jobs && el("span", { class: "muted" }, ` in ${short(found.num_trained_steps)} of ${plural(found.num_jobs, "step")}`)]],
+        found.num_trained_steps > 0 && found.num_trained_steps < found.num_jobs && el("span", { class: "muted" }, ` in ${short(found.num_trained_steps)} of ${plural(found.num_jobs, "step")}`)]],
       ["Learning rate", found.learning_rate !== null && found.learning_rate !== undefined && setting(found.learning_rate)],
       ["Configuration", changed.length > 0
         ? changed.map(([name, value], place) => [place > 0 && ", ", el("span", { class: "muted" }, `${name} `), setting(value)])

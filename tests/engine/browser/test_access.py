@@ -81,7 +81,11 @@ def test_cards_and_jobs_are_whole_without_scrolling(page: Any, serve: Any, root:
     assert all(each.bounding_box()["x"] + each.bounding_box()["width"] <= width for each in parts)
     open_page(page, url, PAGES["jobs"])
     page.wait_for_selector("progress")
-    for each in (page.locator("progress"), page.get_by_text("the gap is 1.3"), page.get_by_role("button", name="Cancel the job").first):
+    for each in (
+        page.locator("progress"),
+        page.get_by_text("the gap is 1.3"),
+        page.get_by_role("button", name="Cancel the job").first,
+    ):
         box = each.bounding_box()
         assert box["x"] + box["width"] <= width - 12, each
 

@@ -286,7 +286,9 @@ def test_a_page_that_is_open_before_the_first_step_gets_every_chart(page: Any, s
     page.reload()
     page.wait_for_selector(".chart h3:text('val/reward')")
     titles = page.locator(".chart h3").evaluate_all("all => all.map(each => each.firstChild.textContent)")
-    assert titles == ["Reward", "right", "Entropy", "val/reward"], "own metrics follow the reward; the address has added ones"
+    assert titles == ["Reward", "right", "Entropy", "val/reward"], (
+        "own metrics follow the reward; the address has added ones"
+    )
     found = captions(page)
     assert found["right"] == {"train": 0.75, "validation": 1.0}
     assert found["Reward"] == {"train": 0.5, "validation": 0.25}

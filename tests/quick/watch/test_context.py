@@ -54,7 +54,14 @@ def test_notes_that_differ_in_numbers_are_one_with_its_steps(tmp_path: Path) -> 
     found = notes_of(tmp_path, folder)
     (left_out,) = [each for text, each in found.items() if text.startswith("Left out: 1 group, ")]
     assert (left_out["first"], left_out["last"], left_out["count"], left_out["is_bad"]) == (1, 4, 4, False)
-    write_jobs(tmp_path, [(folder, 8)], job_id="z", report=report.model_copy(update={"num_groups": 7, "dropped": [EQUAL.model_copy(update={"count": 7})]}).model_dump_json())
+    write_jobs(
+        tmp_path,
+        [(folder, 8)],
+        job_id="z",
+        report=report.model_copy(
+            update={"num_groups": 7, "dropped": [EQUAL.model_copy(update={"count": 7})]}
+        ).model_dump_json(),
+    )
     (merged,) = [each for text, each in notes_of(tmp_path, folder).items() if "trained nothing: 7 groups" in text]
     assert (merged["first"], merged["last"], merged["has_older_numbers"]) == (5, 8, True)
     assert not left_out["has_older_numbers"]
