@@ -1,129 +1,74 @@
 """LoRA on a CPU as matrix products, where vLLM gathers a copy of the adapter for every token.
 
-`install` replaces the functions that vLLM's CPU wrapper calls. The numbers are the same, with sums in the output's
-type. A token without an adapter (index -1) is left unchanged.
+`install` replaces methods of vLLM's CPU wrapper. The numbers are the same, with sums in the output's type. A token without
+an adapter is left unchanged.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from vllm.lora.punica_wrapper import punica_cpu
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 
-def only_adapter(indices: torch.Tensor) -> int | None:
-    """The adapter that all tokens have; None if they differ."""
-    first = int(indices[0]) if len(indices) else -1
-    return first if bool((indices == first).all()) else None
-
-
-def by_adapter(indices: torch.Tensor) -> Iterator[tuple[int, torch.Tensor | slice]]:
-    """Each adapter of a batch, with the indices of its tokens."""
-    first = only_adapter(indices)
-    if first is not None:
-        if first >= 0:
-            yield first, slice(None)
-        return
-    for adapter in indices.unique().tolist():
+def by_adapter(indices: torch.Tensor) -> Iterator[tuple[int, torch.Tensor | None]]:
+    """Each adapter of a batch with its tokens; None means all of them. Index -1 means no adapter."""
+    adapters = indices.unique().tolist()
+    for adapter in adapters:
         if adapter >= 0:
-            yield adapter, (indices == adapter).nonzero().squeeze(1)
+            yield adapter, (indices == adapter).nonzero().squeeze(1) if len(adapters) > 1 else None
 
 
-def bgmv_shrink(
-    inputs: torch.Tensor,
-    weights: torch.Tensor,
-    output: torch.Tensor,
-    indices: torch.Tensor,
-    scaling: float = 1.0,
+def add_lora_linear(
+    self: Any,  # the wrapper, with an attribute of ours
+    y: torch.Tensor,
+    x: torch.Tensor,
+    lora_a_stacked: tuple[torch.Tensor, ...],
+    lora_b_stacked: tuple[torch.Tensor, ...],
+    scale: float,
+    output_slices: tuple[int, ...],
 ) -> None:
-    """output[token] = scaling * A[adapter of the token] @ inputs[token]"""
-    for adapter, tokens in by_adapter(indices):
-        matrix = weights[adapter].flatten(end_dim=-2).to(output.dtype)
-        product = inputs[tokens].to(output.dtype) @ matrix.T
-        output[tokens, : len(matrix)] = scaling * product
+    """y[token] += scale * B @ A @ x[token], with B and A of the token's adapter, for each slice of y's columns."""
+    x = x.view(-1, x.shape[-1]).float()
+    slices = y.view(-1, y.shape[-1]).split(output_slices, 1)
+    for adapter, tokens in self.tokens_by_adapter:
+        inputs = x if tokens is None else x[tokens]
+        for part, a, b in zip(slices, lora_a_stacked, lora_b_stacked, strict=True):
+            shrunk = torch.nn.functional.linear(inputs, a[adapter, 0].float()).to(y.dtype)
+            matrix = b[adapter, 0].to(y.dtype).T
+            if tokens is None:
+                part.addmm_(shrunk, matrix, alpha=scale)
+            else:
+                part.index_add_(0, tokens, shrunk @ matrix, alpha=scale)
 
 
-def bgmv_expand(
-    inputs: torch.Tensor,
-    weights: torch.Tensor,
-    output: torch.Tensor,
-    indices: torch.Tensor,
-    add_inputs: bool = True,
-) -> None:
-    """output[token] (+)= B[adapter of the token] @ inputs[token]"""
-    # Adapter and model may pad the output to different widths.
-    width = min(weights.shape[-2], output.shape[1])
-    bgmv_expand_slice(inputs, weights, output, indices, 0, width, add_inputs)
-
-
-def bgmv_expand_slice(
-    inputs: torch.Tensor,
-    weights: torch.Tensor,
-    output: torch.Tensor,
-    indices: torch.Tensor,
-    slice_offset: int,
-    slice_size: int,
-    add_inputs: bool = True,
-) -> None:
-    """`bgmv_expand` into a slice of the output's columns."""
-    columns = slice(slice_offset, slice_offset + slice_size)
-    for adapter, tokens in by_adapter(indices):
-        matrix = weights[adapter].flatten(end_dim=-2)[:slice_size].to(output.dtype)
-        selected = inputs[tokens].to(output.dtype)
-        if not add_inputs:
-            output[tokens, columns] = selected @ matrix.T
-        elif isinstance(tokens, slice):
-            output[tokens, columns].addmm_(selected, matrix.T)  # in one pass
-        else:
-            output[tokens, columns] += selected @ matrix.T
-
-
-def by_sequence(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` with one adapter index for each sequence, as vLLM's wrapper calls it."""
-
-    def sgmv(
-        inputs: torch.Tensor,
-        weights: torch.Tensor,
-        output: torch.Tensor,
-        starts: torch.Tensor,
-        lengths: torch.Tensor,
-        indices: torch.Tensor,
-        batches: int,
-        max_length: int,
-        num_tokens: int,
-        *options: Any,
-    ) -> None:
-        if only_adapter(indices) is None:
-            indices = indices.repeat_interleave(lengths)
-        function(inputs, weights, output, indices, *options)
-
-    return sgmv
+def add_nothing(*_: Any, **options: Any) -> None:
+    """Our adapters change neither the embedding nor the head."""
 
 
 def install() -> None:
-    """Replaces the LoRA functions of vLLM's CPU wrapper.
+    """Replaces methods of vLLM's CPU wrapper.
 
     Raises:
         ImportError: vLLM's wrapper has changed.
     """
-    for function in (bgmv_shrink, bgmv_expand, bgmv_expand_slice):
-        sgmv = by_sequence(function)
-        for name, ours in ((function.__name__, function), ("s" + function.__name__[1:], sgmv)):
-            if not hasattr(punica_cpu, name):
-                raise ImportError(f"vLLM's CPU wrapper no longer uses {name}")
-            setattr(punica_cpu, name, ours)
-    add_logits = punica_cpu.PunicaWrapperCPU.add_lora_logits
+    for name in ("update_metadata", "add_lora_linear", "add_lora_embedding", "add_lora_logits"):
+        if not hasattr(PunicaWrapperCPU, name):
+            raise ImportError(f"vLLM's CPU wrapper no longer has {name}")
+    update = PunicaWrapperCPU.update_metadata
 
-    @functools.wraps(add_logits)
-    def add_logits_of_a_batch(self: Any, y: torch.Tensor, x: torch.Tensor, *args: Any, **options: Any) -> None:
-        # For prompt_logprobs vLLM computes the head on one request's whole prompt, for which it has no adapter indices.
-        # Our adapters do not change the head.
-        if len(self.sampler_indices) == x.view(-1, x.shape[-1]).shape[0]:
-            add_logits(self, y, x, *args, **options)
+    @functools.wraps(update)
+    def update_metadata(self: Any, *args: Any, **options: Any) -> None:  # once for a step, when its adapters differ
+        update(self, *args, **options)
+        self.tokens_by_adapter = list(by_adapter(self.token_lora_indices))
 
-    punica_cpu.PunicaWrapperCPU.add_lora_logits = add_logits_of_a_batch
+    wrapper: Any = PunicaWrapperCPU  # Any: gets attributes of ours
+    wrapper.tokens_by_adapter = []
+    wrapper.update_metadata = update_metadata
+    wrapper.add_lora_linear = add_lora_linear
+    wrapper.add_lora_embedding = wrapper.add_lora_logits = add_nothing
 
 
 def leave_experts_out() -> None:

@@ -1,7 +1,8 @@
-"""Our LoRA on a CPU against vLLM's own functions, which gather the adapter for every token."""
+"""Our LoRA on a CPU against vLLM's own methods, which gather the adapter for every token."""
 
 import importlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,57 +10,69 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-WIDTH, RANK, OUT = 24, 4, 20
+WIDTH, RANK, SLICES, NUM_ADAPTERS = 24, 4, (12, 8, 8), 3
 
 
 @pytest.fixture(scope="module")
 def both() -> Any:
-    """vLLM's module, unpatched, and ours."""
+    """vLLM's `add_lora_linear`, and a function from adapters of tokens to a step of the wrapper with our methods."""
     with warnings.catch_warnings(action="ignore"):  # vLLM's and torch's own deprecations
-        theirs = importlib.import_module("vllm.lora.ops.torch_ops")
+        punica = importlib.import_module("vllm.lora.punica_wrapper.punica_cpu")
+        mapping = importlib.import_module("vllm.lora.layers").LoRAMapping
         ours = importlib.import_module("art_server.engine.vllm_process.cpu_lora")
-        wrapper = importlib.import_module("vllm.lora.punica_wrapper.punica_cpu")
-        ours.install()
-    assert wrapper.bgmv_shrink is ours.bgmv_shrink, "the wrapper calls ours"
-    return theirs, wrapper
+    theirs = punica.PunicaWrapperCPU.add_lora_linear
+    ours.install()
+    assert punica.PunicaWrapperCPU.add_lora_linear is ours.add_lora_linear
+    wrapper = punica.PunicaWrapperCPU(64, 64, "cpu")
+
+    def step(adapters: list[int]) -> Any:
+        ids = [adapter + 1 for adapter in adapters]  # 0 means none
+        wrapper.update_metadata(mapping(ids, ids, is_prefill=True), [1, 2, 3], NUM_ADAPTERS + 1, 100)
+        return wrapper
+
+    return theirs, step
 
 
-indices = st.lists(st.integers(0, 2), min_size=1, max_size=9)
+def of_layer(seed: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """The adapters' A and B of a layer with three slices, as q, k and v."""
+    torch.manual_seed(seed)
+    return (
+        tuple(torch.randn(NUM_ADAPTERS, 1, RANK, WIDTH) for _ in SLICES),
+        tuple(torch.randn(NUM_ADAPTERS, 1, width, RANK) for width in SLICES),
+    )
 
 
-@settings(deadline=None, max_examples=60)
-@given(adapters=indices, lengths=st.lists(st.integers(1, 5), min_size=9, max_size=9), add=st.booleans())
-def test_matrix_products_equal_the_gather(both: Any, adapters: list[int], lengths: list[int], add: bool) -> None:
-    theirs, ours = both
-    torch.manual_seed(len(adapters))
-    of_sequences = torch.tensor(adapters)
-    of_lengths = torch.tensor(lengths[: len(adapters)])
-    num = int(of_lengths.sum())
-    x = torch.randn(num, WIDTH)
-    a, b = torch.randn(3, 1, RANK, WIDTH), torch.randn(3, 1, OUT, RANK)
-    meta = (torch.zeros(len(adapters)), of_lengths, of_sequences, len(adapters), 5, num)
-    of_tokens = of_sequences.repeat_interleave(of_lengths)
+adapters_of_tokens = st.lists(st.integers(0, NUM_ADAPTERS - 1), min_size=1, max_size=20)
 
-    def run(module: Any) -> list[torch.Tensor]:
-        shrunk, shrunk_by_token = torch.zeros(2, num, RANK)
-        module.sgmv_shrink(x, a, shrunk, *meta, 0.5)
-        module.bgmv_shrink(x, a, shrunk_by_token, of_tokens, 0.5)
-        outs = [torch.ones(num, OUT + 3), torch.ones(num, OUT + 3), torch.ones(num, OUT)]
-        module.sgmv_expand_slice(shrunk, b, outs[0], *meta, 2, OUT, add)
-        module.bgmv_expand(shrunk, b, outs[1], of_tokens, add)
-        module.sgmv_expand(shrunk, b, outs[2], *meta, add)
-        return [shrunk, shrunk_by_token, *outs]
 
-    for mine, other in zip(run(ours), run(theirs), strict=True):
-        torch.testing.assert_close(mine, other)
+@settings(deadline=None, max_examples=100)
+@given(steps=st.lists(adapters_of_tokens | adapters_of_tokens.map(lambda each: each[:1] * 7), min_size=1, max_size=4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrix_products_equal_the_gather(
+    both: tuple[Callable[..., None], Any], dtype: torch.dtype, steps: list[list[int]]
+) -> None:
+    theirs, step = both
+    a, b = of_layer(len(steps))
+    for adapters in steps:
+        wrapper = step(adapters)
+        x = torch.randn(len(adapters), WIDTH).to(dtype)
+        for y in (
+            torch.randn(len(adapters), sum(SLICES)).to(dtype),
+            torch.zeros(1, len(adapters), sum(SLICES), dtype=dtype),
+        ):
+            expected = y.clone()
+            theirs(wrapper, expected, x, a, b, 0.5, SLICES)
+            wrapper.add_lora_linear(y, x, a, b, 0.5, SLICES)
+            # vLLM rounds the product to the output's type before it adds it.
+            relative, absolute = (1.3e-6, 1e-5) if dtype is torch.float32 else (0.05, 0.3)
+            torch.testing.assert_close(y, expected, rtol=relative, atol=absolute)
 
 
 def test_a_token_without_an_adapter_is_left_as_it_is(both: Any) -> None:
     """vLLM's own takes the last adapter for it."""
-    _, ours = both
-    x, b = torch.randn(3, RANK), torch.randn(2, OUT, RANK)
-    out = torch.ones(3, OUT)
-    ours.bgmv_expand(x, b, out, torch.tensor([0, -1, 1]), True)
-    assert (out[1] == 1).all() and not (out[0] == 1).any()
-    ours.bgmv_expand(x, b, out, torch.tensor([-1, -1, -1]), True)
-    assert (out[1] == 1).all()
+    _, step = both
+    a, b = of_layer(0)
+    for adapters in ([0, -1, 1], [-1, -1, -1], [-1]):
+        y = torch.ones(len(adapters), sum(SLICES))
+        step(adapters).add_lora_linear(y, torch.randn(len(adapters), WIDTH), a, b, 1.0, SLICES)
+        assert [bool((each == 1).all()) for each in y] == [adapter < 0 for adapter in adapters]
