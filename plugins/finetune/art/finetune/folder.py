@@ -52,11 +52,11 @@ class Folder:
         write_whole(self.path / STATE_FILE, self.state.model_dump_json(indent=1).encode())
         if fields.keys().isdisjoint({"epochs", "validations"}):
             return
-        from art.finetune import plot  # matplotlib takes seconds to load: a wrong file is refused before
-
         for name, content in make_files(self.state).items():
             write_whole(self.path / name, content)
         if self.state.epochs or self.state.validations:
+            from art.finetune import plot  # matplotlib takes a second to load
+
             write_whole(self.path / PLOT_FILE, plot.draw(self.state))
 
     def add_rollout(self, row: RolloutRow) -> None:
