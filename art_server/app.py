@@ -40,6 +40,8 @@ def make_app(server: Server, inference_port: int | None) -> FastAPI:
     openai_routes.add_routes(app, server)  # first, because routes are tried in order
     for each in (control, checkpoints, art_wire, routes, metrics):
         app.include_router(each.router, responses=error_responses.RESPONSES)
+    if server.hosts is not None:
+        app.include_router(server.hosts.router)
     app.add_middleware(
         Authentication,
         config=config,

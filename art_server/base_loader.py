@@ -242,7 +242,7 @@ class BaseLoader:
         Raises:
             InvalidInput: the base model does not fit; the message contains the numbers.
         """
-        if self._machine.kind == "cpu":
+        if self._machine.kind == "cpu" or not self._config.engines:
             return None
         size = read_model_size(base.path, base.facts)
         config = self._config.with_requested(requested, size.max_positions)

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 from art_server import __version__
@@ -36,6 +37,11 @@ UVICORN: Mapping[str, Any] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the server until a signal stops it. Exits with status 2 and one sentence if the server cannot start."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["host"]:
+        for each in entry_points(group="art.machines", name="host"):
+            each.load()(given[1:])
+            return
     try:
         check_system()
         run(parse(arguments))

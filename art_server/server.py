@@ -7,7 +7,10 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from fastapi import APIRouter
 
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints import Checkpoints
@@ -19,6 +22,7 @@ from art_server.engine.fleet import AnyEngine, Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import InvalidInput
 from art_server.inference_proxy import Proxy
+from art_server.jobs.gang import Lender
 from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.mismatch_limits import mismatch_limits_of
 from art_server.jobs.queue import JobQueue
@@ -42,6 +46,32 @@ logger = logging.getLogger(__name__)
 
 PRUNE_SECONDS = 60.0
 """Between two removals of old records from the ledger, old jobs from the queue, and old rollouts."""
+
+
+class Hosts(Lender, Protocol):
+    """Other machines that offer their devices: an annex (`plugins/cluster`)."""
+
+    router: APIRouter
+    """The routes by which they join."""
+
+    async def stop(self) -> None:
+        """Ends the connections, and what runs there with them."""
+        ...
+
+
+def find_hosts() -> Callable[..., Hosts]:
+    """The annex's class.
+
+    Raises:
+        InvalidInput: it is not installed.
+    """
+    for each in entry_points(group="art.machines", name="hosts"):
+        return each.load()
+    raise InvalidInput(
+        "a key has the scope 'host', but the package art_cluster is not installed: install it, or leave out the scope",
+        code="no_hosts",
+        param="api_key_file",
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +99,8 @@ class Server:
     train_requests: TrainRequests
     proxy: Proxy
     status: Status
+    hosts: Hosts | None = None
+    """None: no other machine may offer its devices."""
 
     async def start(self) -> None:
         """Begins to load the base model of the command line, or else the one that served last, and starts the job runner.
@@ -86,6 +118,8 @@ class Server:
         """Ends both processes and all background tasks, and releases the folder."""
         await self.background.stop("job runner")
         await self.base.stop()
+        if self.hosts is not None:
+            await self.hosts.stop()
         await self.trainer.stop()
         await self.engine.stop()
         await self.background.stop()
@@ -176,7 +210,8 @@ def build(
         )
 
     engine: AnyEngine
-    if config.engines == 1:
+    hosts: Hosts | None = None
+    if config.engines == 1 and not config.takes_hosts:
         owner = DeviceOwner()
         engine = engine_on(config.serve_devices, owner)
     else:
@@ -185,9 +220,13 @@ def build(
         changed = asyncio.Condition()
         places = zip(engine_devices(config, machine), owners, strict=True)
         replicas = [engine_on(*place, f"engine-{number}", progress, changed) for number, place in enumerate(places)]
-        engine = Fleet(replicas, progress, changed)
+        limits_of = functools.partial(mismatch_limits_of, config, machine.kind)
+        engine = Fleet(replicas, progress, changed, config.log_dir / "engine-0.log", limits_of)
+        if config.takes_hosts:
+            hosts = find_hosts()(config, engine, intake, changed, lambda: gate.num_inside > 0, background)
     ranks = [device_environment(devices, machine) for devices in rank_devices(config, machine)]
     trainer = make_trainer(config, machine.kind, ranks, children)
+    trainer.lender = hosts
     registry = Registry(config.path)
     check_shares(config, registry)
     queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs, config.shares)
@@ -232,4 +271,5 @@ def build(
         train_requests=train_requests,
         proxy=proxy,
         status=status,
+        hosts=hosts,
     )

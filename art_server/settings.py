@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from art_protocol.tracking import check_tracker_name
 from art_protocol.wire import Name
 
-KeyScope = Literal["infer", "train"]
+KeyScope = Literal["infer", "train", "host"]
 Device = Literal["cpu", "cuda"]
 Handover = Literal["none", "kv_cache", "sleep"]
 NumberType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -123,7 +123,7 @@ class ServerConfig(BaseModel):
     api_key_file: Annotated[
         Path | None,
         Flag(
-            f"file with one key per line: {KEY_LINE}; scopes are 'infer', 'train' or 'infer,train', times default to "
+            f"file with one key per line: {KEY_LINE}; scopes are 'infer', 'train' and 'host', such as 'infer,train', times default to "
             "UTC (SECURITY.md)",
             "FILE",
         ),
@@ -164,11 +164,11 @@ class ServerConfig(BaseModel):
     ranks: Annotated[
         int | None,
         Flag(
-            "number of processes that train each job together, each with its own GPU or its part of the cores (the GPUs of "
-            "--train-devices, else 1)",
+            "number of processes that train each job together, each with its own GPU or its part of the cores; 0 leaves training "
+            "to other machines (the GPUs of --train-devices, else 1)",
             "W",
         ),
-    ] = Field(default=None, ge=1)
+    ] = Field(default=None, ge=0)
     gangs: Annotated[
         int,
         Flag(
@@ -185,7 +185,7 @@ class ServerConfig(BaseModel):
         int,
         Flag(
             "number of engines, each with its part of the GPUs; requests of a session go to the same one, and a lost one's "
-            "to the others (%(default)s)",
+            "to the others; 0 leaves sampling to other machines (%(default)s)",
             "N",
         ),
     ] = 1
@@ -322,8 +322,15 @@ class ServerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_devices(self) -> Self:
-        if self.engines < 1:
-            raise ValueError(f"--engines {self.engines}: something has to sample; use 1 or more")
+        if self.engines < 0 or (not self.engines and not self.takes_hosts):
+            raise ValueError(
+                f"--engines {self.engines}: something has to sample; use 1 or more, or a key with the scope 'host' for other "
+                "machines"
+            )
+        if self.ranks == 0 and not self.takes_hosts:
+            raise ValueError(
+                "--ranks 0: something has to train; use 1 or more, or a key with the scope 'host' for other machines"
+            )
         if bool(self.serve_devices) != bool(self.train_devices):
             raise ValueError("--serve-devices and --train-devices go together: give both or none")
         if both := set(self.serve_devices) & set(self.train_devices):
@@ -342,12 +349,17 @@ class ServerConfig(BaseModel):
     @property
     def takes_turns(self) -> bool:
         """Whether engine and trainer share devices and take turns."""
-        return not self.train_devices
+        return not self.train_devices and bool(self.engines) and self.ranks != 0
 
     def num_ranks(self, device: Device) -> int:
         """Processes that train a job together."""
         usual = len(self.train_devices) // self.gangs if device == "cuda" and self.trainer != "unsloth" else 1
-        return self.ranks or max(1, usual)
+        return max(1, usual) if self.ranks is None else self.ranks
+
+    @property
+    def takes_hosts(self) -> bool:
+        """Whether other machines may offer their devices: a key has the scope `host`."""
+        return any("host" in key.scopes for key in self.api_keys)
 
     def number_types(self, device: Device, *, has_delta_rule: bool = False) -> tuple[NumberType, NumberType]:
         """The number types of the engine and of the trainer's base weights. On a CPU the default is float32, which

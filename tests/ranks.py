@@ -65,7 +65,7 @@ def running(base: Path, folder: Path, number: int, **given: Any) -> Iterator[Ran
     environment = worker_environment(folder, os.environ) | {"PYTHONPATH": str(FAULTY.parents[1])}
     gang = Gang(folder, [environment] * number, meeting=folder / "meeting")
     gang.use(WorkerConfig(base_model=str(base), device="cpu", threads=1, **given))
-    for rank, each in enumerate([gang, *gang._others]):
+    for rank, each in enumerate(gang.ranks):
         each._command = [sys.executable, str(FAULTY), each._command[-1], str(folder / f"fault-{rank}")]
     with asyncio.Runner() as runner:
         try:

@@ -13,13 +13,14 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._start = 0
+        self.start = 0
+        """Where that output begins."""
 
     def open(self) -> BinaryIO:
         """The file, opened for a new process. The caller closes it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         log = self.path.open("ab")
-        self._start = log.tell()
+        self.start = log.tell()
         return log
 
     def tail(self, num_lines: int = 20) -> str:
@@ -27,9 +28,9 @@ class LogFile:
         if not self.path.exists():
             return ""
         with self.path.open("rb") as log:
-            place = max(self._start, log.seek(0, os.SEEK_END) - num_lines * LINE_BYTES)
+            place = max(self.start, log.seek(0, os.SEEK_END) - num_lines * LINE_BYTES)
             log.seek(place)
             lines = log.read().decode(errors="replace").splitlines()
-        if place > self._start and len(lines) > 1:
+        if place > self.start and len(lines) > 1:
             lines = lines[1:]  # its beginning is missing
         return "\n".join(lines[-num_lines:])

@@ -1,7 +1,7 @@
 """Authentication middleware: every request is rejected or gets a `Caller`.
 
-A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. Inference (`/v1`) needs the scope `infer`, any other
-route the scope `train`. `/health` and `/ready` need no key; without a valid one they show only the engine's state. The
+A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. Inference (`/v1`) needs the scope `infer`, a machine that
+joins the scope `host`, any other route the scope `train`. `/health` and `/ready` need no key; without a valid one they show only the engine's state. The
 page needs none for its files, and the caller's key for its data. A key that the ART wire issued permits inference on one
 model. With `--legacy-without-key`, callers without a key may use the routes of the ART wire only. The URL
 (`/s/SESSION/v1`), the header `x-art-session`, the key (`KEY::SESSION`) or the header `x-session-id` may name a session,
@@ -30,6 +30,8 @@ from art_server.settings import ApiKey, KeyScope, ServerConfig
 from art_server.store.registry import check_name
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
+HOSTS = "/api/hosts/"
+"""By which other machines offer their devices (`plugins/cluster`)."""
 PAGE = "/page/"
 """Files of the page, which contain no data."""
 ART_PATHS = frozenset(
@@ -113,7 +115,7 @@ class Authentication:
         self._hosts = LOOPBACK_HOSTS | {config.host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         try:
@@ -160,7 +162,7 @@ class Authentication:
         if caller is not None:
             return caller
         key = self._find(presented)
-        needed: KeyScope = "infer" if is_inference else "train"
+        needed: KeyScope = "infer" if is_inference else "host" if path.startswith(HOSTS) else "train"
         if needed not in key.scopes and not is_open(path):
             raise Forbidden(f"this key lacks the scope '{needed}'", code="forbidden")
         return Caller(key.owner, key.projects)

@@ -30,7 +30,7 @@ from art_server.engine.failures import find_cause
 from art_server.engine.probe_check import find_fault
 from art_server.errors import InvalidInput, Unavailable
 from art_server.process.background import Background
-from art_server.process.children import Children, start_child
+from art_server.process.children import Child, Children, start_child
 from art_server.process.progress import StartProgress
 from art_server.process.shared.engine_messages import new_request_id
 from art_server.process.shared.trainer_messages import MismatchLimits
@@ -78,7 +78,8 @@ WAKE: dict[Handover, tuple[str, ...]] = {
     "sleep": ("/wake_up?tags=kv_cache",),
 }
 """vLLM's routes for the end of a step. After `sleep`, `wake_weights` restores the weights first."""
-CONNECT_SECONDS = 10.0
+TIMEOUT = aiohttp.ClientTimeout(total=None, connect=10.0)
+"""Of requests for clients, which take as long as their answers."""
 LOAD_SECONDS = 300.0
 """Limit for vLLM to load an adapter, and to score its probe."""
 METRICS_SECONDS = 2.0
@@ -186,7 +187,7 @@ class Engine:
         self._compared: set[str] = set()
         """The adapters that this process has loaded and scores as their trainer does. Only these serve."""
         self._loads: dict[str, asyncio.Task[bool]] = {}
-        self._leaving: set[str] = set()
+        self._leaving: dict[str, Path] = {}
         """Adapters that vLLM still holds and nobody can request."""
         self._has_stale_prompts = False
         """vLLM's prefix cache may contain prompts of an adapter whose name will get other weights."""
@@ -195,7 +196,7 @@ class Engine:
         self._ended: str | None = None
         """Why we killed the process; the supervisor reports it as the reason for the restart."""
         self._changed = changed or asyncio.Condition()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Child | None = None
         self.was_killed = False
         """Whether somebody other than this server killed the last process: then its requests are not to blame."""
         self._run_dir: Path | None = None
@@ -364,13 +365,7 @@ class Engine:
         assert self.base is not None
         if self._run_dir is None:
             self._run_dir = make_run_dir(self._config.server_dir, self.name)
-            await self._receiver.listen(self._run_dir / "records.sock")
-            # aiohttp, because httpx takes more than half of the server's time for a request.
-            self._http = aiohttp.ClientSession(
-                "http://engine",
-                connector=aiohttp.UnixConnector(str(self._run_dir / SOCKET_NAME), limit=0),
-                timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
-            )
+            await self._open(self._run_dir)
         (self._run_dir / SOCKET_NAME).unlink(missing_ok=True)
         make_file(self._work_file)
         self.progress.note(f"{self.name}: vLLM starts, which imports its code and loads the weights")
@@ -378,9 +373,16 @@ class Engine:
         self._leaving.clear()
         self._has_stale_prompts = False
         self.num_starts += 1
-        self._children.add(self._process.pid)
 
-    async def _launch(self, base: BaseModel, run_dir: Path) -> asyncio.subprocess.Process:
+    async def _open(self, run_dir: Path) -> None:
+        """Opens what all processes use: the socket for their records, and the HTTP client."""
+        await self._receiver.listen(run_dir / "records.sock")
+        # aiohttp, because httpx takes more than half of the server's time for a request.
+        self._http = aiohttp.ClientSession(
+            "http://engine", connector=aiohttp.UnixConnector(str(run_dir / SOCKET_NAME), limit=0), timeout=TIMEOUT
+        )
+
+    async def _launch(self, base: BaseModel, run_dir: Path) -> Child:
         command = engine_command(self._config, base, self._device, run_dir, self._plan)
         environment = engine_environment(self._config, base, self._device, os.environ)
         environment |= {FILE_VARIABLE: str(self._work_file), **self._kept_to}
@@ -389,7 +391,28 @@ class Engine:
                 "tokens sampled at another temperature than 1, from a part of the vocabulary or under a grammar will be "
                 "trained with ratio 1: start with --record-distributions for exact ratios"
             )
-        return await start_child(command, self._log, environment)
+        process = await start_child(command, self._log, environment)
+        self._children.add(process.pid)
+        return process
+
+    async def _kill(self, process: Child) -> None:
+        """Ends vLLM with all processes that it spawned."""
+        await asyncio.to_thread(self._children.end, process.pid)
+
+    async def _deliver(self, folder: Path) -> str:
+        """The path of an adapter's folder for vLLM.
+
+        Raises:
+            TimeoutError: its machine cannot take the files.
+        """
+        return str(folder)
+
+    async def _forget(self, folder: Path) -> None:
+        """Called when vLLM has unloaded the adapter of a delivered folder."""
+
+    def _read_work(self) -> bytes:
+        """vLLM's work counters (`work_counters.py`)."""
+        return read_work(self._work_file)
 
     @property
     def _work_file(self) -> Path:
@@ -399,7 +422,7 @@ class Engine:
     async def _end_process(self) -> None:
         """Kills vLLM with all processes that it spawned, and waits for the end of its main process."""
         if self._process is not None:
-            await asyncio.to_thread(self._children.end, self._process.pid)
+            await self._kill(self._process)
             await self._process.wait()
             self._process = None
 
@@ -493,7 +516,7 @@ class Engine:
                 if await self._answers(timeout_seconds=HEALTH_TIMEOUT_SECONDS):
                     answered = time.monotonic()
                 now = time.monotonic()
-                seen = read_work(self._work_file)
+                seen = self._read_work()
                 is_probed = is_running(probe)
                 if now - answered > HANG_SECONDS:
                     return f"vLLM did not answer for {HANG_SECONDS:.0f} s"
@@ -616,7 +639,7 @@ class Engine:
         self._ended = reason
         await self._set_state("starting", f"It is being restarted because {reason}.")
         if self._process is not None:
-            await asyncio.to_thread(self._children.end, self._process.pid)
+            await self._kill(self._process)
 
     # --- adapters ---
 
@@ -696,6 +719,7 @@ class Engine:
                 await self._post_load(f"{name}*{probe.factor}", Path(folder))
                 scaled = await self._score(f"{name}*{probe.factor}", probe.token_ids)
                 await self._post("/v1/unload_lora_adapter", {"lora_name": f"{name}*{probe.factor}"})
+                await self._forget(Path(folder))
         return find_fault(probe, logprobs, scaled, limits)
 
     async def _score(self, name: str, token_ids: list[int]) -> list[float]:
@@ -713,8 +737,8 @@ class Engine:
         """Serves an adapter no longer. Requests that use it must have ended. vLLM unloads it before the next pause or
         load, because the caller must not wait for the device."""
         self._compared.discard(name)
-        if self._adapters.pop(name, None) is not None:
-            self._leaving.add(name)
+        if (folder := self._adapters.pop(name, None)) is not None:
+            self._leaving[name] = folder
 
     def forget_prompts(self) -> None:
         """Has vLLM empty its prefix cache, which finds prompts by their adapter's name, before it loads other weights
@@ -724,9 +748,10 @@ class Engine:
     async def _tidy(self) -> None:
         """Does what `unload_adapter` and `forget_prompts` left. The caller holds the device, and vLLM is awake."""
         while self._leaving and self.state == "ready":
-            name = self._leaving.pop()
+            name, folder = self._leaving.popitem()
             with contextlib.suppress(*LOST):
                 await self._post("/v1/unload_lora_adapter", {"lora_name": name})
+                await self._forget(folder)
         if self._has_stale_prompts and self.state == "ready":
             self._has_stale_prompts = False
             await self._post_control(("/reset_prefix_cache?reset_running_requests=true",), PAUSE_SECONDS)
@@ -743,12 +768,17 @@ class Engine:
         """Whether the adapter serves."""
         return name in self._compared
 
+    @property
+    def kept(self) -> Mapping[str, Path]:
+        """The folders of the adapters that it loads after each start, by name."""
+        return self._adapters
+
     def keep(self, name: str, path: Path) -> None:
         """Has an engine that is starting load an adapter before it is ready."""
         self._adapters.setdefault(name, path)
 
     async def _post_load(self, name: str, path: Path) -> None:
-        body = {"lora_name": name, "lora_path": str(path)}
+        body = {"lora_name": name, "lora_path": await self._deliver(path)}
         status, text = await self._post("/v1/load_lora_adapter", body, LOAD_SECONDS)
         if status == 400 and "already been loaded" in text:
             # An earlier request was given up before vLLM answered. The name may have other weights now.

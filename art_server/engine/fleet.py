@@ -3,11 +3,13 @@
 Each replica is supervised, watched and restarted by itself. A request goes to one of those that are ready (`routing.py`);
 if that one is lost, the proxy asks again, and another one answers. A step's adapter is loaded by all ready replicas or
 serves from none. A replica that starts loads it before it is ready, and one that does not answer is killed. On a device that
-the trainer uses, too, all replicas pause, and all wake. Only `--engines` above 1 makes a fleet.
+the trainer uses, too, all replicas pause, and all wake. `--engines` other than 1 makes a fleet, and a key with the scope
+`host`: other machines then add their engines while the server runs (`plugins/cluster`).
 """
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,49 +17,86 @@ from typing import Any
 from art_server.engine.device.plan import MemoryPlan
 from art_server.engine.engine import START_TIMEOUT_SECONDS, AdapterRefused, Engine, EngineDied, State
 from art_server.engine.routing import Router
+from art_server.errors import Unavailable
 from art_server.process.progress import StartProgress
 from art_server.process.shared.trainer_messages import MismatchLimits
 from art_server.store.base_models import BaseModel
+
+NO_REPLICA = "no machine has joined yet that offers an engine: start `art-server host` there, or use --engines 1"
 
 
 class Fleet:
     """Several engines with the same base model; the methods of `Engine` act on all of them."""
 
-    def __init__(self, replicas: Sequence[Engine], progress: StartProgress, changed: asyncio.Condition):
-        """`progress` and `changed` are those of the replicas."""
-        self.replicas = tuple(replicas)
+    def __init__(
+        self,
+        replicas: Sequence[Engine],
+        progress: StartProgress,
+        changed: asyncio.Condition,
+        log_path: Path,
+        mismatch_limits_of: Callable[[BaseModel], MismatchLimits | None] = lambda _: None,
+    ):
+        """`progress` and `changed` are those of the replicas. `log_path` is the log that models name as the engine's."""
+        self.replicas: list[Engine] = []
         self.progress = progress
+        self.log_path = log_path
+        self.base: BaseModel | None = None
+        self.requested: Mapping[str, str] = {}
+        """Engine arguments of the registration that started the fleet."""
         self._changed = changed
+        self._mismatch_limits_of = mismatch_limits_of
         self._router = Router()
+        self._new_number = itertools.count().__next__
+        self._numbers: dict[Engine, int] = {}
+        """Of the replicas, for the router."""
+        for replica in replicas:
+            self.add(replica)
 
     # --- life ---
 
     def start(self, base: BaseModel, requested: Mapping[str, str], plan: MemoryPlan | None = None) -> None:
         """As `Engine.start`."""
+        self.base, self.requested = base, requested
         for replica in self.replicas:
             replica.start(base, requested, plan)
 
     async def stop(self) -> None:
         """As `Engine.stop`."""
+        self.base = None
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
+
+    def add(self, replica: Engine) -> None:
+        """Adds a replica. If the fleet runs, the caller starts it; it then loads what the others have loaded."""
+        for other in self.replicas:
+            for name, path in other.kept.items():
+                replica.keep(name, path)
+        self.replicas.append(replica)
+        self._numbers[replica] = self._new_number()
+
+    async def remove(self, replica: Engine) -> None:
+        """Ends a replica, whose requests the others answer."""
+        self.replicas.remove(replica)
+        del self._numbers[replica]
+        await replica.stop()
 
     @property
     def state(self) -> State:
-        """That of the replica that is closest to serving."""
+        """That of the replica that is closest to serving. Without replicas a fleet that was started waits for one."""
         states = {replica.state for replica in self.replicas}
-        return next(state for state in ("ready", "starting", "failed", "none") if state in states)
+        if not states:
+            return "none" if self.base is None else "starting"
+        order: tuple[State, ...] = ("ready", "starting", "failed", "none")
+        return next(state for state in order if state in states)
 
     @property
     def detail(self) -> str | None:
         """Why no replica is ready."""
         if self.state == "ready":
             return None
+        if not self.replicas:
+            return NO_REPLICA
         found = [f"{replica.name}: {replica.detail}" for replica in self.replicas if replica.detail]
         return " ".join(found) or None
-
-    @property
-    def base(self) -> BaseModel | None:
-        return self.replicas[0].base
 
     @property
     def num_starts(self) -> int:
@@ -72,7 +111,7 @@ class Fleet:
 
     @property
     def mismatch_limits(self) -> MismatchLimits | None:
-        return self.replicas[0].mismatch_limits
+        return self._mismatch_limits_of(self.base) if self.base is not None else None
 
     @property
     def start_waited_for(self) -> str | None:
@@ -81,13 +120,8 @@ class Fleet:
             return None
         return f"the engines, which are starting. {self.detail or ''}".rstrip()
 
-    @property
-    def log_path(self) -> Path:
-        """The first replica's; the logs of the others are beside it."""
-        return self.replicas[0].log_path
-
     def ignored_args(self, requested: Mapping[str, str]) -> list[str]:
-        return self.replicas[0].ignored_args(requested)
+        return self.replicas[0].ignored_args(requested) if self.replicas else []
 
     async def wait_ready(self, timeout_seconds: float) -> None:
         """Returns when a replica is ready.
@@ -101,6 +135,8 @@ class Fleet:
             async with asyncio.timeout(timeout_seconds), self._changed:
                 await self._changed.wait_for(lambda: self.state in ("ready", "failed"))
         if (state := self.state) != "ready":
+            if not self.replicas:
+                raise Unavailable(NO_REPLICA, code="engine_not_ready")
             # It has the sentence that says why.
             await next(replica for replica in self.replicas if replica.state == state).wait_ready(0.0)
 
@@ -125,11 +161,11 @@ class Fleet:
         wanted = key()
         while True:
             await self.wait_ready(timeout_seconds)
-            loads = {n: r.num_requests for n, r in enumerate(self.replicas) if r.state == "ready" and n not in refusals}
-            if not loads:
+            ready = {number: each for each in self._ready() if (number := self._numbers[each]) not in refusals}
+            if not ready:
                 raise next(iter(refusals.values()))
-            number = self._router.choose(wanted, loads)
-            replica = self.replicas[number]
+            number = self._router.choose(wanted, {number: each.num_requests for number, each in ready.items()})
+            replica = ready[number]
             with contextlib.ExitStack() as trying:
                 replica.num_requests += 1
                 trying.callback(_end_request, replica)

@@ -25,11 +25,12 @@ from art_server.engine.fleet import AnyEngine
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import ServerError, Unavailable
 from art_server.jobs.backoff import budget_divisor
+from art_server.jobs.gang import Gang
 from art_server.jobs.job_row import Job
 from art_server.jobs.layer_check import LayerCheck, note_lost
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.replay_record import ReplayRecord, base_digests, write_record
-from art_server.jobs.trainer_process import TrainerError, TrainerProcess
+from art_server.jobs.trainer_process import TrainerError
 from art_server.process.shared.trainer_messages import Done, Progress, TrainTask
 from art_server.store.model_folder import CheckpointRecord
 from art_server.store.registry import RegisteredModel
@@ -52,7 +53,7 @@ class Attempt:
     _queue: JobQueue
     _engine: AnyEngine
     _gate: PauseGate
-    _trainer: TrainerProcess
+    _trainer: Gang
     _owner: DeviceOwner | None
     """Of the device that engine and trainer share; None if they have separate devices."""
     _layers: LayerCheck | None

@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from art_server.jobs.trainer_process import TrainerDied, TrainerError, TrainerProcess, worker_command
+from art_server.jobs.trainer_process import TrainerDied, TrainerError, TrainerProcess
 from art_server.process.children import Children
 from art_server.process.shared.trainer_messages import (
     CheckTask,
@@ -33,11 +32,23 @@ IN_STEP = ("cancelled", "non_finite", "gap_too_large", "out_of_memory")
 """Errors that all ranks have alike, so that they can train the next job. After others they are ended."""
 
 
-class Gang(TrainerProcess):
-    """All ranks as one process: this is the first, which writes the files and reports progress, and holds the others.
+class Lender(Protocol):
+    """Has ranks on other machines (`plugins/cluster`)."""
+
+    def ranks(self) -> Sequence[TrainerProcess]:
+        """Those that are there now; an equal list as long as nothing has changed."""
+        ...
+
+    async def meeting(self, first: TrainerProcess) -> str:
+        """An address at which ranks of several machines find each other: `first` opens it."""
+        ...
+
+
+class Gang:
+    """All ranks: the first writes the files and reports progress.
 
     They are started together, and if one ends or fails by itself all are ended: none of them holds anything that the job does
-    not repeat.
+    not repeat. Each job has the ranks that are there when it begins.
     """
 
     def __init__(
@@ -48,12 +59,16 @@ class Gang(TrainerProcess):
         meeting: Path | None = None,
         name: str = "trainer",
     ) -> None:
-        """One rank for each of the environments. Several of them meet in the file `meeting`. `name` is that of their logs."""
-        super().__init__((), log_dir / f"{name}.log", environments[0], children)
-        self._others = [
-            TrainerProcess((), log_dir / f"{name}-{rank}.log", environment, children)
-            for rank, environment in enumerate(environments[1:], 1)
+        """One rank on this machine for each of the environments. Several of them meet in the file `meeting`. `name` is that of
+        their logs."""
+        self._own = [
+            TrainerProcess((), log_dir / f"{name}{f'-{rank}' * (rank > 0)}.log", environment, children)
+            for rank, environment in enumerate(environments)
         ]
+        self.ranks = list(self._own)
+        self.lender: Lender | None = None
+        """None: there are no ranks but those of this machine."""
+        self._worker: WorkerConfig | None = None
         self._meeting = meeting
         self._have_met = False
         self._turn = asyncio.Lock()
@@ -61,26 +76,63 @@ class Gang(TrainerProcess):
         """What the first rank does."""
 
     @property
-    def _ranks(self) -> list[TrainerProcess]:
-        return [self, *self._others]
-
-    @property
     def num_ranks(self) -> int:
-        return len(self._ranks)
+        return len(self.ranks)
 
     def _all_run(self) -> bool:
-        return all(each.is_running for each in self._ranks)
+        return all(each.is_running for each in self.ranks)
+
+    @property
+    def pid(self) -> int | None:
+        """The first rank's process on this machine; None while none runs."""
+        return self.ranks[0].pid if self.ranks else None
 
     @property
     def pids(self) -> dict[str, int | None]:
-        """The process of each rank by name; None while it does not run."""
-        return {each._log.path.stem: each.pid for each in self._ranks}
+        """The process of each rank on this machine by name; None while it does not run."""
+        return {each.name: each.pid for each in self._own}
 
     def use(self, config: WorkerConfig) -> None:
         """Sets how the ranks work; the first task starts them."""
-        for rank, each in enumerate(self._ranks):
-            update = {"rank": rank, "num_ranks": self.num_ranks, "meeting": str(self._meeting)}
-            each._command = worker_command(config.model_copy(update=update) if self._others else config)
+        self._worker = config
+        self._use(str(self._meeting))
+
+    def _use(self, meeting: str) -> None:
+        for rank, each in enumerate(self.ranks):
+            update = {"rank": rank, "num_ranks": self.num_ranks, "meeting": meeting}
+            if self._worker is not None:
+                each.use(self._worker.model_copy(update=update) if self.num_ranks > 1 else self._worker)
+
+    async def _gather(self) -> None:
+        """Takes the ranks that are there.
+
+        Raises:
+            TrainerError: there is none.
+        """
+        if self.lender is None:
+            return
+        there = [*self._own, *self.lender.ranks()]
+        if there != self.ranks:
+            await self.stop()
+            self.ranks = there
+            self._use(str(self._meeting))
+        if not there:
+            raise TrainerError(
+                "no_rank", "no machine has joined that offers a rank: start `art-server host` there", True
+            )
+
+    async def _prepare(self) -> None:
+        """Sets where the ranks meet, if they have not met."""
+        if self._have_met and not self._all_run():
+            await self.stop()
+        if self._have_met:
+            return
+        if self.lender is not None and self.ranks != self._own:
+            self._use(await self.lender.meeting(self.ranks[0]))
+        else:
+            assert self._meeting is not None, "several ranks need a place to meet"
+            self._meeting.unlink(missing_ok=True)
+        self._have_met = True
 
     async def run(
         self,
@@ -88,15 +140,18 @@ class Gang(TrainerProcess):
         on_progress: Callable[[Progress], Awaitable[None]] | None = None,
         batch: bytes | None = None,
     ) -> Done:
-        if not self._others or isinstance(task, InitTask | CheckTask):
-            return await super().run(task, on_progress, batch)
-        async with self._turn, contextlib.AsyncExitStack() as on_failure:
-            if self._have_met and not self._all_run():
-                await self.stop()
-            if not self._have_met:
-                assert self._meeting is not None, "several ranks need a place to meet"
-                self._meeting.unlink(missing_ok=True)
-                self._have_met = True
+        """As `TrainerProcess.run`, by all ranks."""
+        async with self._turn:
+            await self._gather()
+            if self.num_ranks == 1 or isinstance(task, InitTask | CheckTask):
+                return await self.ranks[0].run(task, on_progress, batch)
+            return await self._run_together(task, on_progress, batch)
+
+    async def _run_together(
+        self, task: Task, on_progress: Callable[[Progress], Awaitable[None]] | None, batch: bytes | None
+    ) -> Done:
+        await self._prepare()
+        async with contextlib.AsyncExitStack() as on_failure:
             on_failure.push_async_callback(self.stop)
 
             async def note(progress: Progress) -> None:
@@ -105,46 +160,39 @@ class Gang(TrainerProcess):
                     await on_progress(progress)
 
             self._phase = ""
-            first = asyncio.create_task(super().run(task, note, batch))
-            runs = [first, *(asyncio.create_task(each.run(task, None, batch)) for each in self._others)]
+            first, *others = self.ranks
+            leading = asyncio.create_task(first.run(task, note, batch))
+            runs = [leading, *(asyncio.create_task(each.run(task, None, batch)) for each in others)]
             error = await _first_error(runs, asyncio.create_task(self._watch()))
             if error is None or (error.code in IN_STEP and self._all_run()):
                 on_failure.pop_all()
         if error is not None:
             raise error
-        return first.result()
+        return leading.result()
 
     async def _watch(self) -> None:
         """Raises TrainerDied when no rank computes in the middle of a step. Without /proc it never does."""
         used, since = 0.0, time.monotonic()
         while True:
             await asyncio.sleep(IDLE_SECONDS / 5)
-            now, pids = sum(map(cpu_seconds, filter(None, self.pids.values()))), list(self.pids.values())
+            now = sum(each.cpu_seconds for each in self.ranks)
             passed = time.monotonic() - since
-            if not self._phase.startswith(COMPUTING) or None in pids or now - used > IDLE_SHARE * passed * len(pids):
+            is_busy = now - used > IDLE_SHARE * passed * self.num_ranks
+            if not self._phase.startswith(COMPUTING) or not self._all_run() or is_busy:
                 used, since = now, time.monotonic()
             elif passed > IDLE_SECONDS:
                 raise TrainerDied(f"no rank has computed for {passed:.0f} s: one of them hangs or is stopped")
 
     def cancel(self) -> None:
-        super().cancel()
-        for each in self._others:
+        """As `TrainerProcess.cancel`, on all ranks."""
+        for each in self.ranks:
             each.cancel()
 
     async def stop(self) -> None:
+        """Ends all ranks; a running task ends with TrainerDied."""
         self._have_met = False
-        await super().stop()
-        for each in self._others:
+        for each in self.ranks:
             await each.stop()
-
-
-def cpu_seconds(pid: int) -> float:
-    """What a process has used of the cores, with all its threads; 0 if that cannot be read."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def _first_error(runs: Sequence[asyncio.Task[Done]], watch: asyncio.Task[None]) -> TrainerError | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from art_protocol.wire import LoRAConfig
 from art_server.engine.engine import PolicyDiffers
 from art_server.engine.fleet import AnyEngine
-from art_server.jobs.trainer_process import TrainerProcess
+from art_server.jobs.gang import Gang
 from art_server.process.shared.trainer_messages import LayersTask, MismatchLimits, Probe
 from art_server.store import files
 from art_server.store.base_facts import facts_digest
@@ -41,7 +41,7 @@ class LayerCheck:
 
     async def score(
         self,
-        trainer: TrainerProcess,
+        trainer: Gang,
         lora: LoRAConfig,
         limits: MismatchLimits,
         max_seq_length: int | None,

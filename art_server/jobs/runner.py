@@ -32,10 +32,11 @@ from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, ServerError
 from art_server.jobs.attempt import Attempt, has_committed, is_on_base
 from art_server.jobs.backoff import error_detail, pause_after
+from art_server.jobs.gang import Gang
 from art_server.jobs.job_row import PENDING, Job, Payload, WaitingJob
 from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.queue import JobQueue
-from art_server.jobs.trainer_process import TrainerError, TrainerProcess
+from art_server.jobs.trainer_process import TrainerError
 from art_server.process.shared import clock
 from art_server.store.registry import RegisteredModel, Registry
 
@@ -57,7 +58,7 @@ class JobRunner:
     _registry: Registry
     _engine: AnyEngine
     _gate: PauseGate
-    _trainer: TrainerProcess
+    _trainer: Gang
     _owner: DeviceOwner | None
     """Of the device that engine and trainer share; None if they have separate devices."""
     _retain: Callable[[RegisteredModel], Awaitable[None]]
@@ -66,7 +67,7 @@ class JobRunner:
     """None: every layer of an adapter is trained."""
     _report: Callable[[Job, RegisteredModel | None], None] = lambda job, model: None
     """Called with each change of a job; must not wait."""
-    _more_trainers: Sequence[TrainerProcess] = ()
+    _more_trainers: Sequence[Gang] = ()
     """Gangs beside `_trainer`, which train at the same time."""
     _attempts: list[Attempt] = field(init=False, default_factory=list)
     """That run."""
@@ -260,7 +261,7 @@ class JobRunner:
             for trainer in (self._trainer, *self._more_trainers):
                 gangs.create_task(self._run_with(trainer))
 
-    async def _run_with(self, trainer: TrainerProcess) -> None:
+    async def _run_with(self, trainer: Gang) -> None:
         while True:
             changed = self._changed
             async with self._lock:
@@ -276,7 +277,7 @@ class JobRunner:
                 self._busy.discard(job.model_id)
                 self._wake()
 
-    async def _run(self, job: Job, trainer: TrainerProcess) -> None:
+    async def _run(self, job: Job, trainer: Gang) -> None:
         attempt = None
         try:
             model = self._registry.get(job.project, job.name)

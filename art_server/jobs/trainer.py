@@ -6,7 +6,7 @@ from pathlib import Path
 
 from art_server.engine.device.plan import MemoryPlan
 from art_server.jobs.gang import Gang
-from art_server.jobs.trainer_process import TrainerProcess, worker_command, worker_environment
+from art_server.jobs.trainer_process import TrainerProcess, worker_environment
 from art_server.process.children import Children
 from art_server.process.shared.trainer_messages import (
     BetweenSteps,
@@ -28,8 +28,9 @@ class Trainer(Gang):
     """The worker processes that train adapters of the server's base model: one, or as many as `--ranks`; and `--gangs` times
     as many, which train other models' jobs at the same time.
 
-    A task without a device (init, check) never waits for a step: a second process runs it beside the step, and ends when no
-    such task is left. It does wait while the process starts and loads the base model, which a second one would slow down.
+    A task without a device (init, check) never waits for a step, nor for another machine: a second process runs it, and ends
+    when no such task is left. It does wait while the process starts and loads the base model, which a second one would slow
+    down.
     """
 
     def __init__(self, config: ServerConfig, device: Device, kept_to: Sequence[Mapping[str, str]], children: Children):
@@ -51,7 +52,8 @@ class Trainer(Gang):
         """The other gangs."""
         self._config = config
         self._device: Device = device
-        self._aside = TrainerProcess((), config.log_dir / "trainer.log", environments[0], children)
+        aside = environments[0] if environments else usual
+        self._aside = TrainerProcess((), config.log_dir / "trainer.log", aside, children)
         self._num_aside = 0
         self._num_steps = 0
         """Tasks that train, running or waiting."""
@@ -79,14 +81,14 @@ class Trainer(Gang):
             gang.use(worker)
         # Unsloth needs a GPU, and takes longer to import.
         deviceless = WorkerConfig(base_model=str(path), trainer="peft", device="cpu", threads=1)
-        self._aside._command = worker_command(deviceless)
+        self._aside.use(deviceless)
 
     def _num_threads(self) -> int | None:
         """Threads of each rank; None is torch's choice."""
         if self._device != "cpu":
             return None
         cores = len(self._config.train_devices)
-        num = self.num_ranks * self._config.gangs
+        num = len(self._own) * self._config.gangs
         if num > 1:
             cores = max(1, (cores or os.cpu_count() or 1) // num)
         return cores or None
@@ -109,7 +111,7 @@ class Trainer(Gang):
         on_progress: Callable[[Progress], Awaitable[None]] | None = None,
         batch: bytes | None = None,
     ) -> Done:
-        if self._num_steps and isinstance(task, InitTask | CheckTask):
+        if isinstance(task, InitTask | CheckTask) and (self._num_steps or not self._own):
             return await self._run_aside(task)
         is_step = not isinstance(task, InitTask | CheckTask | LoadTask)
         self._num_steps += is_step

@@ -15,16 +15,15 @@ import os
 import signal
 import sys
 import time
-from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from art_protocol.log_file import LogFile
 from art_server.errors import InvalidInput, ServerError, Unavailable
-from art_server.process.children import Children, start_child
+from art_server.process.children import Child, Children, start_child
 from art_server.process.shared.trainer_messages import (
     Done,
     Failed,
@@ -95,6 +94,41 @@ def worker_environment(cache_dir: Path, inherited: Mapping[str, str]) -> dict[st
     }
 
 
+def cpu_seconds(pid: int) -> float:
+    """What a process has used of the cores, with all its threads; 0 if that cannot be read."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Lines(Protocol):
+    """The lines that a process writes."""
+
+    async def readline(self) -> bytes: ...
+
+
+class Input(Protocol):
+    """The lines that a process reads."""
+
+    def write(self, data: bytes) -> None: ...
+
+    async def drain(self) -> None: ...
+
+
+class Process(Child, Protocol):
+    """A worker's process; it may run on another machine."""
+
+    @property
+    def stdin(self) -> Input | None: ...
+
+    @property
+    def stdout(self) -> Lines | None: ...
+
+    def send_signal(self, signal: int) -> None: ...
+
+
 class TrainerProcess:
     """One worker process. It is started by the first task and again after a death, and runs one task at a time.
 
@@ -119,10 +153,23 @@ class TrainerProcess:
         self._longest_pause = 0.0
         self._lock = asyncio.Lock()
 
+    def use(self, config: WorkerConfig) -> None:
+        """Sets how the process works that the next task starts."""
+        self._command = worker_command(config)
+
+    @property
+    def name(self) -> str:
+        return self._log.path.stem
+
     @property
     def pid(self) -> int | None:
-        """The id of the process and of its process group; None while no process runs."""
+        """The id of the process and of its process group on this machine; None while no process runs."""
         return self._process.pid if self._process is not None else None
+
+    @property
+    def cpu_seconds(self) -> float:
+        """What the process has used of the cores, with all its threads; 0 if that cannot be read."""
+        return cpu_seconds(self.pid) if self.pid is not None else 0.0
 
     @property
     def is_running(self) -> bool:
@@ -204,22 +251,14 @@ class TrainerProcess:
         process, self._process, self._is_ready = self._process, None, False
         if process is None:
             return
-        # After its end another program may have its id. `_children` then kills what is left of its session.
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-        if self._children is not None:
-            self._children.remove(process.pid)
+        await self._kill(process)
 
     async def _ensure_started(self) -> None:
         if self._process is not None and self._process.returncode is not None:
             await self.stop()
         if self._is_ready:
             return
-        process = await start_child(self._command, self._log, self._environment, MAX_ANSWER_BYTES)
-        if self._children is not None:
-            self._children.add(process.pid)
+        process = await self._launch()
         self._process, self._has_trained, self._longest_pause = process, False, 0.0
         async with contextlib.AsyncExitStack() as on_failure:
             on_failure.push_async_callback(self.stop)
@@ -228,6 +267,22 @@ class TrainerProcess:
             on_failure.pop_all()
         self._is_ready = True
         logger.info("trainer %d ready", process.pid)
+
+    async def _launch(self) -> Process:
+        process = await start_child(self._command, self._log, self._environment, MAX_ANSWER_BYTES)
+        if self._children is not None:
+            self._children.add(process.pid)
+        return process
+
+    async def _kill(self, process: Process) -> None:
+        """Ends a process with its children."""
+        # After its end another program may have its id. `_children` then kills what is left of its session.
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        if self._children is not None:
+            self._children.remove(process.pid)
 
     async def _receive(self, process: Process) -> Ready | Progress | Done | Failed:
         assert process.stdout is not None

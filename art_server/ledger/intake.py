@@ -45,36 +45,40 @@ class RecordReceiver:
         self._server: asyncio.Server | None = None
 
     async def listen(self, socket_path: Path) -> None:
-        self._server = await asyncio.start_unix_server(self._read, path=socket_path, limit=READ_BYTES)
+        self._server = await asyncio.start_unix_server(self._serve, path=socket_path, limit=READ_BYTES)
 
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
             self._server = None
 
-    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        rest = bytearray()
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):
-            while chunk := await reader.read(READ_BYTES):
-                rest += chunk
-                if b"\n" not in chunk:
-                    continue
-                *lines, rest = rest.split(b"\n")
-                samples: list[FinishedChoice] = []
-                for line in lines:
-                    try:
-                        message = msgspec.json.decode(line, type=EngineMessage)
-                        if message.prompt is None:
-                            samples.append(msgspec.json.decode(line, type=FinishedChoice))
-                            continue
-                    except (msgspec.MsgspecError, RecursionError) as error:
-                        self._lose(line, error)  # such as a log-probability that is not a number
+            await self.read(reader, writer.write)
+
+    async def read(self, reader: asyncio.StreamReader, write: Callable[[bytes], None]) -> None:
+        """Takes an engine's messages until it ends; answers with `write`."""
+        rest = bytearray()
+        while chunk := await reader.read(READ_BYTES):
+            rest += chunk
+            if b"\n" not in chunk:
+                continue
+            *lines, rest = rest.split(b"\n")
+            samples: list[FinishedChoice] = []
+            for line in lines:
+                try:
+                    message = msgspec.json.decode(line, type=EngineMessage)
+                    if message.prompt is None:
+                        samples.append(msgspec.json.decode(line, type=FinishedChoice))
                         continue
-                    writer.write(msgspec.json.encode(self._answer(message)) + b"\n")
-                if samples:
-                    self._take(samples)
-            if rest:
-                logger.warning("the engine ended in the middle of a message")
+                except (msgspec.MsgspecError, RecursionError) as error:
+                    self._lose(line, error)  # such as a log-probability that is not a number
+                    continue
+                write(msgspec.json.encode(self._answer(message)) + b"\n")
+            if samples:
+                self._take(samples)
+        if rest:
+            logger.warning("the engine ended in the middle of a message")
 
     def _answer(self, message: EngineMessage) -> dict[str, Any]:
         assert message.prompt is not None

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from art_protocol.log_file import LogFile
 from art_server.errors import StorageFull
@@ -119,14 +119,27 @@ def be_child() -> None:
             os.kill(os.getpid(), signal.SIGKILL)  # the server ended while this process started
 
 
+class Child(Protocol):
+    """What the server uses of a child process; it may run on another machine."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+
 async def start_child(
     command: Sequence[str],
     log: LogFile,
     environment: Mapping[str, str] | None = None,
     max_line_bytes: int | None = None,
+    inherited: Sequence[int] = (),
 ) -> asyncio.subprocess.Process:
     """Starts a process that leads its own session and writes into a log. With `max_line_bytes` its stdin and stdout are
-    pipes to this process, and only its stderr goes into the log."""
+    pipes to this process, and only its stderr goes into the log. `inherited` are file descriptors that it gets."""
     environment = {**(os.environ if environment is None else environment), PARENT_VARIABLE: str(os.getpid())}
     with log.open() as file:
         pipe = asyncio.subprocess.PIPE
@@ -138,6 +151,7 @@ async def start_child(
             env=environment,
             limit=max_line_bytes or 2**16,
             start_new_session=True,
+            pass_fds=inherited,
         )
 
 

@@ -10,10 +10,13 @@ one reduced number, at one line. A rank that ends breaks the sums of the others.
 repeats the job.
 """
 
+import contextlib
 import datetime
+import fcntl
 import os
+import socket
+import struct
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -25,6 +28,9 @@ WAIT = datetime.timedelta(minutes=30)
 """How long a rank waits for the others: longer than any micro-batch. The server ends ranks that hang much earlier."""
 
 WELL, OUT_OF_MEMORY, FAILED = 0.0, 1.0, 2.0
+
+
+TCP = "tcp://"
 
 
 class OtherRankFailed(Exception):
@@ -41,13 +47,19 @@ class Gang:
         """Whether the ranks share the base's weights, so that each forward and backward pass needs all of them."""
 
     @classmethod
-    def join(cls, rank: int, size: int, meeting: Path, device: torch.device, *, is_sharded: bool) -> "Gang":
-        """Waits until all ranks have joined. `meeting` is a file of this machine, new for each gang."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    def join(cls, rank: int, size: int, meeting: str, device: torch.device, *, is_sharded: bool) -> "Gang":
+        """Waits until all ranks have joined. `meeting` is a file of this machine, new for each gang, or for ranks of several
+        machines `tcp://ADDRESS:PORT` of the first one."""
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        store = dist.FileStore(str(meeting), size)
+        if meeting.startswith(TCP):
+            address, _, port = meeting.removeprefix(TCP).rpartition(":")
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface_to(address)
+            store: dist.Store = dist.TCPStore(address, int(port), size, is_master=rank == 0, timeout=WAIT)
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            store = dist.FileStore(meeting, size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=WAIT)
         return cls(rank, size, is_sharded=is_sharded)
 
@@ -133,5 +145,21 @@ class _Together:
         if worst == OUT_OF_MEMORY and own == WELL:
             raise MemoryError("another rank ran out of memory")
 
+
+def interface_to(address: str) -> str:
+    """The network interface by which this machine reaches an address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                found = fcntl.ioctl(probe, GET_ADDRESS, struct.pack("256s", name.encode()))
+                if found[20:24] == own:
+                    return name
+    raise OSError(f"no network interface of this machine reaches {address}")
+
+
+GET_ADDRESS = 0x8915
+"""SIOCGIFADDR (netdevice(7))."""
 
 ALONE = Gang()

@@ -212,8 +212,9 @@ class Worker:
         config = self._config
         if self._gang.size < config.num_ranks:
             assert config.meeting is not None and self._device is not None, "the ranks of a gang have a place to meet"
-            meeting = Path(config.meeting)
-            self._gang = Gang.join(config.rank, config.num_ranks, meeting, self._device, is_sharded=config.is_sharded)
+            self._gang = Gang.join(
+                config.rank, config.num_ranks, config.meeting, self._device, is_sharded=config.is_sharded
+            )
         if self._policy is None:
             self._policy = self._make_policy()
             if self._config.checkpointing_factor is not None:

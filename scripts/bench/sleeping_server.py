@@ -10,15 +10,15 @@ from typing import Any
 
 def serve() -> None:
     from art_server import cli
-    from art_server.jobs import trainer
+    from art_server.jobs import trainer_process
     from art_server.process.shared.trainer_messages import WorkerConfig
 
-    seconds, command = sys.argv.pop(1), trainer.worker_command
+    seconds, command = sys.argv.pop(1), trainer_process.worker_command
 
     def sleeping(config: WorkerConfig) -> list[str]:
         return [sys.executable, __file__, "--worker", seconds, *command(config)[3:]]
 
-    trainer.worker_command = sleeping
+    trainer_process.worker_command = sleeping
     cli.main()
 
 

@@ -116,10 +116,10 @@ def serve(is_trained: bool = False) -> None:
     """art-server with a simulated engine and, unless `is_trained`, a trainer that computes nothing."""
     from art_server import cli, registration
     from art_server.engine import engine
-    from art_server.jobs import trainer
+    from art_server.jobs import trainer_process
     from art_server.jobs.token_sources import Limits
 
-    of_engine, of_worker = engine.engine_command, trainer.worker_command
+    of_engine, of_worker = engine.engine_command, trainer_process.worker_command
 
     def simulated(*arguments: Any) -> list[str]:
         command = of_engine(*arguments)
@@ -130,7 +130,7 @@ def serve(is_trained: bool = False) -> None:
 
     engine.engine_command = simulated
     if not is_trained:
-        trainer.worker_command = idle
+        trainer_process.worker_command = idle
     registration.Registration.limits = lambda self, model: Limits(1 << 17, MAX_SEQ_LENGTH)
     cli.main()
 

@@ -31,7 +31,8 @@ def check_devices(config: ServerConfig, machine: Machine) -> None:
     _check_ranks(config, machine, kind)
     if machine.gpus and config.engines > 1:
         _check_engines(config.engines, len(config.serve_devices or machine.gpus))
-    for index in (*config.serve_devices, *config.train_devices) or (0,):
+    uses_own = config.engines or config.num_ranks(machine.kind)
+    for index in (*config.serve_devices, *config.train_devices) or (0,) * bool(uses_own):
         if machine.gpus and "bfloat16" in config.number_types("cuda"):
             _check_bfloat16(machine.gpus[index])
 
@@ -41,7 +42,7 @@ def _check_ranks(config: ServerConfig, machine: Machine, kind: str) -> None:
     own = len(config.train_devices)
     each, of_gangs = config.num_ranks(machine.kind), f" in {config.gangs} gangs" if config.gangs > 1 else ""
     num = each * config.gangs if machine.gpus else each  # gangs share the cores of a CPU
-    if each == 1 and config.shard == "on":
+    if each == 1 and config.shard == "on" and not config.takes_hosts:
         raise InvalidInput(
             "--shard on divides the base model among ranks: use --ranks 2 or more, or leave it out",
             code="no_such_device",

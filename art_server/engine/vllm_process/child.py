@@ -15,9 +15,11 @@ Only this file, these two, and `vllm_plugin.py` with the modules that it install
 import asyncio
 import contextlib
 import functools
+import hmac
 import math
 import os
 import re
+import socket
 import sys
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -28,7 +30,7 @@ import msgspec
 from art_server.engine.vllm_process import plain_text, sampling_payload
 from art_server.process.children import be_child, collect_seldom
 from art_server.process.shared.engine_messages import GRAMMAR_MARK, CutText, is_first_turn, whole_characters
-from art_server.process.shared.switches import RAW_SWITCH
+from art_server.process.shared.switches import PORT_SWITCH, RAW_SWITCH, SECRET_HEADER, SECRET_SWITCH
 
 if __name__ in ("__main__", "__mp_main__"):
     # vLLM forks or spawns its workers from this process. They do not inherit PR_SET_PDEATHSIG, so each sets it again.
@@ -381,6 +383,26 @@ def remember_token_texts() -> None:
     logprobs.convert_ids_list_to_tokens = decode_each
 
 
+class SecretCheck:
+    """ASGI middleware that admits only requests with the secret of this start. It calls the app itself, so no event of a stream
+    passes through it."""
+
+    def __init__(self, app: Any, secret: str):
+        self._app = app
+        self._secret = secret.encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            given = dict(scope["headers"]).get(SECRET_HEADER.encode(), b"")
+            if not hmac.compare_digest(given, self._secret):
+                await send({"type": "http.response.start", "status": 401, "headers": []})
+                await send({"type": "http.response.body", "body": b""})
+                return
+        elif scope["type"] != "lifespan":
+            return
+        await self._app(scope, receive, send)
+
+
 def main() -> None:
     """Runs vLLM's API server with the wrapped engine client until it is stopped."""
     from vllm.entrypoints.launchers.api_server import entry
@@ -388,13 +410,17 @@ def main() -> None:
     from art_server.engine.vllm_process import whole_answers
 
     ledger = LedgerClient(sys.argv.pop(1))
+    secret = os.environ.pop(SECRET_SWITCH, None)
     serve_with_vllm = entry.build_and_serve
 
-    async def build_and_serve(engine_client: Any, *args: Any, **kwargs: Any) -> Any:
+    async def build_and_serve(engine_client: Any, address: str, own: socket.socket, *args: Any, **kwargs: Any) -> Any:
         await ledger.connect()
+        if PORT_SWITCH in os.environ:
+            # vLLM's own socket, in the host's private folder, is left to nobody.
+            own = socket.socket(fileno=int(os.environ[PORT_SWITCH]))
         max_model_len = engine_client.model_config.max_model_len
         engine_client.generate = record_generate(engine_client.generate, ledger, max_model_len)
-        return await serve_with_vllm(engine_client, *args, **kwargs)
+        return await serve_with_vllm(engine_client, address, own, *args, **kwargs)
 
     build_with_vllm = entry.build_app
 
@@ -402,6 +428,8 @@ def main() -> None:
         app = build_with_vllm(*args, **kwargs)
         app.user_middleware.clear()
         app.middleware_stack = None  # vLLM has built it already; the first request builds it again
+        if secret is not None:
+            app.add_middleware(SecretCheck, secret=secret)
         return app
 
     name_missing_template()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -14,11 +15,11 @@ from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import NotFound
 from art_server.jobs import replay_record
+from art_server.jobs.gang import Gang
 from art_server.jobs.job_row import Payload
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.replay_record import FOLDER, ReplayRecord
 from art_server.jobs.runner import JobRunner
-from art_server.jobs.trainer_process import TrainerProcess, worker_command
 from art_server.process.background import Background
 from art_server.process.shared.trainer_messages import (
     Batch,
@@ -67,7 +68,8 @@ async def train_two_steps(path: Path) -> ModelFolder:
         checkpointing_factor=1.5,
         budgets=str(budgets.file),
     )
-    trainer = TrainerProcess(worker_command(config), path / "trainer.log")
+    trainer = Gang(path, [os.environ])
+    trainer.use(config)
     folder = registry.folder("p", "a")
     first = folder.new_checkpoint_dir()
     await trainer.run(InitTask(lora=LORA, out_dir=str(first)))

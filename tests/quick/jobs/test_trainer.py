@@ -23,7 +23,7 @@ def made(plan: MemoryPlan | None, folder: Path, **settings: int) -> WorkerConfig
     config = ServerConfig(path=folder, **settings)  # type: ignore[arg-type]
     trainer = Trainer(config, device, [{}], Children(folder, folder))
     trainer.set_base(TINY_DIR, plan)
-    return WorkerConfig.model_validate_json(trainer._command[-1])
+    return WorkerConfig.model_validate_json(trainer.ranks[0]._command[-1])
 
 
 def planned(model: str, on: str) -> MemoryPlan:
@@ -79,7 +79,7 @@ async def test_a_task_without_a_device_never_waits_for_a_step(tmp_path: Path) ->
     trainer.set_base(TINY_DIR)
     settings = WorkerConfig.model_validate_json(trainer._aside._command[-1])
     assert (settings.base_model, settings.device) == (str(TINY_DIR), "cpu")
-    trainer._command = [sys.executable, "-c", WORKER, "main"]
+    trainer.ranks[0]._command = [sys.executable, "-c", WORKER, "main"]
     trainer._aside._command = [sys.executable, "-c", WORKER, "aside"]
     init = InitTask(lora=LoRAConfig(), out_dir=str(tmp_path))
     check = CheckTask(lora=LoRAConfig(), folder=str(tmp_path))

@@ -150,7 +150,7 @@ async def test_a_program_that_got_the_id_of_a_process_that_ended_is_not_killed(
     await trainer.run(order("a"))
     ended = trainer._process
     assert ended is not None
-    ended.kill()
+    os.kill(ended.pid, signal.SIGKILL)
     await ended.wait()
     other = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
     other_pid = other.pid

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from art_cluster.host import parse as parse_host
 from art_server.flags import make_parser
 from tests.dockerfiles import DOCKER, KEY_FILE, ROOT, argument, entrypoint, free_port, instructions
 
@@ -51,6 +52,7 @@ CHECKS = {
     "Dockerfile.cpu": (hadolint, "\nUSER ", "\nSERVANT ", "unexpected 'S'"),
     "compose.yaml": (check_compose, "\n  init: ", "\n  initial: ", "'initial'"),
     "kubernetes.yaml": (check_kubernetes, "terminationGracePeriod", "grace", "'graceSeconds'"),
+    "kubernetes-hosts.yaml": (check_kubernetes, "automountServiceAccountToken", "automount", "'automount'"),
 }
 """For each file its check, a key of it, one that does not exist, and what the check says of it."""
 
@@ -106,6 +108,17 @@ def test_compose_and_kubernetes_bring_the_keys_where_the_images_read_them() -> N
     (container,) = deployment()["containers"]
     assert KEY_FILE in [mount["mountPath"] for mount in container["volumeMounts"]]
     assert make_parser().parse_args(container["args"]).base_model
+
+
+def test_the_manifests_of_hosts_start_a_command_that_there_is() -> None:
+    (container,) = yaml.safe_load((DOCKER / "kubernetes-hosts.yaml").read_text())["spec"]["template"]["spec"][
+        "containers"
+    ]
+    program, host, *flags = [*container["command"], *container["args"]]
+    assert (program, host) == ("art-server", "host") and parse_host(flags).engines == 1
+    task = yaml.safe_load((DOCKER.parent / "scripts" / "sky-hosts.yaml").read_text())
+    (line,) = [each for each in task["run"].splitlines() if "art-server host" in each]
+    assert parse_host(shlex.split(line)[3:-1]).join == "$ART_URL"
 
 
 def test_a_reservation_and_a_limit_ask_for_a_gpu_and_the_cpu_profile_for_none() -> None:

@@ -70,7 +70,7 @@ def test_a_key_file_gives_names_and_expiry(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("SECRET admin", "scopes: Input should be 'infer' or 'train'"),
+        ("SECRET admin", "scopes: Input should be 'infer', 'train' or 'host'"),
         ("SECRET infer p q", "too many fields"),
         ("SECRET name=a name=b", "too many fields"),
         ("SECRET expires=soon", "expires: Input should be a valid datetime"),

@@ -278,7 +278,7 @@ OTHERS: list[tuple[type[Exception], Callable[[], Any], str]] = [
     (
         UsageError,
         lambda: parse(["--engines", "0"]),
-        "--engines 0: something has to sample; use 1 or more",
+        "--engines 0: something has to sample; use 1 or more, or a key with the scope 'host' for other machines",
     ),
     (
         UsageError,

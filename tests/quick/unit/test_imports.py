@@ -26,7 +26,7 @@ from scripts.import_graph import (
 )
 
 FLOORS = [
-    {"transfer", "art_watch/terminal"},
+    {"cluster", "transfer", "art_watch/terminal"},
     {"cli"},
     {"app"},
     {"art_watch"},
@@ -53,7 +53,7 @@ FLOORS = [
 OTHER_PROCESSES = {"engine/inspection_process", "trainer", "engine/vllm_process"}
 COMMANDS = {"art_transfer.export", "art_transfer.transfer"}
 """Of `art export` and `art import`: they run in a process of their own, and load the trainer's code when they need it."""
-OF_A_SERVER = {"transfer"}
+OF_A_SERVER = {"cluster", "transfer"}
 """Annexes that need the packages of the server."""
 EXTRAS = {"pydantic_core", "sky", "polars", "matplotlib", "verifiers", "ruamel", "nat"}
 """A part of pydantic, and what comes with the extras `sky`, `plotting`, `finetune` and `verifiers`; NVIDIA's toolkit."""

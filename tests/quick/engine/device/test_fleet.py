@@ -76,7 +76,7 @@ class House:
         self.owner, self.gate, self.background = AllDevices(owners), PauseGate(), Background()
         shared = StartProgress(), asyncio.Condition()
         self.replicas = [self._replica(*each, shared) for each in enumerate(zip(worlds, owners, strict=True))]
-        self.fleet = Fleet(self.replicas, *shared)
+        self.fleet = Fleet(self.replicas, *shared, folder / "engine-0.log")
         self.registry = Registry(folder)
         for name in MODELS:
             add_model(self.registry, name, write=write_adapter)

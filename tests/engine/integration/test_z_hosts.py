@@ -1,0 +1,83 @@
+"""An example trains on two machines that have joined, with folders of their own; one of them is killed on the way. Real vLLM."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from tests.live import Server
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[3]
+STEPS, LOST_AT = 30, 8
+
+
+@contextlib.contextmanager
+def host(server: Server, folder: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`art-server host` in an empty folder, with an engine and a rank."""
+    home = folder / name
+    home.mkdir()
+    (home / "key").write_text("joins\n")
+    command = [sys.executable, "-m", "art_server.cli", "host", "--join", server.url, "--token-file", "key"]
+    with open(home / "log", "wb") as log:
+        process = subprocess.Popen(
+            [*command, "--name", name, "--engines", "1", "--ranks", "1"],
+            cwd=home,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def running_in(folder: Path) -> list[psutil.Process]:
+    """The processes that work in a folder."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if Path(process.cwd()).is_relative_to(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def test_an_example_trains_on_two_machines_and_loses_one(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("user infer,train\njoins host\n")
+    flags = ["--base-model", "art/tiny", "--engines", "0", "--ranks", "0", "--api-key-file", str(keys)]
+    server = Server(tmp_path, arguments=flags)
+    server.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.stop)
+        lost = stack.enter_context(host(server, tmp_path, "lost"))
+        stack.enter_context(host(server, tmp_path, "kept"))
+        server.wait_ready()
+        command = [sys.executable, str(ROOT / "examples" / "yes_no_maybe.py"), "--server", server.url]
+        program = subprocess.Popen(
+            [*command, "--steps", str(STEPS)],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "ART_API_KEY": "user"},
+            text=True,
+        )
+        stack.callback(program.kill)
+        checkpoints = tmp_path / "art" / "yes-no-maybe" / "models" / "art-tiny" / "checkpoints"
+        wait_until(lambda: (checkpoints / f"{LOST_AT:04}").exists() or program.poll() is not None, server.log_tail)
+        os.kill(lost.pid, signal.SIGKILL)
+        told, _ = program.communicate()
+        assert program.returncode == 0, told + server.log_tail()
+        assert (checkpoints / f"{STEPS:04}").exists() and not (checkpoints / f"{STEPS + 1:04}").exists()
+        first, last = re.findall(r"first step ([\d.]+), last three steps ([\d.]+)", told)[0]
+        assert float(last) > 0.9 > float(first), told
+        wait_until(lambda: not running_in(tmp_path / "lost"), lambda: str(running_in(tmp_path / "lost")))
+        assert not [*(tmp_path / "kept").glob("*/*/.*")], "no half folder"
+    wait_until(lambda: not running_in(tmp_path), lambda: str(running_in(tmp_path)))
