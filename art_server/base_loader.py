@@ -168,7 +168,7 @@ class BaseLoader:
             self._trainer.set_base(base.path, plan)
             self._trained = base.path
             self._engine.start(base, requested or {}, plan)
-            if plan is None or plan.is_base_resident:
+            if self._config.ranks != 0 and (plan is None or plan.is_base_resident):
                 is_shared = plan is not None and self._config.takes_turns
                 self._warming = asyncio.create_task(
                     self._warm_trainer(after_engine=is_shared), name="trainer's first load"

@@ -13,6 +13,7 @@ import yaml
 
 from art import openai_client
 from art.unknown_fields import OTHER_NAMES
+from art_cluster.host import parse as parse_host
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server import flags
 from art_server.jobs.mismatch_limits import mismatch_limits
@@ -67,12 +68,14 @@ def test_art_has_the_commands() -> None:
 
 
 def test_art_server_has_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "keys.txt").write_text(blocks("share-a-server.md", "text")[0])
+    keys = blocks("share-a-server.md", "text")[0] + blocks("hosts.md", "text")[0]
+    (tmp_path / "keys.txt").write_text(keys)
     monkeypatch.chdir(tmp_path)
-    found = [flags.parse(words) for words in calls("art-server")]
-    assert len(found) == 5
-    shared, _ = (config for config in found if config.api_key_file is not None)
-    assert [key.name for key in shared.api_keys] == ["alice", "bob", "agents"]
+    found = [flags.parse(words) for words in calls("art-server") if words[0] != "host"]
+    assert len(found) == 6
+    assert [parse_host(words[1:]).ranks for words in calls("art-server") if words[0] == "host"] == [1]
+    shared, *_ = (config for config in found if config.api_key_file is not None)
+    assert [key.name for key in shared.api_keys[:3]] == ["alice", "bob", "agents"]
     assert shared.api_keys[2].scopes == {"infer"} and shared.api_keys[2].expires is not None
 
 
@@ -81,7 +84,8 @@ def test_flags_in_the_text_exist(page: str) -> None:
     named = set(re.findall(r"(?:art-server |`)(--[a-z][a-z-]+)", text_of(page)))
     known = {f"--{flags.flag_of(name).name}" for name in ServerConfig.model_fields}
     of_art = {word for words in calls("art") for word in words if word.startswith("--")}
-    assert named <= known | of_art | {"--max-lora-rank", "--url", "--path"}
+    of_host = {f"--{name.replace('_', '-')}" for name in vars(parse_host(["--join", "URL", "--token-file", "FILE"]))}
+    assert named <= known | of_art | of_host | {"--max-lora-rank", "--url", "--path"}
 
 
 def test_the_fields_in_tables_of_names_are_those_of_the_code() -> None:
