@@ -21,6 +21,8 @@ class PolicyServer(FakeArt):
         self.asked: list[dict[str, Any]] = []
         self.jobs: dict[str, int] = {}
         """The step of each idempotency key."""
+        self.bodies: dict[str, bytes] = {}
+        """The body that each key came with at first."""
         self.failed: set[str] = set()
         """Keys of jobs that failed: they fail again."""
         self.trained: list[dict[str, Any]] = []
@@ -40,6 +42,9 @@ class PolicyServer(FakeArt):
 
     def train(self, request: Request, model: str) -> Answer:
         key = request.headers["idempotency-key"]
+        if self.bodies.setdefault(key, request.body) != request.body:
+            error = {"message": "this key came with another body", "type": "invalid", "code": "key_reused"}
+            return Answer(status=409, body={"error": error})
         if key in self.jobs:
             return Answer(lines=[{"event": "done", "job_id": key, "step": self.jobs[key], "metrics": {}}])
         error = {"message": "out of memory", "code": "out_of_memory"}

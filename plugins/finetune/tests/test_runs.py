@@ -233,7 +233,13 @@ async def test_a_killed_run_samples_only_what_is_missing(
 async def test_a_run_that_was_killed_behind_its_train_call_gets_the_same_job(
     policy: PolicyServer, folder: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = make_file()
+    """Its call is the same to the last byte, also where a rollout failed and where evaluators add metrics."""
+    fails = "def score(row, output):\n    if row['id'] == 'row 0' and output == 'maybe':\n        raise ValueError('bad', 1)\n"
+    agent = (folder / "agent.py").read_text().partition("def score")[0]
+    scored = "    return {'score': float(output == row['answer']), 'metrics': {'length': len(output), 'a': 0.1}}\n"
+    (folder / "agent.py").write_text(agent + fails + scored)
+    policy.answer = lambda question, number: ("yes", "no", "maybe")[number % 3]
+    file = make_file(finetuning__max_exceptions=0.5, trajectory_builders__b__num_generations=3)
     with monkeypatch.context() as patch:
         patch.setattr(art.finetune.ArtTrainer, "_finish_epoch", die)
         with pytest.raises(KeyboardInterrupt):

@@ -127,6 +127,15 @@ def seed_of(*parts: object) -> int:
 
 def reason_of(error: BaseException) -> str:
     """A failure in one line."""
-    lines = str(error).strip().splitlines() or [""]
-    name = "" if isinstance(error, RolloutFailed) else f"{type(error).__name__}: "
+    return _in_one_line(type(error).__name__, str(error))
+
+
+def reason_of_failure(failure: Any) -> str:
+    """The reason of a failure in a group (`type` and `message`)."""
+    return _in_one_line(failure.type.rpartition(".")[2], failure.message)
+
+
+def _in_one_line(kind: str, message: str) -> str:
+    lines = message.strip().splitlines() or [""]
+    name = "" if kind == RolloutFailed.__name__ else f"{kind}: "
     return f"{name}{lines[0]}"[:REASON_CHARACTERS]

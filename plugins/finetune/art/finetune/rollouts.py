@@ -57,7 +57,7 @@ class ArtTrajectoryBuilder(TrajectoryBuilder):
         except Exception as error:  # a cancelled rollout is sampled again
             run.folder.add_rollout(RolloutRow(**name, error=reason_of(error)))
             raise
-        trajectory.metadata |= name
+        trajectory.metadata = {**name, **trajectory.metadata}  # in the order of a restored one
         self._keep(trajectory)
         return trajectory
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import art
 from art.finetune import curriculum
-from art.finetune.agent import reason_of
+from art.finetune.agent import RolloutFailed, reason_of, reason_of_failure
 from art.finetune.curriculum import Chosen
 from art.finetune.errors import FinetuneError
 from art.finetune.history import EpochRow, ValidationRow, reward_figures, validation_row
@@ -187,8 +187,11 @@ class ArtTrainer(Trainer):
 
 
 def _part_of(group: art.TrajectoryGroup, chosen: Chosen) -> art.TrajectoryGroup:
+    """The chosen trajectories of a group. Its failures are those that a continued run knows, without their tracebacks: the same
+    key needs the same bytes."""
     kept = [group.trajectories[place] for place in chosen.trajectories]
-    return art.TrajectoryGroup(kept, exceptions=group.exceptions, metadata=group.metadata, metrics=group.metrics)
+    failures = [RolloutFailed(reason_of_failure(each)) for each in group.exceptions]
+    return art.TrajectoryGroup(kept, exceptions=failures, metadata=group.metadata, metrics=group.metrics)
 
 
 def _have_signal(groups: list[art.TrajectoryGroup]) -> bool:
