@@ -81,9 +81,8 @@ class Hosts:
         """Ends the connections; the machines end what runs there, and try to join the next server."""
         for host in list(self._joined):
             host.lose("the server ends")
-        while self._joined:
-            async with self._changed:
-                await self._changed.wait()
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._joined)
 
     # --- ranks (`jobs/gang.Lender`) ---
 

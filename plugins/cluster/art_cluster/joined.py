@@ -41,6 +41,7 @@ from art_cluster.orders import (
 from art_protocol.log_file import LogFile
 from art_server.jobs.replay_record import base_digests
 from art_server.jobs.trainer_process import MAX_ANSWER_BYTES
+from art_server.process.children import END_SECONDS
 from art_server.process.shared.trainer_messages import WorkerConfig
 from art_server.settings import ServerConfig
 from art_server.store import files
@@ -300,7 +301,7 @@ class JoinedHost:
         """Kills a child with all processes that it spawned. Of a lost machine it is gone, or will be."""
         if child.returncode is None:
             with contextlib.suppress(HostLost, OrderFailed):
-                await self.order(End(child=child.name))
+                await self.order(End(child=child.name), END_SECONDS + REPLY_SECONDS)
         self._children.pop(child.name, None)
         child.end(KILLED)
 
