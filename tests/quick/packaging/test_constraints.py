@@ -24,6 +24,9 @@ PACKAGES = {
 }
 """Modules whose package has another name."""
 
+OF_A_SERVER = ("cluster", "transfer")
+"""Annexes that need the packages of the server."""
+
 
 def test_every_extra_has_its_constraints_and_nothing_else_lies_there() -> None:
     assert {path.name for path in (ROOT / "constraints").iterdir()} == {f"{extra}.txt" for extra in LOCKED}, (
@@ -93,7 +96,9 @@ def test_what_the_client_imports_is_declared() -> None:
     of_type_checkers = {"typing_extensions"}  # which contain it
     ours = {"art", "art_protocol", "art_trackers"}
     of_programs = (
-        f"plugins/{each.name}" for each in (ROOT / "plugins").iterdir() if each.is_dir() and each.name != "transfer"
+        f"plugins/{each.name}"
+        for each in (ROOT / "plugins").iterdir()
+        if each.is_dir() and each.name not in OF_A_SERVER
     )
     needed = {name for folder in ("art_client", *of_programs) for name in imported(folder)} - ours
     assert needed - of_extras - of_other_environments - of_type_checkers <= declared()
@@ -101,8 +106,9 @@ def test_what_the_client_imports_is_declared() -> None:
 
 def test_what_the_server_imports_is_declared() -> None:
     of_vllm = {"xgrammar"}  # in modules that only vLLM's processes import
-    ours = {"art_protocol", "art_server", "art_watch", "art_transfer"}
-    needed = {*imported("art_server"), *imported("art_watch"), *imported("plugins/transfer")} - ours - of_vllm
+    ours = {"art_protocol", "art_server", "art_watch", "art_cluster", "art_transfer"}
+    folders = ("art_server", "art_watch", *(f"plugins/{each}" for each in OF_A_SERVER))
+    needed = {name for folder in folders for name in imported(folder)} - ours - of_vllm
     assert needed <= declared("gpu")
     # On a CPU vLLM has another name, and there is neither Unsloth nor NVIDIA's driver.
     of_cuda = {"vllm", "unsloth", "unsloth-zoo", "accelerate", "nvidia-ml-py"}
