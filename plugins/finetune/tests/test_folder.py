@@ -106,10 +106,13 @@ def test_a_new_process_has_the_unfinished_epochs_rollouts(path: Path) -> None:
         folder.save(epochs=[EPOCH])
         for row in (rollout(1, 3, 1), failed, rollout(0, 1, 0), rollout(1, 0, 0, reward=1.0), failed):
             folder.add_rollout(row)
-    assert start(path).rollouts == {("3", 1): rollout(1, 3, 1), ("0", 0): failed}
+    assert start(path).rollouts == {("train", "3", 1): rollout(1, 3, 1), ("train", "0", 0): failed}
     with opened(path, CONFIG) as folder:
         folder.forget_failed_rollouts()
-    assert start(path).rollouts == {("3", 1): rollout(1, 3, 1), ("0", 0): rollout(1, 0, 0, reward=1.0)}
+    assert start(path).rollouts == {
+        ("train", "3", 1): rollout(1, 3, 1),
+        ("train", "0", 0): rollout(1, 0, 0, reward=1.0),
+    }
 
 
 def test_the_metrics_file_has_all_of_nvidias_fields_and_ours(folder: Folder) -> None:
@@ -269,7 +272,7 @@ def test_a_damaged_end_is_cut_off(path: Path, damage: bytes) -> None:
     for end in range(start_of_second, len(whole), 10):
         (path / "rollouts.jsonl").write_bytes(whole[:end] + damage)
         with opened(path, CONFIG) as folder:
-            assert folder.rollouts == {("0", 0): rollout(0, 0, 0)}
+            assert folder.rollouts == {("train", "0", 0): rollout(0, 0, 0)}
             folder.add_rollout(rollout(0, 0, 1))
         assert (path / "rollouts.jsonl").read_bytes() == whole
 

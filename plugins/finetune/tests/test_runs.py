@@ -301,6 +301,29 @@ async def test_validation_before_at_intervals_and_at_the_end(
     assert sum(each["split"] == "val" for each in policy.logged) == 3
 
 
+async def test_a_killed_validation_samples_only_what_is_missing(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    file = make_file(
+        eval__general__max_concurrency=1, finetuning__validation={"dataset": "rows.json"}, finetuning__num_epochs=1
+    )
+
+    def dies(question: str, number: int) -> str:
+        if len(policy.asked) == 3:
+            running.cancel()
+        return ("yes", "no")[number % 2]
+
+    policy.answer = dies
+    running = asyncio.create_task(art.finetune.run(file))
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert len(policy.asked) == 3
+    await art.finetune.run(file)
+    assert len(policy.asked) == 3 + 2 + 8 + 4, "of the first validation the one that was in flight again"
+    validations = json.loads((folder / "out" / "validation_history.json").read_text())
+    assert [row["num_examples"] for row in validations] == [4, 4]
+
+
 async def test_a_failed_validation_has_a_reason_and_no_reward(
     policy: PolicyServer, folder: Path, make_file: MakeFile
 ) -> None:

@@ -5,7 +5,7 @@ import asyncio
 import hashlib
 import uuid
 from collections import Counter
-from collections.abc import Callable, Container, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Container, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,12 @@ REASON_CHARACTERS = 300
 
 class RolloutFailed(Exception):
     """A rollout without a reward; the message has the reason and the remedy."""
+
+
+Kept = Callable[
+    [art.TrainableModel, Row, int, str, Callable[[], Awaitable[art.Trajectory]]], Coroutine[Any, Any, art.Trajectory]
+]
+"""From a model, a row, which of its repetitions, a session and what plays it, to the trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +87,22 @@ class Agent:
         return trajectory, output
 
     def player(
-        self, session: str, seed: int
+        self, session: str, seed: int, kept: Kept | None = None
     ) -> Callable[[art.TrainableModel, Row], Coroutine[Any, Any, art.Trajectory]]:
-        """The rollout function of an evaluation. A row's repetitions have different seeds, partners the same."""
+        """The rollout function of an evaluation. A row's repetitions have different seeds, partners the same. `kept` may know a
+        repetition, or plays and keeps it."""
         counts: Counter[tuple[str, str]] = Counter()
 
         async def play(model: art.TrainableModel, row: Row) -> art.Trajectory:
             case = model.get_inference_name(), row.id
             counts[case] += 1
-            own = f"{session}-{uuid.uuid4().hex[:12]}"
-            trajectory, _ = await self.play(model, row, own, seed_of(seed, "val", row.id, counts[case]))
-            return trajectory
+            number, own = counts[case], f"{session}-{uuid.uuid4().hex[:12]}"
+
+            async def fresh() -> art.Trajectory:
+                trajectory, _ = await self.play(model, row, own, seed_of(seed, "val", row.id, number))
+                return trajectory
+
+            return await (kept(model, row, number, own, fresh) if kept is not None else fresh())
 
         return play
 

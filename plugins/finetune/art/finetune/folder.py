@@ -42,7 +42,7 @@ class Folder:
     def __init__(self, path: Path, state: State) -> None:
         self.path, self.state = path, state
         self.rollouts = _read_rollouts(path / ROLLOUTS_FILE, epoch=len(state.epochs))
-        """What an earlier process finished of the unfinished epoch, by row and generation."""
+        """What an earlier process finished of the unfinished epoch, by split, row and generation."""
         write_whole(path / CONFIG_FILE, _yaml(state.config))
         self.save(epochs=state.epochs)
 
@@ -146,12 +146,12 @@ def _state(path: Path, config: dict[str, Any]) -> State:
     return state.model_copy(update={"config": config})
 
 
-def _read_rollouts(file: Path, epoch: int) -> dict[tuple[str, int], RolloutRow]:
-    """An epoch's rollouts by row and generation; of two for the same, the last.
+def _read_rollouts(file: Path, epoch: int) -> dict[tuple[str, str, int], RolloutRow]:
+    """An epoch's rollouts by split, row and generation; of two for the same, the last.
 
     The file is cut off at the first line that is not whole: a kill may leave such a line at its end.
     """
-    rows: dict[tuple[str, int], RolloutRow] = {}
+    rows: dict[tuple[str, str, int], RolloutRow] = {}
     end = 0
     with open(file, "a+b") as lines:
         lines.seek(0)
@@ -164,7 +164,7 @@ def _read_rollouts(file: Path, epoch: int) -> dict[tuple[str, int], RolloutRow]:
                 break
             end += len(line)
             if row.epoch == epoch:
-                rows[row.row, row.generation] = row
+                rows[row.split, row.row, row.generation] = row
         lines.truncate(end)
     return rows
 

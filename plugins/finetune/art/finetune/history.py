@@ -43,6 +43,8 @@ class RolloutRow(Record):
     generation: int
     session: str
     """The id under which the server has its requests."""
+    split: str = "train"
+    """Or val: before that epoch."""
     reward: float | None = None
     metrics: dict[str, float | int | bool] = {}
     turn_rewards: list[float | None] | None = None

@@ -3,12 +3,13 @@ server has their conversations."""
 
 import asyncio
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import art
 from art.finetune.agent import RolloutFailed, reason_of, seed_of
 from art.finetune.history import RolloutRow
-from art.finetune.interfaces import TrajectoryBuilder, TrajectoryCollection
+from art.finetune.interfaces import Run, TrajectoryBuilder, TrajectoryCollection
 
 NAME_FIELDS = {"epoch", "row", "generation", "session"}
 """What the metadata of a trajectory and its `RolloutRow` have in common."""
@@ -45,33 +46,17 @@ class ArtTrajectoryBuilder(TrajectoryBuilder):
 
     async def _rollout(self, epoch: int, place: int, generation: int) -> art.Trajectory:
         run, row = self.context, self.context.rows[place]
-        known = run.folder.rollouts.get((row.id, generation))
-        if known is not None and known.epoch == epoch:
-            return await self._restore(known)
         session = f"{run.folder.state.run_id}-{epoch}-{place}-{generation}-{uuid.uuid4().hex[:8]}"
-        name: dict[str, Any] = {"epoch": epoch, "row": row.id, "generation": generation, "session": session}
-        try:
+
+        async def play() -> art.Trajectory:
             seed = seed_of(run.seed, epoch, row.id, generation)
             trajectory, output = await run.agent.play(run.model, row, session, seed)
             trajectory.reward = await self.compute_reward(trajectory, {"row": row, "output": output})
-        except Exception as error:  # a cancelled rollout is sampled again
-            run.folder.add_rollout(RolloutRow(**name, error=reason_of(error)))
-            raise
-        trajectory.metadata = {**name, **trajectory.metadata}  # in the order of a restored one
-        self._keep(trajectory)
-        return trajectory
+            return trajectory
 
-    def _keep(self, trajectory: art.Trajectory) -> None:
-        name: dict[str, Any] = {field: trajectory.metadata[field] for field in NAME_FIELDS}
-        score: dict[str, Any] = trajectory.model_dump(include={"reward", "metrics", "turn_rewards"})
-        self.context.folder.add_rollout(RolloutRow(**name, **score))
-
-    async def _restore(self, known: RolloutRow) -> art.Trajectory:
-        if known.error is not None:
-            raise RolloutFailed(known.error)
-        rollout = art.rollout(self.context.model, known.session)
-        trajectory = await rollout.trajectory(known.reward or 0.0, metadata=known.model_dump(include=NAME_FIELDS))
-        trajectory.metrics, trajectory.turn_rewards = dict(known.metrics), known.turn_rewards
+        name = RolloutRow(epoch=epoch, row=row.id, generation=generation, session=session)
+        trajectory, known = await play_once(run, run.model, name, play)
+        trajectory.metadata = {**known.model_dump(include=NAME_FIELDS), **trajectory.metadata}
         return trajectory
 
     async def _compare(self, group: art.TrajectoryGroup) -> art.TrajectoryGroup:
@@ -80,5 +65,41 @@ class ArtTrajectoryBuilder(TrajectoryBuilder):
             return group
         scored = await self.context.agent.reward.score_group(group)
         for each in scored:
-            self._keep(each)
+            name = RolloutRow.model_validate({field: each.metadata[field] for field in NAME_FIELDS})
+            keep(self.context, name, each)
         return scored
+
+
+async def play_once(
+    run: Run, model: art.TrainableModel, name: RolloutRow, play: Callable[[], Awaitable[art.Trajectory]]
+) -> tuple[art.Trajectory, RolloutRow]:
+    """The trajectory of a rollout that an earlier process finished, or else of a new one, which is kept; and its row.
+
+    Raises:
+        RolloutFailed: it failed in the earlier process.
+        Exception: as `play` does.
+    """
+    known = run.folder.rollouts.get((name.split, name.row, name.generation))
+    if known is not None and known.epoch == name.epoch:
+        return await restore(model, known), known
+    try:
+        trajectory = await play()
+    except Exception as error:  # a cancelled rollout is sampled again
+        run.folder.add_rollout(name.model_copy(update={"error": reason_of(error)}))
+        raise
+    keep(run, name, trajectory)
+    return trajectory, name
+
+
+def keep(run: Run, name: RolloutRow, trajectory: art.Trajectory) -> None:
+    score: dict[str, Any] = trajectory.model_dump(include={"reward", "metrics", "turn_rewards"})
+    run.folder.add_rollout(name.model_copy(update=score))
+
+
+async def restore(model: art.TrainableModel, known: RolloutRow) -> art.Trajectory:
+    """A finished rollout, whose conversations the server has."""
+    if known.error is not None:
+        raise RolloutFailed(known.error)
+    trajectory = await art.rollout(model, known.session).trajectory(known.reward or 0.0, metadata={"row": known.row})
+    trajectory.metrics, trajectory.turn_rewards = dict(known.metrics), known.turn_rewards
+    return trajectory

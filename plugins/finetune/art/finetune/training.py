@@ -6,6 +6,7 @@ A killed run repeats its last train call with the same idempotency key and the s
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from art.finetune import curriculum
 from art.finetune.agent import RolloutFailed, reason_of, reason_of_failure
 from art.finetune.curriculum import Chosen
 from art.finetune.errors import FinetuneError
-from art.finetune.history import EpochRow, ValidationRow, reward_figures, validation_row
+from art.finetune.history import EpochRow, RolloutRow, ValidationRow, reward_figures, validation_row
 from art.finetune.interfaces import (
     Trainer,
     TrainerAdapter,
@@ -24,6 +25,8 @@ from art.finetune.interfaces import (
     TrajectoryCollection,
     say,
 )
+from art.finetune.rollouts import play_once
+from art.finetune.rows import Row
 from art.gather import is_informative
 
 
@@ -165,10 +168,22 @@ class ArtTrainer(Trainer):
         run = self.context
         if not run.validation_rows or any(each.epoch == epoch for each in run.folder.state.validations):
             return
+
+        async def kept(
+            model: art.TrainableModel,
+            row: Row,
+            number: int,
+            session: str,
+            play: Callable[[], Awaitable[art.Trajectory]],
+        ) -> art.Trajectory:
+            name = RolloutRow(epoch=epoch, row=row.id, generation=number, session=session, split="val")
+            trajectory, _ = await play_once(run, model, name, play)
+            return trajectory
+
         try:
             found = await art.evaluate(
                 run.model,
-                run.validation_agent.player(f"{run.folder.state.run_id}-val-{epoch}", run.seed),
+                run.validation_agent.player(f"{run.folder.state.run_id}-val-{epoch}", run.seed, kept),
                 run.validation_rows,
                 reps=run.config.finetuning.validation.reps,
                 seed=run.config.finetuning.seed,
