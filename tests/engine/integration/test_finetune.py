@@ -169,5 +169,7 @@ def test_ctrl_c_keeps_finished_rollouts_and_names_the_command_that_continues(
     kept = rollouts.read_bytes()
     assert kept.count(b"\n") < 16, "it did not run to its end"
     assert end(start(file, tmp_path))[0] == 0
-    assert rollouts.read_bytes().startswith(kept) and rollouts.read_bytes().count(b"\n") == 16
+    whole = rollouts.read_bytes()
+    assert whole.startswith(kept)
+    assert [whole.count(b'"split":"%s"' % split) for split in (b"train", b"val")] == [16, 4], "none was sampled twice"
     assert (tmp_path / "out" / "training_metrics.jsonl").read_text().count("\n") == 2
