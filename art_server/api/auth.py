@@ -1,9 +1,9 @@
 """Authentication middleware: every request is rejected or gets a `Caller`.
 
 A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. Inference (`/v1`) needs the scope `infer`, a machine that
-joins the scope `host`, any other route the scope `train`. `/health` and `/ready` need no key; without a valid one they show only the engine's state. The
-page needs none for its files, and the caller's key for its data. A key that the ART wire issued permits inference on one
-model. With `--legacy-without-key`, callers without a key may use the routes of the ART wire only. The URL
+joins the scope `host`, any other route the scope `train`. `/health` and `/ready` need no key; without a valid one they show
+only the engine's state. The page needs none for its files, and the caller's key for its data. A key that the ART wire issued
+permits inference on one model. With `--legacy-without-key`, callers without a key may use the routes of the ART wire only. The URL
 (`/s/SESSION/v1`), the header `x-art-session`, the key (`KEY::SESSION`) or the header `x-session-id` may name a session,
 which becomes part of the `Caller`. Without configured keys the server listens on loopback and trusts the programs of its
 machine, but not web pages in a browser there: requests with a foreign origin or host name are refused. TLS and limits of

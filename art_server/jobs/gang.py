@@ -83,11 +83,6 @@ class Gang:
         return all(each.is_running for each in self.ranks)
 
     @property
-    def pid(self) -> int | None:
-        """The first rank's process on this machine; None while none runs."""
-        return self.ranks[0].pid if self.ranks else None
-
-    @property
     def pids(self) -> dict[str, int | None]:
         """The process of each rank on this machine by name; None while it does not run."""
         return {each.name: each.pid for each in self._own}

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import platform
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import aiohttp
 
-from art_cluster.obeying import Machinery, Offer
+from art_cluster.obeying import Machinery, Offer, listen
 from art_cluster.orders import (
     BEAT_SECONDS,
     FROM_SERVER,
@@ -262,12 +261,6 @@ async def next_line(connection: aiohttp.ClientWebSocketResponse) -> str:
     if message.type is not aiohttp.WSMsgType.TEXT:
         raise Lost("the server ended it")
     return message.data
-
-
-def listen(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens at an address of this machine, on a free port."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import functools
 import logging
 import os
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -19,13 +18,12 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from art_cluster.host import NAME_SECONDS, versions
 from art_cluster.joined import HostLost, JoinedHost, OrderFailed
-from art_cluster.obeying import check_path
+from art_cluster.obeying import check_path, listen
 from art_cluster.on_host import EngineOnHost, RankOnHost
 from art_cluster.orders import (
     DIGEST_HEADER,
     FILES,
     FOLDERS,
-    FROM_HOST,
     JOIN,
     REACH_SECONDS,
     RECORDS,
@@ -98,7 +96,7 @@ class Hosts:
         if not self._joined:
             raise TrainerError("host_failed", "the last host was lost before the ranks could meet", retryable=True)
         address = self._joined[0].own_address
-        with socket.create_server((address, 0)) as trial:
+        with listen(address) as trial:
             return f"tcp://{address}:{trial.getsockname()[1]}"
 
     # --- joining ---
@@ -107,11 +105,10 @@ class Hosts:
         await connection.accept()
         try:
             async with asyncio.timeout(REPLY_SECONDS):
-                greeting = FROM_HOST.validate_json(await connection.receive_text())
-            assert isinstance(greeting, Greeting)
+                greeting = Greeting.model_validate_json(await connection.receive_text())
         except (WebSocketDisconnect, RuntimeError):
             return
-        except (TimeoutError, ValidationError, AssertionError):
+        except (TimeoutError, ValidationError):
             await refuse(connection, "it is another version of art-server than the server: install the same on both")
             return
         server = connection.scope.get("server") or ("127.0.0.1", 0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import secrets
@@ -196,7 +197,7 @@ class JoinedHost:
             if isinstance(message, Refusal):
                 return
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: Reply | Output | Ended | Beat) -> None:
         match message:
             case Reply():
                 if (reply := self._replies.pop(message.number, None)) is not None and not reply.done():
@@ -205,14 +206,12 @@ class JoinedHost:
                 for name, child in self._children.items():
                     child.work = bytes.fromhex(message.work.get(name, child.work.hex()))
                     child.cpu_seconds = message.cpu_seconds.get(name, child.cpu_seconds)
-            case Output() | Ended():
-                child = self._children.get(message.child)
-                if child is not None and isinstance(message, Output):
+            case Output():
+                if (child := self._children.get(message.child)) is not None:
                     child.take(message)
-                elif child is not None and isinstance(message, Ended):
+            case Ended():
+                if (child := self._children.get(message.child)) is not None:
                     child.end(message.status)
-            case _:
-                raise ValueError(f"{type(message).__name__} in the middle of a connection")
 
     def tell(self, message: Message) -> None:
         """Sends a message that has no reply."""
@@ -348,4 +347,12 @@ class JoinedHost:
 
 def folder_digests(folder: Path) -> Mapping[Path, str]:
     """SHA-256 of each file of a checkpoint; the folders below are the server's own."""
-    return {each: files.file_digest(each) for each in sorted(folder.iterdir()) if each.is_file()}
+    found = {each: each.stat() for each in sorted(folder.iterdir()) if each.is_file()}
+    return {each: _digest(each, stat.st_size, stat.st_mtime_ns) for each, stat in found.items()}
+
+
+@functools.lru_cache(maxsize=1000)
+def _digest(file: Path, size: int, changed_at: int) -> str:
+    """Of a file that each engine and rank of each machine gets."""
+    del size, changed_at  # a changed file has another digest
+    return files.file_digest(file)

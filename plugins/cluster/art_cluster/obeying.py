@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-import logging
 import os
 import re
 import shutil
@@ -55,8 +54,6 @@ from art_server.settings import ServerConfig
 from art_server.store import files
 from art_server.store.base_facts import CACHE_DIR
 from art_server.store.base_models import BaseModel, find_base_model
-
-logger = logging.getLogger(__name__)
 
 FILE_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 LOG_SECONDS = 0.5
@@ -155,7 +152,7 @@ class Machinery:
             case Drop():
                 await asyncio.to_thread(self._drop, order.folder)
             case FreePort():
-                with contextlib.closing(bound(self._address)) as trial:
+                with contextlib.closing(listen(self._address)) as trial:
                     return Reply(port=trial.getsockname()[1])
             case _:
                 raise ValueError(f"unknown order {order!r}")
@@ -200,14 +197,13 @@ class Machinery:
         settings = ServerConfig.model_validate(order.settings).model_copy(update={"serve_devices": devices})
         machine = self._offer.machine
         log = LogFile(self._folder / "logs" / f"engine-{order.slot}.log")
-        with contextlib.ExitStack() as undo, contextlib.closing(bound(self._address)) as port:
+        with contextlib.ExitStack() as undo, contextlib.closing(listen(self._address)) as port:
             run_dir = Path(tempfile.mkdtemp(prefix="art-"))
             undo.callback(shutil.rmtree, run_dir, ignore_errors=True)
             work_file = run_dir / "work"
             make_file(work_file)
             relay = functools.partial(self._relay, order.child)
             undo.callback((await asyncio.start_unix_server(relay, path=run_dir / "records.sock")).close)
-            port.listen()
             environment = engine_environment(settings, base, machine.kind, os.environ) | {
                 FILE_VARIABLE: str(work_file),
                 PORT_SWITCH: str(port.fileno()),
@@ -369,11 +365,9 @@ async def read_all(file: anyio.AsyncFile[bytes]) -> AsyncIterator[bytes]:
         yield chunk
 
 
-def bound(address: str) -> socket.socket:
-    """A socket of a free port at an address of this machine."""
-    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    made.bind((address, 0))
-    return made
+def listen(address: str) -> socket.socket:
+    """A socket that listens at an address of this machine, on a free port."""
+    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
 def read_from(file: Path, place: int) -> tuple[int, str]:

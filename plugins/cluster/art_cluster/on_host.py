@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,15 +10,12 @@ from typing import Any, NoReturn
 import aiohttp
 
 from art_cluster.joined import HostLost, JoinedHost, OrderFailed, RemoteChild
-from art_protocol.log_file import LogFile
 from art_server.engine.engine import TIMEOUT, Engine
 from art_server.jobs.trainer_process import TrainerDied, TrainerError, TrainerProcess
 from art_server.process.shared.switches import SECRET_HEADER
 from art_server.process.shared.trainer_messages import Done, LayersTask, Progress, Task, TrainTask, WorkerConfig
 from art_server.settings import ServerConfig
 from art_server.store.base_models import BaseModel
-
-logger = logging.getLogger(__name__)
 
 
 class EngineOnHost(Engine):
@@ -99,7 +95,6 @@ class RankOnHost(TrainerProcess):
         self._given = config
         self._base = base
         self._worker: WorkerConfig | None = None
-        self._log = LogFile(log_path)
 
     def use(self, config: WorkerConfig) -> None:
         dtype = self._given.number_types(self.host.greeting.device)[1]

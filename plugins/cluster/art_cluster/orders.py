@@ -36,7 +36,6 @@ class Message(BaseModel):
 class Greeting(Message):
     """What a machine offers."""
 
-    kind: Literal["greeting"] = "greeting"
     name: str
     address: str
     """By which the server reaches it: that of its side of the connection."""
@@ -190,9 +189,10 @@ class Alive(Order):
 
 
 AnyOrder = UseBase | StartEngine | StartRank | Write | Cancel | End | Put | Send | Drop | FreePort | Alive
-FROM_HOST = TypeAdapter[Greeting | Reply | Output | Ended | Beat](
-    Annotated[Greeting | Reply | Output | Ended | Beat, Field(discriminator="kind")]
+FROM_HOST = TypeAdapter[Reply | Output | Ended | Beat](
+    Annotated[Reply | Output | Ended | Beat, Field(discriminator="kind")]
 )
+"""After the greeting."""
 FROM_SERVER = TypeAdapter[Welcome | Refusal | AnyOrder](
     Annotated[Welcome | Refusal | AnyOrder, Field(discriminator="kind")]
 )

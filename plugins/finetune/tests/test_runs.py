@@ -207,13 +207,11 @@ async def test_weights_combine_evaluators(policy: PolicyServer, folder: Path, ma
     assert all(each["turn_rewards"] == [0.5] and each["metrics"]["length"] in (2, 3) for each in trajectories)
 
 
-async def test_a_killed_run_samples_only_what_is_missing(
-    policy: PolicyServer, folder: Path, make_file: MakeFile
-) -> None:
-    file = make_file(eval__general__max_concurrency=1)
+async def run_until(policy: PolicyServer, file: dict[str, Any], num_asked: int) -> None:
+    """Runs until so many answers are asked for, and is cancelled then."""
 
     def dies(question: str, number: int) -> str:
-        if len(policy.asked) == 6:
+        if len(policy.asked) == num_asked:
             running.cancel()
         return ("yes", "no")[number % 2]
 
@@ -221,7 +219,16 @@ async def test_a_killed_run_samples_only_what_is_missing(
     running = asyncio.create_task(art.finetune.run(file))
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert len(policy.asked) == 6 and not policy.trained
+    assert len(policy.asked) == num_asked
+
+
+async def test_a_killed_run_samples_only_what_is_missing(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    file = make_file(eval__general__max_concurrency=1)
+
+    await run_until(policy, file, 6)
+    assert not policy.trained
     await art.finetune.run(file)
     assert len(policy.asked) == 6 + 3 + 8
     rows = lines(folder / "out" / "training_metrics.jsonl")
@@ -308,16 +315,7 @@ async def test_a_killed_validation_samples_only_what_is_missing(
         eval__general__max_concurrency=1, finetuning__validation={"dataset": "rows.json"}, finetuning__num_epochs=1
     )
 
-    def dies(question: str, number: int) -> str:
-        if len(policy.asked) == 3:
-            running.cancel()
-        return ("yes", "no")[number % 2]
-
-    policy.answer = dies
-    running = asyncio.create_task(art.finetune.run(file))
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert len(policy.asked) == 3
+    await run_until(policy, file, 3)
     await art.finetune.run(file)
     assert len(policy.asked) == 3 + 2 + 8 + 4, "of the first validation the one that was in flight again"
     validations = json.loads((folder / "out" / "validation_history.json").read_text())

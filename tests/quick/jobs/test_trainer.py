@@ -99,6 +99,6 @@ async def test_a_task_without_a_device_never_waits_for_a_step(tmp_path: Path) ->
         done = await asyncio.gather(trainer.run(init), trainer.run(check), trainer.run(init))
         assert [each.notes for each in done] == [["aside"]] * 3
         assert trainer._aside.pid is None, "it ended with its last task"
-        assert not training.done() and trainer.pid is not None
+        assert not training.done() and trainer.ranks[0].pid is not None
     training.cancel()
     await asyncio.wait([training])

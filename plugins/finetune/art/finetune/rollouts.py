@@ -56,6 +56,7 @@ class ArtTrajectoryBuilder(TrajectoryBuilder):
 
         name = RolloutRow(epoch=epoch, row=row.id, generation=generation, session=session)
         trajectory, known = await play_once(run, run.model, name, play)
+        # In one order, for a new rollout and one that an earlier process finished: a repeated train call has the same bytes.
         trajectory.metadata = {**known.model_dump(include=NAME_FIELDS), **trajectory.metadata}
         return trajectory
 
