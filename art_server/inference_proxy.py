@@ -164,6 +164,8 @@ class Proxy:
             span = None
             if self._tracing is not None:
                 span = stack.enter_context(inference_span(self._tracing, inference))
+            if inference.model is not None:
+                await self._registry.verify(inference.model)
             await self._gate.wait_open(limit)
             self.resolve(inference)
             stack.enter_context(self._gate.inside(inference.adapter))

@@ -51,7 +51,7 @@ class Registration:
         """
         folder = self._registry.folder(request.project, request.name)
         check_rank(request.lora or LoRAConfig(), self._max_lora_rank)
-        model = self._registry.find(request.project, request.name)
+        model = await self._registry.find_whole(request.project, request.name)
         if model is not None:
             check_lora(model.record.lora, request.lora, model.id)
             if self._engine.base is None and model.record.base_model != request.base_model:

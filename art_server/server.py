@@ -105,9 +105,6 @@ class Server:
     async def start(self) -> None:
         """Begins to load the base model of the command line, or else the one that served last, and starts the job runner.
         `base.fatal` reports a `--base-model` that cannot be loaded."""
-        for model in self.registry.with_broken_steps:  # their numbers will be used again
-            project, name = model.record.project, model.record.name
-            await asyncio.to_thread(self.ledger.forget_steps, project, name, model.step)
         await self.base.start()
         self.background.start("job runner", self.runner.run_forever)
         self.background.start("pruning", self._prune)
@@ -227,7 +224,7 @@ def build(
     ranks = [device_environment(devices, machine) for devices in rank_devices(config, machine)]
     trainer = make_trainer(config, machine.kind, ranks, children)
     trainer.lender = hosts
-    registry = Registry(config.path)
+    registry = Registry(config.path, ledger.forget_steps)
     check_shares(config, registry)
     queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs, config.shares)
     base = BaseLoader(config, machine, owner, engine, trainer, ledger, queue)

@@ -69,7 +69,7 @@ class Uploads:
                     code="other_step",
                     param="step",
                 )
-            model = self._registry.find(project, name)
+            model = await self._registry.find_whole(project, name)
             base = base_model or (model.record.base_model if model else description.base_model)
             description = description.model_copy(update={"base_model": (await self._load_base(base)).name})
             await self._check_on_base(description, content)

@@ -141,16 +141,18 @@ LARGE_CALL = described_body("application/json", CallBody)
 
 
 async def _model(body: ModelBody, registry: TheRegistry, caller: TheCaller) -> RegisteredModel:
-    return model_of_body(body, registry, caller)
+    return await model_of_body(body, registry, caller)
 
 
 BodyModel = Annotated[RegisteredModel, Depends(_model)]
 """The model that the body names."""
 
 
-def model_of_body(body: ModelBody, registry: Registry, caller: Caller) -> RegisteredModel:
+async def model_of_body(body: ModelBody, registry: Registry, caller: Caller) -> RegisteredModel:
     caller.check_project(body.project)
-    return registry.get(body.project, body.run_name or body.name)
+    model = registry.get(body.project, body.run_name or body.name)
+    await registry.verify(model)
+    return model
 
 
 @router.get("/healthcheck")
@@ -200,7 +202,7 @@ async def prepare(
     config: TheConfig,
     caller: TheCaller,
 ) -> list[str]:
-    model = model_of_body(body.model, registry, caller)
+    model = await model_of_body(body.model, registry, caller)
     log_notes(model.id, no_effect([f"config.{key}" for key in given(body.config)]))
     await engine.wait_ready(config.wait_limit_seconds)
     state, port = request.app.state, request.url.port
@@ -227,7 +229,7 @@ async def train_model(
     text = await read_body(request, config.max_body_mb)
     try:
         call = await beside(read_call, text)
-        model = model_of_body(call.body.model, registry, caller)
+        model = await model_of_body(call.body.model, registry, caller)
         settings, notes = read_train_config(call, machine.kind)
         await base.wait_found()
         new = requests.begin(model, settings, registration.limits(model))
@@ -253,7 +255,7 @@ async def log(
     caller: TheCaller,
 ) -> None:
     call = await beside(read_call, await read_body(request, config.max_body_mb))
-    model = model_of_body(call.body.model, registry, caller)
+    model = await model_of_body(call.body.model, registry, caller)
     rollouts, dropped = ReceivedTrajectories(), set[str]()
     async for group in parse_groups(call, dropped):
         await asyncio.to_thread(rollouts.add, group)
@@ -268,7 +270,7 @@ async def delete_checkpoint_files(
     checkpoints: TheCheckpoints,
     caller: TheCaller,
 ) -> None:
-    model = model_of_body(body.model, registry, caller)
+    model = await model_of_body(body.model, registry, caller)
     await checkpoints.delete(model, DeleteCheckpointsRequest(keep=body.steps_to_keep))
 
 

@@ -54,7 +54,9 @@ TheStatus = Annotated[Status, part(lambda server: server.status)]
 
 async def _model(project: str, name: str, registry: TheRegistry, caller: TheCaller) -> RegisteredModel:
     caller.check_project(project)
-    return registry.get(project, name)
+    model = registry.get(project, name)
+    await registry.verify(model)
+    return model
 
 
 async def _job(job_id: str, runner: TheRunner, caller: TheCaller) -> Job:

@@ -281,6 +281,7 @@ class JobRunner:
         attempt = None
         try:
             model = self._registry.get(job.project, job.name)
+            await self._registry.verify(model)
             attempt = Attempt(
                 job,
                 model,

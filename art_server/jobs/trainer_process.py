@@ -95,12 +95,15 @@ def worker_environment(cache_dir: Path, inherited: Mapping[str, str]) -> dict[st
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has used of the cores, with all its threads; 0 if that cannot be read."""
+    """What a process has used of the cores, with all its threads and the processes that it started, ended ones too: torch
+    compiles kernels in them. 0 if that cannot be read."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        children = " ".join(each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/children"))
     except OSError:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(cpu_seconds(int(each)) for each in children.split())
 
 
 class Lines(Protocol):

@@ -5,10 +5,12 @@ load it at its next start (`JobRunner._serve`).
 """
 
 import asyncio
+import contextlib
 import difflib
 import logging
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(NAME_PATTERN)
 MAX_NAMED = 5
 """Models that an error lists."""
+NOTHING_WHOLE = "MODEL %s HAS NO WHOLE CHECKPOINT: it is not served"
 ARTS_STEP = re.compile(r":step([0-9]+)$")
 
 
@@ -38,6 +41,8 @@ class RegisteredModel:
     """Steps that are being deleted. No request resolves to them, so none loads them again."""
     is_leaving: bool = False
     """The model is being deleted. No request for inference resolves to it."""
+    is_verified: bool = True
+    """False from the server's start until the first use (`Registry.verify`): the files of the newest step may be broken."""
 
     @property
     def id(self) -> str:
@@ -129,13 +134,16 @@ def check_case(known: Sequence[ModelFolder], new: ModelFolder) -> None:
 class Registry:
     """All models under the server's path, read once at start."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, forget_steps: Callable[[str, str, int], None] | None = None):
+        """`forget_steps` is called in a thread when later steps than this one of a model were set aside, because they were
+        broken: their numbers will be used again."""
         self._root = root.absolute()
         self._models: dict[tuple[str, str], RegisteredModel] = {}
         self.models_lock = asyncio.Lock()
         """Held while the files of a model are created or deleted, and across nothing else."""
-        self.with_broken_steps: list[RegisteredModel] = []
-        """Models whose newest step was set aside, because it was broken."""
+        self._forget_steps = forget_steps
+        self._verifying: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By model id."""
         self.history = HistoryTable(self._root / ".server" / "history.sqlite")
         for models_dir in self._root.glob("*/models"):
             files.clear_temporary(models_dir)
@@ -145,18 +153,38 @@ class Registry:
         for folder in folders:
             folder.clear_temporary()
             files.clear_graves(folder.checkpoints_dir)
-            before, newest = folder.newest_step(), folder.newest_whole_step()
-            if newest is not None:
-                model = RegisteredModel(folder, folder.read(), newest, self.history.of(folder))
+            if (newest := folder.newest_step()) is not None:
+                record, history = folder.read(), self.history.of(folder)
+                model = RegisteredModel(folder, record, newest, history, is_verified=False)
                 self._models[folder.project, folder.name] = model
-                if newest != before:
-                    self.with_broken_steps.append(model)
             else:
-                logger.error(
-                    "MODEL %s/%s HAS NO WHOLE CHECKPOINT: it is not served",
-                    folder.project,
-                    folder.name,
+                logger.error(NOTHING_WHOLE, folder.model_id)
+
+    async def verify(self, model: RegisteredModel) -> None:
+        """Compares the files of a model's newest step with their digests, at the model's first use after the start: a start
+        does not wait for the disk to read all models. Broken steps are set aside, and the one before serves.
+
+        Raises:
+            NotFound: no step is whole; the model is not served from here on.
+        """
+        if model.is_verified:
+            return
+        async with self._verifying[model.id]:
+            if model.is_verified:
+                return
+            newest = await asyncio.to_thread(model.folder.newest_whole_step)
+            if newest is None:
+                logger.error(NOTHING_WHOLE, model.id)
+                self._models.pop((model.record.project, model.record.name), None)
+                raise NotFound(
+                    f"model '{model.id}' has no whole checkpoint: all were set aside in {model.folder.checkpoints_dir}",
+                    code="unknown_model",
+                    param="name",
                 )
+            if newest != model.step and self._forget_steps is not None:
+                await asyncio.to_thread(self._forget_steps, model.record.project, model.record.name, newest)
+            model.step, model.is_verified = newest, True
+        self._verifying.pop(model.id, None)
 
     def all(self, projects: frozenset[str] | None = None, only: str | None = None) -> list[RegisteredModel]:
         """The models that a caller may see: those of `projects` (None: all), of these only `only` if it is given."""
@@ -170,6 +198,14 @@ class Registry:
 
     def find(self, project: str, name: str) -> RegisteredModel | None:
         return self._models.get((project, name))
+
+    async def find_whole(self, project: str, name: str) -> RegisteredModel | None:
+        """As `find`, verified; None also for a model without a whole step."""
+        model = self.find(project, name)
+        with contextlib.suppress(NotFound):
+            if model is not None:
+                await self.verify(model)
+        return self.find(project, name)
 
     def get(self, project: str, name: str) -> RegisteredModel:
         """Returns a registered model.

@@ -119,8 +119,9 @@ def prepare_ours(
     return prepare_step(policy, groups, settings["budget"]), policy
 
 
-def prepare_step(policy: Any, groups: list[list[dict]], budget: int = 0) -> Callable[[], dict[str, float]]:
-    """Returns a function that trains the policy on these groups for one step and returns the metrics."""
+def make_task(groups: list[list[dict]]) -> Any:
+    """A TrainTask of these groups, without folders. Its rows have no log-probabilities of an engine, so that importance ratios
+    are 1, as in TRL's arms."""
     from art_protocol.wire import LoRAConfig, TrainConfig
     from art_server.process.shared.trainer_messages import (
         Batch,
@@ -129,14 +130,8 @@ def prepare_step(policy: Any, groups: list[list[dict]], budget: int = 0) -> Call
         TrainableTrajectory,
         TrainTask,
     )
-    from art_server.trainer.batches import make_train_batch
-    from art_server.trainer.optimizer import make_optimizer
-    from art_server.trainer.step import compute_gradient
-
-    optimizer = make_optimizer(policy.parameters, LEARNING_RATE)
 
     def trajectory(row: dict) -> TrainableTrajectory:
-        """A trajectory without the engine's log-probabilities, so that importance ratios are 1, as in TRL's arms."""
         tokens, first = row["tokens"], row["num_context"]
         trained = TokenSequence(
             token_ids=tokens,
@@ -145,13 +140,23 @@ def prepare_step(policy: Any, groups: list[list[dict]], budget: int = 0) -> Call
         )
         return TrainableTrajectory(reward=row["reward"], sequences=[trained])
 
-    task = TrainTask(
+    return TrainTask(
         lora=LoRAConfig(),
         in_dir="",
         out_dir="",
         config=TrainConfig(scaling="none", max_grad_norm=1e9),
         batch=Batch(groups=[TrainableGroup(trajectories=[trajectory(row) for row in rows]) for rows in groups]),
     )
+
+
+def prepare_step(policy: Any, groups: list[list[dict]], budget: int = 0) -> Callable[[], dict[str, float]]:
+    """Returns a function that trains the policy on these groups for one step and returns the metrics."""
+    from art_server.trainer.batches import make_train_batch
+    from art_server.trainer.optimizer import make_optimizer
+    from art_server.trainer.step import compute_gradient
+
+    optimizer = make_optimizer(policy.parameters, LEARNING_RATE)
+    task = make_task(groups)
 
     def take_step() -> dict[str, float]:
         optimizer.zero_grad(set_to_none=True)

@@ -1,14 +1,16 @@
-"""What a server finds at its start: whole checkpoints serve, broken ones are set aside."""
+"""What a server finds at a model's first use: whole checkpoints serve, broken ones are set aside."""
 
+import asyncio
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from art_protocol.history import history_row
 from art_protocol.wire import LoRAConfig, RegisterRequest
-from art_server.errors import StorageFull
+from art_server.errors import NotFound, StorageFull
 from art_server.process.shared.trainer_messages import Done, InitTask
 from art_server.store import files
 from art_server.store.base_models import TINY_DIR, BaseModel
@@ -52,40 +54,51 @@ BREAK = {
 }
 
 
+async def first_use(root: Path) -> int:
+    """The step that serves when a new server has used the model."""
+    registry = Registry(root)
+    model = registry.get("p", "a")
+    await asyncio.gather(*(registry.verify(model) for _ in range(3)))
+    return model.step
+
+
 @pytest.mark.parametrize("how", BREAK)
-def test_a_broken_checkpoint_is_set_aside_and_the_one_before_serves(
+async def test_a_broken_checkpoint_is_set_aside_and_the_one_before_serves(
     how: str, tmp_path: Path, tiny_adapter: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=3)
     BREAK[how](folder)
     left = sorted(entry.name for entry in folder.checkpoint_dir(2).iterdir())
-    model = Registry(tmp_path).get("p", "a")
-    assert (model.step, folder.steps()) == (1, [0, 1])
+    assert Registry(tmp_path).get("p", "a").step == 2, "a start reads no weights"
+    assert (await first_use(tmp_path), folder.steps()) == (1, [0, 1])
     (aside,) = folder.checkpoints_dir.glob(".broken-0002-*")
     assert sorted(entry.name for entry in aside.iterdir()) == left, "nothing is deleted"
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert "p/a@2 IS BROKEN" in line and str(aside) in line
-    assert Registry(tmp_path).get("p", "a").step == 1
+    assert await first_use(tmp_path) == 1
 
 
-def test_all_broken_checkpoints_are_set_aside_until_one_is_whole(
+async def test_all_broken_checkpoints_are_set_aside_until_one_is_whole(
     tmp_path: Path, tiny_adapter: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=3)
     for step in folder.steps():
         spoil(folder.checkpoint_dir(step) / ADAPTER_FILE)
-    assert Registry(tmp_path).find("p", "a") is None
+    registry = Registry(tmp_path)
+    with pytest.raises(NotFound, match="p/a' has no whole checkpoint"):
+        await registry.verify(registry.get("p", "a"))
+    assert registry.find("p", "a") is None
     assert len(list(folder.checkpoints_dir.glob(".broken-*"))) == 3
     assert "p/a HAS NO WHOLE CHECKPOINT" in caplog.text
 
 
-def test_what_was_never_described_or_dropped_on_purpose_is_no_fault(tmp_path: Path, tiny_adapter: Path) -> None:
+async def test_what_was_never_described_or_dropped_on_purpose_is_no_fault(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=2)
     (folder.checkpoint_dir(1) / OPTIMIZER_FILE).unlink()
-    assert Registry(tmp_path).get("p", "a").step == 1
+    assert await first_use(tmp_path) == 1
     describe(folder, 1, '{"step": 1, "job_id": "an older server wrote no digests"}')
     spoil(folder.checkpoint_dir(1) / ADAPTER_FILE)
-    assert Registry(tmp_path).get("p", "a").step == 1
+    assert await first_use(tmp_path) == 1
 
 
 def test_what_a_killed_server_was_deleting_is_deleted_at_the_next_start(tmp_path: Path, tiny_adapter: Path) -> None:
@@ -99,13 +112,15 @@ def test_what_a_killed_server_was_deleting_is_deleted_at_the_next_start(tmp_path
     assert [entry.name for entry in folder.checkpoints_dir.iterdir()] == ["0001"]
 
 
-def test_a_step_that_is_made_again_has_none_of_the_lost_one_s_metrics(tmp_path: Path, tiny_adapter: Path) -> None:
+async def test_a_step_that_is_made_again_has_none_of_the_lost_one_s_metrics(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=3)
     folder.append_history(history_row(2, {"val/reward": 0.9}, "then"))
     spoil(folder.checkpoint_dir(2) / ADAPTER_FILE)
-    registry = Registry(tmp_path)
-    assert [model.id for model in registry.with_broken_steps] == ["p/a"]
+    forgotten: list[tuple[str, str, int]] = []
+    registry = Registry(tmp_path, lambda *given: forgotten.append(given))
     model = registry.get("p", "a")
+    await registry.verify(model)
+    assert forgotten == [("p", "a", 1)]
     model.history.add(1, {"val/reward": 0.5})
     commit(folder, tiny_adapter, 2)
     for _ in range(2):  # the second is that of a server that was killed
@@ -116,6 +131,30 @@ def test_a_step_that_is_made_again_has_none_of_the_lost_one_s_metrics(tmp_path: 
     assert model.best_step() == imported.best_step() == 1
     model.history.add(2, {"val/reward": 0.6})
     assert model.history.values([2])[2]["val/reward"] == 0.6 and model.best_step() == 2
+
+
+async def test_every_use_of_a_model_verifies_it(tmp_path: Path, tiny_adapter: Path) -> None:
+    """Its routes, a registration, an upload, ART's wire, a request for its answers."""
+    folder = add_model(tmp_path / "whole", tiny_adapter, steps=2)
+    async with house(tmp_path / "whole") as here, here.client() as client:
+        tar = (await client.get("/api/models/p/a/checkpoints/1.tar")).content
+    shape = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
+    model = {"name": "a", "project": "p", "base_model": "art/tiny"}
+    uses: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "route": ("GET", "/api/models/p/a", {}),
+        "registration": ("POST", "/api/models", {"json": {**model, "lora": shape}}),
+        "upload": ("PUT", "/api/models/p/a/checkpoints/1.tar", {"content": tar}),
+        "wire": ("POST", "/_get_step", {"json": model}),
+        "answer": ("POST", "/v1/chat/completions", {"json": {"model": "p/a", "messages": [{"role": "user"}]}}),
+    }
+    assert folder.newest_step() == 1
+    for use, (method, path, options) in uses.items():
+        made = add_model(tmp_path / use, tiny_adapter, steps=3)
+        spoil(made.checkpoint_dir(2) / ADAPTER_FILE)
+        async with house(tmp_path / use) as here, here.client() as client:
+            assert here.registry.get("p", "a").step == 2
+            await client.request(method, path, **options)
+            assert here.registry.get("p", "a").step == 1, use
 
 
 async def test_a_registration_that_was_cut_off_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3] / "art_server"
 
-LOCKS = (*("lock", "_lock", "_locks", "models_lock", "_turn", "_changed", "changed"), *("held", "held_idle"))
+LOCKS = (
+    *("lock", "_lock", "_locks", "models_lock", "_turn", "_verifying", "_changed", "changed"),
+    *("held", "held_idle"),
+)
 """Names of locks, and of the functions that take one."""
 
 SLOW = ("_trainer", "trainer", "_engine", "engine", "_owner", "owner", "_gate", "gate")
