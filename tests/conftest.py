@@ -1,5 +1,7 @@
 """What all tests share: one real art-server with real vLLM, which starts when the first test asks for it."""
 
+import os
+
 import art_server  # noqa: F401  # isort: skip - first, for torchvision
 import gc
 from collections.abc import Generator, Iterator
@@ -51,7 +53,8 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Server]:
-    """Engine and trainer in float32; a step whose log-probabilities differ by more than float32 rounds fails."""
+    """Engine and trainer in float32; a step whose log-probabilities differ by more than float32 rounds fails.
+    `ART_TEST_SERVER_FLAGS="--engines 2 --ranks 2"` has the tests use such a server."""
     server = Server(tmp_path_factory.mktemp("server"))
     server.environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
     server.arguments = [
@@ -62,6 +65,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> It
         "1024",
         "--tracker",
         "otlp",
+        *os.environ.get("ART_TEST_SERVER_FLAGS", "").split(),
     ]
     with server.running():
         yield server
