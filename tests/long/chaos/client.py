@@ -2,7 +2,8 @@
 
     python -m tests.long.chaos.client URL NAME FOLDER
 
-Trains until FOLDER/stop exists, and appends each step with two of its answers to FOLDER/NAME.jsonl.
+Trains until FOLDER/stop exists, and appends each step with two of its answers to FOLDER/NAME.jsonl. A program that was killed
+is started again with the same arguments.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.long.chaos.chaos import Chaos
+from tests.long.chaos.chaos import Chaos, Places
 
 KILLS_A_RUN = 30
 """After this number of kills everything is checked, and the next run begins in an empty folder."""
@@ -20,13 +20,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=int(time.time()), help="seed of the first run")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no kill after this time")
     parser.add_argument("--file", type=Path, default=Path("docs/chaos.jsonl"))
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--cluster", choices=["auto"], help="Ray places engines and ranks")
     flags = parser.parse_args()
     deadline = time.monotonic() + 60 * flags.minutes
     seed = flags.seed
     while (left := flags.kills - num_kills(flags.file)) > 0 and time.monotonic() < deadline:
         folder = Path(tempfile.mkdtemp(prefix="chaos-"))
         print(f"seed {seed}, in {folder}, {left} kills to go", flush=True)
-        chaos = Chaos(folder, seed, lambda text: print(text, flush=True))
+        places = Places(flags.engines, flags.ranks, flags.cluster)
+        chaos = Chaos(folder, seed, lambda text: print(text, flush=True), places)
         figures = chaos.run(min(left, KILLS_A_RUN), deadline - time.monotonic())
         with open(flags.file, "a") as results:
             results.write(json.dumps({"seed": seed, **figures}) + "\n")

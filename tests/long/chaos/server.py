@@ -13,6 +13,7 @@ from typing import Any
 
 from art_server import cli
 from art_server.engine.engine import Engine
+from art_server.jobs import trainer_process
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.trainer import Trainer
 from art_server.store import files
@@ -80,6 +81,7 @@ def dying(real: Callable[..., Any], arrive: Callable[[], None], is_after: bool) 
 
 
 if __name__ == "__main__":
+    trainer_process.SHORTEST_LIMIT_SECONDS = 60.0  # a stopped rank is found sooner
     if wanted := os.environ.pop(VARIABLE, None):
         name, _, number = wanted.partition(":")
         arm(name, int(number))
