@@ -30,7 +30,7 @@ def make_app(server: Server, inference_port: int | None) -> FastAPI:
     # A body without a content-type is read as JSON.
     app = FastAPI(title="art-server", version=__version__, lifespan=lifespan, strict_content_type=False)
     config = server.config
-    keys = Keys(config.api_keys)
+    keys = Keys(config.api_keys, server.hosts.keys if server.hosts is not None else ())
     app.state.server = server
     app.state.keys, app.state.inference_port = keys, inference_port
     app.state.runs = Runs(config.path, server.registry.history)

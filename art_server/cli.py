@@ -125,12 +125,12 @@ def run(config: ServerConfig) -> None:
             serving = tasks.create_task(server.serve(sockets=sockets))
             while not serving.done():
                 is_orphan = config.exit_with_parent and os.getppid() != parent
-                if is_orphan or parts.base.fatal is not None:
+                if is_orphan or parts.fatal is not None:
                     server.should_exit = True
                 app.state.is_stopping = server.should_exit  # ends the streams of open pages
                 await asyncio.wait({serving}, timeout=1.0)
-        if parts.base.fatal is not None:
-            raise parts.base.fatal
+        if parts.fatal is not None:
+            raise parts.fatal
 
     collect_seldom()
     take_turns_often()

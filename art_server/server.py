@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Protocol
@@ -36,7 +36,7 @@ from art_server.process.background import Background, LoopWatch
 from art_server.process.children import Children
 from art_server.process.progress import StartProgress
 from art_server.registration import Registration
-from art_server.settings import ServerConfig
+from art_server.settings import ApiKey, ServerConfig
 from art_server.status import Status
 from art_server.store import files
 from art_server.store.registry import Registry
@@ -53,6 +53,17 @@ class Hosts(Lender, Protocol):
 
     router: APIRouter
     """The routes by which they join."""
+    keys: Sequence[ApiKey]
+    """Made for those that Ray places."""
+
+    def start(self) -> None:
+        """Has Ray place machines, with `--cluster`."""
+        ...
+
+    @property
+    def fatal(self) -> BaseException | None:
+        """Why Ray cannot place them."""
+        ...
 
     async def stop(self) -> None:
         """Ends the connections, and what runs there with them."""
@@ -68,9 +79,9 @@ def find_hosts() -> Callable[..., Hosts]:
     for each in entry_points(group="art.machines", name="hosts"):
         return each.load()
     raise InvalidInput(
-        "a key has the scope 'host', but the package art_cluster is not installed: install it, or leave out the scope",
+        "other machines may join (--cluster, or a key with the scope 'host'), but the package art_cluster is not installed: "
+        "install it, or leave them out",
         code="no_hosts",
-        param="api_key_file",
     )
 
 
@@ -106,6 +117,8 @@ class Server:
         """Begins to load the base model of the command line, or else the one that served last, and starts the job runner.
         `base.fatal` reports a `--base-model` that cannot be loaded."""
         await self.base.start()
+        if self.hosts is not None:
+            self.hosts.start()
         self.background.start("job runner", self.runner.run_forever)
         self.background.start("pruning", self._prune)
         self.background.start("loop watch", self.loop_watch.run)
@@ -122,6 +135,11 @@ class Server:
         await self.background.stop()
         await asyncio.to_thread(self.reports.close)
         self.close()
+
+    @property
+    def fatal(self) -> BaseException | None:
+        """Why the server must end; None while it may serve."""
+        return self.base.fatal or (self.hosts.fatal if self.hosts is not None else None)
 
     def close(self) -> None:
         """Releases the folder of a server that has started nothing."""
@@ -174,8 +192,11 @@ def build(
     Raises:
         Conflict: another server has the folder.
         InvalidInput: `--share` names an unknown project.
-        UsageError: a configured device does not exist.
+        UsageError: a configured device does not exist, or Ray does not.
     """
+    asked = config
+    if config.cluster is not None:  # Ray places them on machines that join
+        config = config.model_copy(update={"engines": 0, "ranks": 0})
     lock_file = files.lock_folder(config.server_dir)
     machine = detect()
     check_devices(config, machine)
@@ -220,7 +241,7 @@ def build(
         limits_of = functools.partial(mismatch_limits_of, config, machine.kind)
         engine = Fleet(replicas, progress, changed, config.log_dir / "engine-0.log", limits_of)
         if config.takes_hosts:
-            hosts = find_hosts()(config, engine, intake, changed, lambda: gate.num_inside > 0, background)
+            hosts = find_hosts()(asked, engine, intake, changed, lambda: gate.num_inside > 0, background, children)
     ranks = [device_environment(devices, machine) for devices in rank_devices(config, machine)]
     trainer = make_trainer(config, machine.kind, ranks, children)
     trainer.lender = hosts

@@ -189,6 +189,15 @@ class ServerConfig(BaseModel):
             "N",
         ),
     ] = 1
+    cluster: Annotated[
+        str | None,
+        Flag(
+            "have Ray place --engines and --ranks on its machines: 'auto' is the Ray that RAY_ADDRESS names, else one that the "
+            "server starts; or the address of a Ray of which this machine is a node; needs the extra `cluster` "
+            "(docs/howto/hosts.md)",
+            "auto|ADDRESS",
+        ),
+    ] = None
     handover: Annotated[
         Literal["auto", "none", "kv_cache", "sleep"],
         Flag(
@@ -342,6 +351,10 @@ class ServerConfig(BaseModel):
             )
         if (self.ranks or 1) > 1 and self.trainer == "unsloth":
             raise ValueError("--trainer unsloth trains on one GPU: leave out --ranks, or use --trainer peft")
+        if self.cluster is not None and (self.serve_devices or self.trainer == "unsloth"):
+            raise ValueError(
+                "--cluster: Ray chooses the devices: leave out --serve-devices, --train-devices and --trainer unsloth"
+            )
         if self.train_devices and self.handover != "auto":
             raise ValueError("--handover is for a GPU that engine and trainer share: leave it out with --train-devices")
         return self
@@ -358,8 +371,8 @@ class ServerConfig(BaseModel):
 
     @property
     def takes_hosts(self) -> bool:
-        """Whether other machines may offer their devices: a key has the scope `host`."""
-        return any("host" in key.scopes for key in self.api_keys)
+        """Whether other machines may offer their devices: Ray places them, or a key has the scope `host`."""
+        return self.cluster is not None or any("host" in key.scopes for key in self.api_keys)
 
     def number_types(self, device: Device, *, has_delta_rule: bool = False) -> tuple[NumberType, NumberType]:
         """The number types of the engine and of the trainer's base weights. On a CPU the default is float32, which

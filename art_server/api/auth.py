@@ -150,19 +150,19 @@ class Authentication:
         return caller
 
     def _identify(self, path: str, headers: Headers, presented: str) -> Caller:
-        if not self._keys:
+        is_inference = path.startswith("/v1/")
+        needed: KeyScope = "infer" if is_inference else "host" if path.startswith(HOSTS) else "train"
+        if not self._keys.are_needed(needed):
             self._refuse_web_pages(headers)
             return ANYONE
         if path in ART_PATHS and not presented and self._is_legacy_open:
             if "origin" in headers:
                 raise Forbidden("requests from web pages need an API key", code="foreign_origin")
             return ANYONE
-        is_inference = path.startswith("/v1/")
         caller = self._find_model(presented) if is_inference else None
         if caller is not None:
             return caller
         key = self._find(presented)
-        needed: KeyScope = "infer" if is_inference else "host" if path.startswith(HOSTS) else "train"
         if needed not in key.scopes and not is_open(path):
             raise Forbidden(f"this key lacks the scope '{needed}'", code="forbidden")
         return Caller(key.owner, key.projects)

@@ -3,17 +3,20 @@
 import hmac
 from collections.abc import Sequence
 
-from art_server.settings import ApiKey
+from art_server.settings import ApiKey, KeyScope
 
 
 class Keys:
-    """The accepted keys. Without any, the server is open to every program of its own machine."""
+    """The accepted keys. Without any that was configured, the server is open to every program of its own machine, but not to hosts
+    for which it made a key."""
 
-    def __init__(self, keys: Sequence[ApiKey]):
-        self._keys = [(key.key.encode(), key) for key in keys]
+    def __init__(self, configured: Sequence[ApiKey], made: Sequence[ApiKey] = ()):
+        self._keys = [(key.key.encode(), key) for key in (*configured, *made)]
+        self._are_configured = bool(configured)
 
-    def __bool__(self) -> bool:
-        return bool(self._keys)
+    def are_needed(self, scope: KeyScope) -> bool:
+        """Whether a request that needs this scope needs a key."""
+        return self._are_configured or (scope == "host" and bool(self._keys))
 
     def find(self, presented: str) -> ApiKey | None:
         """The accepted key that equals the presented one, None without one. It may have expired."""

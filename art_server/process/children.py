@@ -66,6 +66,11 @@ def _kill(pids: list[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def kill_left(leader: int) -> None:
+    """Kills what is left of the session of a child that has just ended by itself."""
+    _kill(_session(leader))
+
+
 def claim_stdout() -> BinaryIO:
     """The original stdout, for answers only. From here on, everything that libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "wb")

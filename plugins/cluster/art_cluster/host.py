@@ -38,7 +38,7 @@ from art_server import __version__
 from art_server.engine.device.detection import Machine, detect
 from art_server.errors import ServerError, UsageError
 from art_server.image_operators import installed_versions
-from art_server.process.children import Children
+from art_server.process.children import PARENT_VARIABLE, Children, be_child
 from art_server.process.installation import check_builds, check_system, installed_builds
 from art_server.store import files
 from art_server.store.registry import check_name
@@ -267,6 +267,8 @@ def main(arguments: Sequence[str]) -> None:
     """Serves until a signal ends it. Exits with status 2 and one sentence if it cannot join."""
     try:
         check_system()
+        if PARENT_VARIABLE in os.environ:  # started by Ray's actor, with which it ends
+            be_child()
         given = parse(arguments)
         check_builds(installed_builds())
         token = read_token(given.token_file)

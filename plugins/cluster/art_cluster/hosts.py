@@ -32,6 +32,7 @@ from art_cluster.orders import (
     Refusal,
     Welcome,
 )
+from art_cluster.placing import RayProcess
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.fleet import Fleet
 from art_server.errors import InvalidInput, NotFound
@@ -39,10 +40,14 @@ from art_server.jobs.mismatch_limits import mismatch_limits_of
 from art_server.jobs.trainer_process import TrainerError, TrainerProcess
 from art_server.ledger.intake import Intake
 from art_server.process.background import Background
+from art_server.process.children import Children
 from art_server.settings import ServerConfig
 from art_server.store import files
 
 logger = logging.getLogger(__name__)
+
+RAY = "Ray"
+"""The name of its process among the server's tasks."""
 
 
 class Hosts:
@@ -56,6 +61,7 @@ class Hosts:
         changed: asyncio.Condition,
         is_busy: Callable[[], bool],
         background: Background,
+        children: Children,
     ):
         self._config = config
         self._fleet = fleet
@@ -63,6 +69,8 @@ class Hosts:
         self._changed = changed
         self._is_busy = is_busy
         self._background = background
+        self._ray = RayProcess(config, children) if config.cluster is not None else None
+        self.keys = (self._ray.key,) if self._ray is not None else ()
         self._joined: list[JoinedHost] = []
         self._ranks: dict[JoinedHost, list[TrainerProcess]] = {}
         self._offered: defaultdict[str, list[Path]] = defaultdict(list)
@@ -75,8 +83,19 @@ class Hosts:
             f"{FOLDERS}/{{ticket}}/{{name:path}}", self._take_file, methods=["PUT"], include_in_schema=False
         )
 
+    def start(self) -> None:
+        """Has Ray place machines, with `--cluster`."""
+        if self._ray is not None:
+            self._background.start(RAY, self._ray.run)
+
+    @property
+    def fatal(self) -> BaseException | None:
+        """Why Ray cannot place them."""
+        return self._ray.fatal if self._ray is not None else None
+
     async def stop(self) -> None:
         """Ends the connections; the machines end what runs there, and try to join the next server."""
+        await self._background.stop(RAY)
         for host in list(self._joined):
             host.lose("the server ends")
         async with self._changed:

@@ -54,7 +54,7 @@ FILES_SECONDS = 1800.0
 """Limit for an order that moves files: a base model may have to be downloaded."""
 NOT_SENT = {
     *("host", "port", "inference_port", "path", "base_model", "chat_template", "api_keys", "api_key_file", "trackers"),
-    *("serve_devices", "train_devices", "ranks", "gangs", "engines", "shares", "shard", "handover"),
+    *("serve_devices", "train_devices", "ranks", "gangs", "engines", "cluster", "shares", "shard", "handover"),
 }
 """Settings that concern the server only, or its own devices."""
 KILLED = -9
