@@ -2,8 +2,8 @@
 
     python scripts/bench/constants.py [--completions 2000] [--commits 500] [--folder FOLDER]
 
-The ledger records completions with short and long prompts and answers; bytes for a completion, a prompt token and a sampled
-token are fitted to the sizes of its files by least squares. Commits are inserted jobs, each synced to the disk of FOLDER (the
+The ledger records completions with short and long prompts and answers, some and twice as many. Bytes for a completion, a prompt
+token and a sampled token are fitted to the growth of its files by least squares. Commits are inserted jobs, each synced to the disk of FOLDER (the
 temporary folder). Prints one JSON line.
 """
 
@@ -29,19 +29,22 @@ from art_server.store.base_models import TINY_DIR
 
 PROMPTS, ANSWERS = (50, 800), (20, 300)
 """Tokens."""
+VOCABULARY = 150_000
+"""Of the prompts' token ids, which take as many bytes as those of large models do."""
 
 
-def bytes_per_completion(folder: Path, prompt: int, answer: int, count: int) -> float:
+def bytes_on_disk(folder: Path, prompt: int, answer: int, count: int) -> int:
     facts = read_facts(TINY_DIR)
     end = Decoder(TINY_DIR, facts.stop_ids).end_id
     assert end is not None
     ledger = Ledger(folder / "l.sqlite")
     ledger.use_tokenizer(TINY_DIR, facts)
     for number in range(count):
-        tokens = [random.randrange(100, 1000) for _ in range(prompt + answer - 1)]
-        record(ledger, number, tokens[:prompt], [*tokens[prompt:], end], [])
+        asked = [random.randrange(100, VOCABULARY) for _ in range(prompt)]
+        said = [random.randrange(100, 1000) for _ in range(answer - 1)]
+        record(ledger, number, asked, [*said, end], [])
     ledger.close()
-    return disk_bytes(folder) / count
+    return disk_bytes(folder)
 
 
 def ledger_constants(folder: Path, count: int) -> dict[str, float]:
@@ -49,7 +52,9 @@ def ledger_constants(folder: Path, count: int) -> dict[str, float]:
     sizes: list[float] = []
     for prompt, answer in cells:
         with tempfile.TemporaryDirectory(dir=folder) as made:
-            sizes.append(bytes_per_completion(Path(made), prompt, answer, count))
+            whole = bytes_on_disk(Path(made), prompt, answer, 2 * count)
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            sizes.append((whole - bytes_on_disk(Path(made), prompt, answer, count)) / count)
     known = np.array([[1, prompt, answer] for prompt, answer in cells], dtype=float)
     fitted = np.linalg.lstsq(known, np.array(sizes), rcond=None)[0]
     names = ("ledger_bytes_per_completion", "ledger_bytes_per_prompt_token", "ledger_bytes_per_sampled_token")

@@ -2,6 +2,8 @@
 
 import importlib.machinery
 import importlib.util
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -25,10 +27,16 @@ def capacity() -> ModuleType:
 def test_the_page_has_the_constants_and_the_scripts_that_measure_them(capacity: ModuleType) -> None:
     page = (ROOT / "docs" / "scale.md").read_text()
     for each in capacity.CONSTANTS:
-        is_script = each.measured_by != capacity.PILOT
-        assert not is_script or (ROOT / each.measured_by).is_file()
-        source = f"`{each.measured_by}`" if is_script else capacity.PILOT
-        assert f"| {each.what} | {each.value:g} {each.unit} | {source} |" in page
+        assert (ROOT / each.measured_by).is_file()
+        assert f"| {each.what} | {each.value:g} {each.unit} | `{each.measured_by}` |" in page
+
+
+def test_the_ledger_takes_the_bytes_that_the_model_says(capacity: ModuleType) -> None:
+    command = [sys.executable, str(ROOT / "scripts/bench/constants.py"), "--completions", "300", "--commits", "10"]
+    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    assert found.pop("commits_per_second") > 0
+    known = (capacity.RECORD, capacity.PROMPT_TOKEN, capacity.SAMPLED_TOKEN)
+    assert list(found.values()) == [pytest.approx(each.value, rel=0.1) for each in known]
 
 
 def test_parts_fill_with_their_load(capacity: ModuleType) -> None:
@@ -42,6 +50,6 @@ def test_parts_fill_with_their_load(capacity: ModuleType) -> None:
     assert streams["gate"] == pytest.approx(24_000 * 0.042e-3) and streams["gate"] > 30 * usual["gate"]
     assert full("--streamed", "1", "--engines", "4")["vLLM's API process, each"] == pytest.approx(6000 * 0.119e-3)
     many = full("--models", "600")
-    assert many["adapters to engines"] == pytest.approx(10 * 0.2)
+    assert many["adapters to engines"] == pytest.approx(10 * 0.024)
     assert many["checkpoints, disk"] == pytest.approx(600 * 2_727_936 * 16 * 4 * 54 / (2000 * 2**30))
     assert full("--train-gpus", "4")["trainer"] == usual["trainer"] / 4
