@@ -191,18 +191,13 @@ class JobQueue:
 
     def waiting(self) -> list[WaitingJob]:
         """Jobs that have not ended, in the order in which they run: interrupted jobs come first, others in fair order."""
-        columns = "job_id, project, name, COALESCE(next_attempt_at, 0), num_tokens, begins"
-        found = {
-            state: [
-                WaitingJob(*row)
-                for row in self._rows(
-                    f"SELECT {columns} FROM jobs WHERE state = ? ORDER BY COALESCE(place, number)", state
-                )
-            ]
-            for state in ("running", "queued")
-        }
+        in_order = "state = ? ORDER BY COALESCE(place, number)"
         with self._lock:
-            return found["running"] + self._order.sort(found["queued"])
+            return self._waiting(in_order, "running") + self._order.sort(self._waiting(in_order, "queued"))
+
+    def _waiting(self, where: str, *values: object) -> list[WaitingJob]:
+        columns = "job_id, project, name, COALESCE(next_attempt_at, 0), num_tokens, begins"
+        return [WaitingJob(*row) for row in self._rows(f"SELECT {columns} FROM jobs WHERE {where}", *values)]
 
     def tokens_per_second(self) -> float | None:
         """How many tokens the newest steps computed in a second; None before one is done."""
@@ -270,10 +265,7 @@ class JobQueue:
         """Marks a job as running; returns False if the job has ended meanwhile."""
         values = {"state": "running", "target_step": target_step} | NO_PROGRESS
         with self._lock:
-            job = next((each for each in self.waiting() if each.job_id == job_id), None)
-            if job is None:
-                return False
-            if job.begins is None:
+            for job in self._waiting("job_id = ? AND state IN ('queued', 'running') AND begins IS NULL", job_id):
                 values["begins"], values["ends"] = self._order.begin(job)
             return self._update(job_id, values, PENDING)
 

@@ -22,8 +22,8 @@ class EngineOnHost(Engine):
     """vLLM on another machine. The server supervises it as one of its own; its files, records and counters pass through the
     machine's connection, its requests go to a port of its own."""
 
-    def __init__(self, host: JoinedHost, slot: int, *of_engine: Any):
-        super().__init__(*of_engine)
+    def __init__(self, host: JoinedHost, slot: int, **of_engine: Any):
+        super().__init__(**of_engine)
         self._host = host
         self._slot = slot
         self._delivered: dict[Path, str] = {}
