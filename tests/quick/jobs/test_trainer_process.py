@@ -21,6 +21,7 @@ from art_server.jobs.trainer_process import (
 )
 from art_server.process.shared.trainer_messages import Batch, InitTask, Progress, TrainTask, WorkerConfig
 from tests.processes import wait_until_gone
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -297,3 +298,15 @@ async def test_a_full_disk_may_pass_and_a_cancelled_task_ends(tmp_path: Path) ->
 def test_a_worker_gets_no_key_of_the_server(tmp_path: Path) -> None:
     environment = worker_environment(tmp_path, {"ART_API_KEY": "secret", "HOME": "/root"})
     assert "secret" not in environment.values() and environment["HOME"] == "/root"
+
+
+def test_what_a_process_computes_is_also_what_its_children_compute() -> None:
+    """torch compiles kernels in processes of their own, which start others; ended ones count on."""
+    burn = "import time\nwhile time.process_time() < 0.4: pass"
+    between = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}]); input()"
+    waits = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {between!r}])"
+    with subprocess.Popen([sys.executable, "-c", waits], stdin=subprocess.PIPE) as process:
+        wait_until(lambda: process_module.cpu_seconds(process.pid) >= 0.4)
+        assert process.stdin is not None
+        process.stdin.close()
+    assert process_module.cpu_seconds(process.pid) == 0.0
