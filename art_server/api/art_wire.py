@@ -209,7 +209,7 @@ async def prepare(
     # HTTPS is a proxy's, whose port serves /v1 as well.
     if state.inference_port is not None and request.url.scheme == "http":
         port = state.inference_port
-    key = state.model_keys.make(model.id, caller.owner) if state.keys else NO_KEY
+    key = state.model_keys.make(model.id, caller.owner) if state.keys.are_needed("infer") else NO_KEY
     return [str(request.url.replace(port=port, path="/v1", query="")), key]
 
 

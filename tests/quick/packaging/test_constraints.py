@@ -109,7 +109,7 @@ def test_what_the_server_imports_is_declared() -> None:
     ours = {"art_protocol", "art_server", "art_watch", "art_cluster", "art_transfer"}
     folders = ("art_server", "art_watch", *(f"plugins/{each}" for each in OF_A_SERVER))
     needed = {name for folder in folders for name in imported(folder)} - ours - of_vllm
-    assert needed <= declared("gpu")
+    assert needed <= declared("gpu", "cluster")
     # On a CPU vLLM has another name, and there is neither Unsloth nor NVIDIA's driver.
     of_cuda = {"vllm", "unsloth", "unsloth-zoo", "accelerate", "nvidia-ml-py"}
-    assert needed - of_cuda <= declared("server")
+    assert needed - of_cuda <= declared("server", "cluster")
