@@ -20,6 +20,7 @@ from tests.waiting import PATIENCE_SECONDS
 
 READY_SECONDS = PATIENCE_SECONDS
 PROJECT = "tests"
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass
@@ -102,6 +103,28 @@ class Server:
 
     def model_dir(self, name: str) -> Path:
         return self.path / "art" / PROJECT / "models" / name
+
+
+@contextlib.contextmanager
+def joined_host(server: Server, folder: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`art-server host` with an engine and a rank, in a new folder, with the key `joins`. It is killed in the end."""
+    home = folder / name
+    home.mkdir()
+    (home / "key").write_text("joins\n")
+    command = [sys.executable, "-m", "art_server.cli", "host", "--join", server.url, "--token-file", "key"]
+    with open(home / "log", "wb") as log:
+        process = subprocess.Popen(
+            [*command, "--name", name, "--engines", "1", "--ranks", "1"],
+            cwd=home,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def descendants(pid: int) -> set[int]:

@@ -150,9 +150,7 @@ BodyModel = Annotated[RegisteredModel, Depends(_model)]
 
 async def model_of_body(body: ModelBody, registry: Registry, caller: Caller) -> RegisteredModel:
     caller.check_project(body.project)
-    model = registry.get(body.project, body.run_name or body.name)
-    await registry.verify(model)
-    return model
+    return await registry.get_whole(body.project, body.run_name or body.name)
 
 
 @router.get("/healthcheck")

@@ -54,9 +54,7 @@ TheStatus = Annotated[Status, part(lambda server: server.status)]
 
 async def _model(project: str, name: str, registry: TheRegistry, caller: TheCaller) -> RegisteredModel:
     caller.check_project(project)
-    model = registry.get(project, name)
-    await registry.verify(model)
-    return model
+    return await registry.get_whole(project, name)
 
 
 async def _job(job_id: str, runner: TheRunner, caller: TheCaller) -> Job:

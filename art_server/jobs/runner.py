@@ -280,8 +280,7 @@ class JobRunner:
     async def _run(self, job: Job, trainer: Gang) -> None:
         attempt = None
         try:
-            model = self._registry.get(job.project, job.name)
-            await self._registry.verify(model)
+            model = await self._registry.get_whole(job.project, job.name)
             attempt = Attempt(
                 job,
                 model,

@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +42,7 @@ class RegisteredModel:
     """The model is being deleted. No request for inference resolves to it."""
     is_verified: bool = True
     """False from the server's start until the first use (`Registry.verify`): the files of the newest step may be broken."""
+    verify_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def id(self) -> str:
@@ -142,8 +142,6 @@ class Registry:
         self.models_lock = asyncio.Lock()
         """Held while the files of a model are created or deleted, and across nothing else."""
         self._forget_steps = forget_steps
-        self._verifying: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By model id."""
         self.history = HistoryTable(self._root / ".server" / "history.sqlite")
         for models_dir in self._root.glob("*/models"):
             files.clear_temporary(models_dir)
@@ -169,7 +167,7 @@ class Registry:
         """
         if model.is_verified:
             return
-        async with self._verifying[model.id]:
+        async with model.verify_lock:
             if model.is_verified:
                 return
             newest = await asyncio.to_thread(model.folder.newest_whole_step)
@@ -184,7 +182,6 @@ class Registry:
             if newest != model.step and self._forget_steps is not None:
                 await asyncio.to_thread(self._forget_steps, model.record.project, model.record.name, newest)
             model.step, model.is_verified = newest, True
-        self._verifying.pop(model.id, None)
 
     def all(self, projects: frozenset[str] | None = None, only: str | None = None) -> list[RegisteredModel]:
         """The models that a caller may see: those of `projects` (None: all), of these only `only` if it is given."""
@@ -227,6 +224,16 @@ class Registry:
                 code="unknown_model",
                 param="name",
             )
+        return model
+
+    async def get_whole(self, project: str, name: str) -> RegisteredModel:
+        """As `get`, verified.
+
+        Raises:
+            NotFound: no model of this name is registered, or no step of it is whole.
+        """
+        model = self.get(project, name)
+        await self.verify(model)
         return model
 
     def folder(self, project: str, name: str) -> ModelFolder:

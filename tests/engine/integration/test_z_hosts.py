@@ -6,38 +6,15 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-from tests.live import Server
+from tests.live import Server, joined_host
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 STEPS, LOST_AT = 30, 8
-
-
-@contextlib.contextmanager
-def host(server: Server, folder: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`art-server host` in an empty folder, with an engine and a rank."""
-    home = folder / name
-    home.mkdir()
-    (home / "key").write_text("joins\n")
-    command = [sys.executable, "-m", "art_server.cli", "host", "--join", server.url, "--token-file", "key"]
-    with open(home / "log", "wb") as log:
-        process = subprocess.Popen(
-            [*command, "--name", name, "--engines", "1", "--ranks", "1"],
-            cwd=home,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def running_in(folder: Path) -> list[psutil.Process]:
@@ -58,8 +35,8 @@ def test_an_example_trains_on_two_machines_and_loses_one(tmp_path: Path) -> None
     server.start()
     with contextlib.ExitStack() as stack:
         stack.callback(server.stop)
-        lost = stack.enter_context(host(server, tmp_path, "lost"))
-        stack.enter_context(host(server, tmp_path, "kept"))
+        lost = stack.enter_context(joined_host(server, tmp_path, "lost"))
+        stack.enter_context(joined_host(server, tmp_path, "kept"))
         server.wait_ready()
         command = [sys.executable, str(ROOT / "examples" / "yes_no_maybe.py"), "--server", server.url]
         program = subprocess.Popen(
