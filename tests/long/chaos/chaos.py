@@ -48,6 +48,8 @@ UNREACHED = {"engine paused", "engine woken"}
 """Points that a server does not come to whose engines and ranks are on other machines."""
 WORK_SECONDS = 8.0
 """Longest time that a ready server works before the next kill; long enough for some steps of art/tiny."""
+STEP_SECONDS = 120.0
+"""Of several processes: the longest wait for a step."""
 STARTING_SHARE = 0.1
 """Share of kills that do not wait until the server is ready."""
 MAX_GAP = 1e-3
@@ -199,6 +201,8 @@ class Chaos:
         is_early = self.random.random() < STARTING_SHARE
         if not is_early:
             self.server.wait_ready()
+            if self.places != Places():
+                self._wait_for_a_step()
         time.sleep(self.random.uniform(0.0, WORK_SECONDS))
         if kind == "point":
             self._die_at_a_point()
@@ -214,6 +218,17 @@ class Chaos:
         pids = self._processes(what)
         if pids:
             self._kill(self.random.choice(pids), kind, is_early, signal.SIGSTOP if how else signal.SIGKILL)
+
+    def _wait_for_a_step(self) -> None:
+        """Returns when a program has made one, or after a while: with several processes a start takes longer than the work that
+        a kill is to hit."""
+        deadline, before = time.monotonic() + STEP_SECONDS, self._num_steps()
+        while self._num_steps() == before and time.monotonic() < deadline:
+            time.sleep(0.2)
+
+    def _num_steps(self) -> int:
+        files = [self.folder / f"{name}.jsonl" for name in MODELS]
+        return sum(file.read_text().count("\n") for file in files if file.exists())
 
     def _kill_program(self) -> None:
         """It is started again, and goes on from the step that the server has."""
