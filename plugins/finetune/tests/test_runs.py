@@ -350,10 +350,12 @@ async def test_an_evaluation_compares_steps(policy: PolicyServer, folder: Path, 
     file = make_file(finetuning__validation={"dataset": "rows.json"})
     await art.finetune.run(file)
     policy.asked.clear()
+    policy.logged.clear()
     found = await art.finetune.evaluate(file, step="best", baseline="0", reps=2)
     assert found.step == 2 and found.baseline is not None and found.difference is not None
     assert {(each["model"], each["step"]) for each in policy.asked} == {("demo/agent", "2"), ("demo/agent", "0")}
     assert len(policy.asked) == 16
+    assert {each["split"] for each in policy.logged} == {"eval"}, "the best step stays that of the run's validations"
     figures = json.loads((folder / "out" / "eval.json").read_text())
     assert figures["step"] == 2 and len(figures["difference"]["interval"]) == 2
     with pytest.raises(WrongInput, match="no step 9"):

@@ -27,7 +27,8 @@ async def evaluate(
     """The mean reward of a step on the file's validation rows (those of training if it has none), and with a baseline the paired
     difference.
 
-    A step is a number, "best", "base", or None for the newest. Without any validation the best is the newest. `eval.json` in the output folder has the figures.
+    A step is a number, "best", "base", or None for the newest. The best has the highest val/reward, without validations the
+    highest train/reward. `eval.json` in the output folder and eval/reward in the history have the figures.
 
     Raises:
         WrongInput: the file is wrong, or there is no such step.
@@ -46,6 +47,7 @@ async def evaluate(
             step=await _step(made.model, step),
             baseline=await _step(made.model, baseline),
             reps=reps or finetuning.validation.reps,
+            split="eval",  # perhaps other rows: the best step stays that of the run's validations
             seed=finetuning.seed,
             max_exceptions=finetuning.max_exceptions,
             max_concurrent_rollouts=job.config.eval.general.max_concurrency,

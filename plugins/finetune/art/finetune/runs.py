@@ -4,10 +4,8 @@ await art.finetune.run("finetune.yml", {"finetuning.num_epochs": 3})
 """
 
 import contextlib
-import importlib
 import os
 import random
-import threading
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -180,8 +178,6 @@ async def run(
         if len(output.state.epochs) >= num_epochs:
             say(f"{output.path}: all {num_epochs} epochs are trained already")
             return []
-        # matplotlib takes a second to load, which the rollouts hide.
-        threading.Thread(target=importlib.import_module, args=("art.finetune.plot",)).start()
         async with connected(job) as made:
             return await _train(job, output, made)
 

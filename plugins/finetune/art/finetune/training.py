@@ -5,6 +5,8 @@ A killed run repeats its last train call with the same idempotency key and the s
 """
 
 import asyncio
+import importlib
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -54,6 +56,8 @@ class ArtTrainerAdapter(TrainerAdapter):
         Raises:
             ArtConnectionError: no server answers.
         """
+        # matplotlib takes half a second to load, in which this process would be idle.
+        threading.Thread(target=importlib.import_module, args=("art.finetune.plot",)).start()
         try:
             result = await self._training
         except (art.ArtJobError, art.ArtStatusError) as error:
