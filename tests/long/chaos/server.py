@@ -23,7 +23,7 @@ from art_server.store.model_folder import ModelFolder
 VARIABLE = "ART_CHAOS_POINT"
 
 POINTS: dict[str, tuple[Any, str, bool]] = {
-    "job written": (JobQueue, "add", True),
+    "job written": (JobQueue, "insert", True),
     "job begins": (JobQueue, "set_running", False),
     "job is running": (JobQueue, "set_running", True),
     "engine paused": (Engine, "pause", True),
