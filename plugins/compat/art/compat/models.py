@@ -122,12 +122,9 @@ class ArtTrainableModel(ArtModel, TrainableModel):
 
     _internal_config: Any = PrivateAttr(default=None)
     """`art.dev.InternalModelConfig`: ART's settings for engine, adapter and trainer (`art.compat.internal_config`)."""
-    _is_elsewhere: bool = PrivateAttr(default=False)
-    """Registered with another backend than ours. Each rollout asks for it, and a protocol takes long to check."""
 
     async def register(self, backend: ServerBackend | ThirdPartyBackend, _openai_client_config: Any = None) -> None:
         """The backend is ours, or any object that implements ART's backend protocol."""
-        self._is_elsewhere = isinstance(backend, ThirdPartyBackend)
         if not isinstance(backend, ThirdPartyBackend):
             if _openai_client_config:
                 logger.warning(CLIENT_CONFIG_IGNORED)
@@ -148,7 +145,7 @@ class ArtTrainableModel(ArtModel, TrainableModel):
 
     def get_inference_name(self, step: int | None = None) -> str:
         is_pinned = step is None and self._pinned_name is not None
-        if self._is_elsewhere and not is_pinned:
+        if isinstance(self._links.backend, ThirdPartyBackend) and not is_pinned:
             name = self._storage_name  # ART's servers have no projects
             return name if step is None else f"{name}@{step}"
         return super().get_inference_name(step)

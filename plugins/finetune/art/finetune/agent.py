@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import art
-from art import capture  # looked up once: it comes with an annex
 from art.finetune.rows import Row
 from art.finetune.scoring import Reward
 from art.finetune.sections import LLM
@@ -68,7 +67,7 @@ class Agent:
             call = Call(row, rollout, seed, addresses(self.llms, self.policy, model))
             limit = asyncio.timeout(self.timeout_seconds)
             try:
-                with capture(session_of_request, step, seed if self.is_seeded else None):
+                with art.capture(session_of_request, step, seed if self.is_seeded else None):
                     async with limit:
                         output = await self.workflow(call)
             except TimeoutError as error:

@@ -93,7 +93,7 @@ async def play_once(
 
 
 def keep(run: Run, name: RolloutRow, trajectory: art.Trajectory) -> None:
-    score = {name: getattr(trajectory, name) for name in ("reward", "metrics", "turn_rewards")}
+    score: dict[str, Any] = trajectory.model_dump(include={"reward", "metrics", "turn_rewards"})
     run.folder.add_rollout(name.model_copy(update=score))
 
 
