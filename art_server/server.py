@@ -239,7 +239,7 @@ def build(
         places = zip(engine_devices(config, machine), owners, strict=True)
         replicas = [engine_on(*place, f"engine-{number}", progress, changed) for number, place in enumerate(places)]
         limits_of = functools.partial(mismatch_limits_of, config, machine.kind)
-        engine = Fleet(replicas, progress, changed, config.log_dir / "engine-0.log", limits_of)
+        engine = Fleet(replicas, progress, changed, config, limits_of)
         if config.takes_hosts:
             hosts = find_hosts()(asked, engine, intake, changed, lambda: gate.num_inside > 0, background, children)
     ranks = [device_environment(devices, machine) for devices in rank_devices(config, machine)]

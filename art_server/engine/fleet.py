@@ -20,6 +20,7 @@ from art_server.engine.routing import Router
 from art_server.errors import Unavailable
 from art_server.process.progress import StartProgress
 from art_server.process.shared.trainer_messages import MismatchLimits
+from art_server.settings import ServerConfig
 from art_server.store.base_models import BaseModel
 
 NO_REPLICA = "no machine has joined yet that offers an engine: start `art-server host` there, or use --engines 1"
@@ -33,16 +34,18 @@ class Fleet:
         replicas: Sequence[Engine],
         progress: StartProgress,
         changed: asyncio.Condition,
-        log_path: Path,
+        config: ServerConfig,
         mismatch_limits_of: Callable[[BaseModel], MismatchLimits | None] = lambda _: None,
     ):
-        """`progress` and `changed` are those of the replicas. `log_path` is the log that models name as the engine's."""
+        """`progress` and `changed` are those of the replicas."""
         self.replicas: list[Engine] = []
         self.progress = progress
-        self.log_path = log_path
+        self.log_path = config.log_dir / "engine-0.log"
+        """The log that models name as the engine's."""
         self.base: BaseModel | None = None
         self.requested: Mapping[str, str] = {}
         """Engine arguments of the registration that started the fleet."""
+        self._config = config
         self._changed = changed
         self._mismatch_limits_of = mismatch_limits_of
         self._router = Router()
@@ -105,9 +108,13 @@ class Fleet:
 
     @property
     def max_seq_length(self) -> int | None:
-        """That which every replica takes."""
+        """As `Engine.max_seq_length`: that which every replica takes. While there is none, as configured, else the model's own."""
+        if self.base is None:
+            return None
+        longest = self.base.facts.max_positions
+        configured = self._config.with_requested(self.requested, longest).max_seq_length or longest
         lengths = [replica.max_seq_length for replica in self.replicas]
-        return min((length for length in lengths if length is not None), default=None)
+        return min((length for length in lengths if length is not None), default=configured)
 
     @property
     def mismatch_limits(self) -> MismatchLimits | None:

@@ -71,6 +71,20 @@ async def test_a_lost_machine_costs_nothing_but_its_engines(tmp_path: Path, monk
         assert here.server.background.faults == {}
 
 
+async def test_a_job_is_taken_while_no_machine_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", engines=1, ranks=1)
+        await here.ready(1)
+        model, backend = await register(here)
+        async with backend:
+            group = await sample_group(model)
+            await here.end("one")
+            await here.ready(0)
+            job = await model.submit([group], CONFIG)
+            here.host("two", engines=1, ranks=1)
+            assert (await job).step == 1
+
+
 async def test_an_engine_that_dies_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with house(tmp_path, monkeypatch) as here:
         here.host("one", engines=1)

@@ -76,7 +76,7 @@ class House:
         self.owner, self.gate, self.background = AllDevices(owners), PauseGate(), Background()
         shared = StartProgress(), asyncio.Condition()
         self.replicas = [self._replica(*each, shared) for each in enumerate(zip(worlds, owners, strict=True))]
-        self.fleet = Fleet(self.replicas, *shared, folder / "engine-0.log")
+        self.fleet = Fleet(self.replicas, *shared, ServerConfig(path=folder))
         self.registry = Registry(folder)
         for name in MODELS:
             add_model(self.registry, name, write=write_adapter)
@@ -173,6 +173,17 @@ async def running(folder: Path, *happens: dict[str, list[str]]) -> AsyncIterator
         await house.stop()
     for world in house.worlds:
         assert world.device.wrongs == [] and world.device.highest <= world.card.total
+
+
+@pytest.mark.parametrize(("flag", "requested"), [(None, None), (100, None), (None, 100), (100, 200)])
+def test_a_fleet_without_replicas_has_a_length(tmp_path: Path, flag: int | None, requested: int | None) -> None:
+    """Train calls are checked with it before a machine has joined."""
+    config = ServerConfig(path=tmp_path, max_seq_length=flag)
+    fleet = Fleet([], StartProgress(), asyncio.Condition(), config)
+    assert fleet.max_seq_length is None
+    base = BaseModel("base", TINY_DIR)
+    fleet.start(base, {} if requested is None else {"max_seq_length": str(requested)})
+    assert fleet.max_seq_length == (flag or requested or base.facts.max_positions) > 0
 
 
 async def test_a_step_is_loaded_by_every_replica_and_once(tmp_path: Path) -> None:
