@@ -175,6 +175,25 @@ async def running(folder: Path, *happens: dict[str, list[str]]) -> AsyncIterator
         assert world.device.wrongs == [] and world.device.highest <= world.card.total
 
 
+@contextlib.contextmanager
+def held(world: World, phase: str) -> Iterator[asyncio.Event]:
+    """From its next begin on the phase lasts until the block ends; the event says that it has begun."""
+    begun, go_on, reach = asyncio.Event(), asyncio.Event(), world.reach
+
+    async def wait(at: str) -> str:
+        if at == phase:
+            begun.set()
+            await go_on.wait()
+        return await reach(at)
+
+    world.reach = wait  # type: ignore[method-assign]
+    try:
+        yield begun
+    finally:
+        world.reach = reach  # type: ignore[method-assign]
+        go_on.set()
+
+
 @pytest.mark.parametrize(("flag", "requested"), [(None, None), (100, None), (None, 100), (100, 200)])
 def test_a_fleet_without_replicas_has_a_length(tmp_path: Path, flag: int | None, requested: int | None) -> None:
     """Train calls are checked with it before a machine has joined."""
@@ -211,14 +230,16 @@ async def test_what_one_replica_refuses_serves_from_none(
             raise PolicyDiffers(name, "its log-probabilities differ") if kind == "differs" else AdapterRefused("no")
 
         method = "_compare" if kind == "differs" else "_post_load"
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, contextlib.ExitStack() as block:
             patch.setattr(house.replicas[1], method, refuse)
             if "starts" in kind:
                 await house.replicas[0].load_adapter(name, folder, SECONDS, holds_device=True)
+                begun = block.enter_context(held(house.worlds[0], "engine starts"))
                 house.process(0).kill()
-                await until(lambda: house.replicas[0].state != "ready")
+                await begun.wait()
             with pytest.raises(PolicyDiffers if kind == "differs" else AdapterRefused):
                 await house.fleet.load_adapter(name, folder, SECONDS)
+            block.close()
             await house.all_ready()
             assert not any(replica.holds(name) for replica in house.replicas)
             if "starts" not in kind:
@@ -266,22 +287,12 @@ async def test_a_replica_that_starts_meanwhile_is_not_ready_without_the_step(pha
     async with running(tmp_path) as house:
         await house.all_ready()
         await house.fleet.load_adapter(*house.step("b"), SECONDS)
-        world, reached, go_on = house.worlds[1], asyncio.Event(), asyncio.Event()
-        reach = world.reach
-
-        async def held(at: str) -> str:
-            if at == phase:
-                reached.set()
-                await go_on.wait()
-            return await reach(at)
-
-        world.reach = held  # type: ignore[method-assign]
-        house.process(1).kill()
-        await reached.wait()
-        assert house.fleet.state == "ready" and house.replicas[1].state == "starting"
-        await house.fleet.load_adapter(*house.step(), SECONDS)
-        assert house.replicas[0].holds("p/a@0") and not house.replicas[1].holds("p/a@0")
-        go_on.set()
+        with held(house.worlds[1], phase) as begun:
+            house.process(1).kill()
+            await begun.wait()
+            assert house.fleet.state == "ready" and house.replicas[1].state == "starting"
+            await house.fleet.load_adapter(*house.step(), SECONDS)
+            assert house.replicas[0].holds("p/a@0") and not house.replicas[1].holds("p/a@0")
         await until(lambda: house.replicas[1].state == "ready")
         assert house.replicas[1].holds("p/a@0") and house.replicas[1].holds("p/b@0")
 
@@ -341,9 +352,10 @@ async def test_the_requests_of_a_lost_replica_go_to_the_other(tmp_path: Path) ->
         await house.all_ready()
         await house.fleet.load_adapter(*house.step(), SECONDS)
         _, first = await house.ask("a")
-        house.process(int(first[-1])).kill()
-        _, second = await house.ask("a")
-        assert second != first
+        with held(house.worlds[int(first[-1])], "engine starts"):
+            house.process(int(first[-1])).kill()
+            _, second = await house.ask("a")
+            assert second != first
         await house.all_ready()
         assert (await house.ask("a"))[1] == second, "where its prompt is"
         assert all(replica.num_requests == 0 for replica in house.replicas)
@@ -352,12 +364,14 @@ async def test_the_requests_of_a_lost_replica_go_to_the_other(tmp_path: Path) ->
 async def test_requests_wait_while_every_replica_starts(tmp_path: Path) -> None:
     async with running(tmp_path) as house:
         await house.all_ready()
-        for number in (0, 1):
-            house.process(number).kill()
-        await until(lambda: house.fleet.state == "starting")
-        assert "starting" in (house.fleet.start_waited_for or "")
-        with refused(Unavailable, "engine_not_ready"):
-            await house.fleet.wait_ready(0.0)
+        with contextlib.ExitStack() as block:
+            begun = [block.enter_context(held(world, "engine starts")) for world in house.worlds]
+            for number in (0, 1):
+                house.process(number).kill()
+                await begun[number].wait()
+            assert house.fleet.state == "starting" and "starting" in (house.fleet.start_waited_for or "")
+            with refused(Unavailable, "engine_not_ready"):
+                await house.fleet.wait_ready(0.0)
         assert (await house.ask("a"))[0] == "p/a@0"
 
 
@@ -394,21 +408,11 @@ async def test_all_pause_while_a_step_trains_and_all_wake_with_it(tmp_path: Path
     async with running(tmp_path) as house:
         await house.all_ready()
         await house.ask("a")
-        begun, go_on = asyncio.Event(), asyncio.Event()
-        reach = house.worlds[0].reach
-
-        async def wait_in_training(phase: str) -> str:
-            if phase == "backward":
-                begun.set()
-                await go_on.wait()
-            return await reach(phase)
-
-        house.worlds[0].reach = wait_in_training  # type: ignore[method-assign]
-        job = house.add_job("a")
-        house.runner._wake()
-        await begun.wait()
-        assert [house.process(number).is_paused for number in (0, 1)] == [True, True]
-        go_on.set()
+        with held(house.worlds[0], "backward") as begun:
+            job = house.add_job("a")
+            house.runner._wake()
+            await begun.wait()
+            assert [house.process(number).is_paused for number in (0, 1)] == [True, True]
         await until(lambda: house.queue.get(job).state == "done")
         assert [house.process(number).is_paused for number in (0, 1)] == [False, False]
         assert all(replica.holds("p/a@1") for replica in house.replicas)
@@ -419,23 +423,13 @@ async def test_requests_are_answered_while_a_step_waits_for_a_replica_that_start
     """On a shared device no engine may start beside the trainer."""
     async with running(tmp_path) as house:
         await house.all_ready()
-        world, reached, go_on = house.worlds[1], asyncio.Event(), asyncio.Event()
-        reach = world.reach
-
-        async def held(at: str) -> str:
-            if at == "engine loads":
-                reached.set()
-                await go_on.wait()
-            return await reach(at)
-
-        world.reach = held  # type: ignore[method-assign]
-        house.process(1).kill()
-        await reached.wait()
-        job = house.add_job("a")
-        house.runner._wake()
-        await until(lambda: house.owner.is_held)
-        assert house.gate.waits_for is None and await house.ask("b") == ("p/b@0", "engine-0")
-        go_on.set()
+        with held(house.worlds[1], "engine loads") as begun:
+            house.process(1).kill()
+            await begun.wait()
+            job = house.add_job("a")
+            house.runner._wake()
+            await until(lambda: house.owner.is_held)
+            assert house.gate.waits_for is None and await house.ask("b") == ("p/b@0", "engine-0")
         await until(lambda: house.queue.get(job).state == "done")
         assert (await house.ask("a"))[0] == "p/a@1"
 
