@@ -4,6 +4,7 @@ import os
 
 import art_server  # noqa: F401  # isort: skip - first, for torchvision
 import gc
+import signal
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -15,6 +16,10 @@ from tests.live import Server
 # Machines that are busy with other tests are slow now and then; examples are the same in each run.
 settings.register_profile("busy", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+# A script that starts the tests in the background has them ignore Ctrl-C, and so the programs to which they send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -71,9 +71,13 @@ def test_ctrl_c_prints_one_line_and_no_traceback(tmp_path: Path) -> None:
     program = subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert program.stdout is not None and program.stdout.readline() == "ready\n"
-    os.kill(program.pid, signal.SIGINT)
-    _, said = program.communicate(timeout=PATIENCE_SECONDS)
+    with program:
+        try:
+            assert program.stdout is not None and program.stdout.readline() == "ready\n"
+            os.kill(program.pid, signal.SIGINT)
+            _, said = program.communicate(timeout=PATIENCE_SECONDS)
+        finally:
+            program.kill()
     assert said.startswith(
         "\nart: stopped. /home/me/.art has demo/a at step 12, demo/b at step 3. The next run continues"
     )
