@@ -109,12 +109,11 @@ class Fleet:
     @property
     def max_seq_length(self) -> int | None:
         """As `Engine.max_seq_length`: that which every replica takes. While there is none, as configured, else the model's own."""
-        if self.base is None:
-            return None
+        lengths = [length for replica in self.replicas if (length := replica.max_seq_length) is not None]
+        if lengths or self.base is None:
+            return min(lengths, default=None)
         longest = self.base.facts.max_positions
-        configured = self._config.with_requested(self.requested, longest).max_seq_length or longest
-        lengths = [replica.max_seq_length for replica in self.replicas]
-        return min((length for length in lengths if length is not None), default=configured)
+        return self._config.with_requested(self.requested, longest).max_seq_length or longest
 
     @property
     def mismatch_limits(self) -> MismatchLimits | None:
