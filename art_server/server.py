@@ -264,7 +264,7 @@ def build(
         reports.take,
         trainer.more,
     )
-    train_requests = TrainRequests(ledger, engine, runner)
+    train_requests = TrainRequests(ledger, engine, runner, queue)
     limit, tracing = config.wait_limit_seconds, reports.tracing
     proxy = Proxy(registry, ledger, engine, gate, base, limit, tracing)
     status = Status(config.path, engine, trainer, gate, base, runner, loop_watch, background)

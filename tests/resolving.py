@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from art_protocol.wire import JobReport, TrainConfig, TrajectoryGroupBody
-from art_server.jobs.advice import Past
+from art_server.jobs.batch_signs import Past
 from art_server.jobs.resolve import Resolver
 from art_server.jobs.token_sources import Limits, TokenSources
 from art_server.jobs.turns import TurnTrace
@@ -27,7 +27,7 @@ def resolve(
     model_id: str,
     sources: TokenSources,
     limits: Limits,
-    past: Past = dict,
+    past: Past = tuple,
 ) -> Resolved:
     resolver = Resolver(config, model_id, sources, limits, past)
     traces = [resolver.trace_turns(group) for group in groups]

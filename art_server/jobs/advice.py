@@ -1,30 +1,41 @@
 """Advice about groups that teach nothing: what was seen in their answers, and in the rewards of earlier steps.
 
-Advice that does not fit costs a run: more rollouts change nothing at temperature 0, or for a policy that broke.
+Advice that does not fit costs a run: more rollouts change nothing at temperature 0, or for a policy that broke; and a
+step that was good is lost by a roll back. The mean rewards of two batches differ when their prompts differ, so a fall is
+named only where the same prompts earn less, or where the answers collapsed, too.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from art_server.jobs.batch_signs import BatchSigns, Past, Rewards, pooled
 from art_server.process.shared.advantages import is_identical
 from art_server.process.shared.trainer_messages import TrainableGroup
-
-Past = Callable[[], Mapping[int, float]]
-"""The mean reward of each kept step's answers."""
 
 ONE_ANSWER = 0.99
 """The mean probability of sampled tokens above which a policy has next to no other answer."""
 LOST_ROLLOUTS = 10
 """A fall of the reward is named if this many rollouts lost a whole reward. A smaller one can be chance."""
+STANDARD_ERRORS = 4.0
+"""The fall on the same prompts, in standard errors. Honest runs of small batches stay below (`scripts/bench/alarms`)."""
+MIN_FALLEN = 3
+"""A policy may unlearn one question while it learns others. So many prompts must have fallen, if the batch has as many."""
+FALLEN_FOR_RISEN = 4
+"""For each prompt that earns more than before, so many must have fallen."""
+MOST, FEW = 0.75, 0.5
+"""Answers collapsed if at least MOST of them are alike, or cut, and in the batch of the good step at most FEW."""
+SHORTER = 4
+"""Answers collapsed if they became so many times shorter."""
+MORE_NATS = 2.0
+"""Answers collapsed if each of their tokens became so much less probable, as of a policy that writes at random."""
 
 ADVICE = {
     "copied": "several trajectories have the same choice. Call the model once for each rollout",
     "greedy": "all answers are the same, because they were sampled at temperature 0. Sample at temperature 1",
     "collapsed": "all answers are the same, and the policy gave their tokens a probability above 0.99, so it has next to no "
-    "other answer. Use other prompts or a higher temperature; if it had more answers before, `await model.rollback(STEP)` and "
-    "a lower learning_rate help",
+    "other answer. Use other prompts or a higher temperature",
     "same": "all answers are the same, so that nothing tells the better one. Check for one seed for the group or cached answers",
     "single": "there is one trajectory, and a reward is compared with the others of its group. Run several rollouts for each",
     "equal": "the answers differ, and their rewards are equal. Sample more rollouts for each group, use other prompts, or a "
@@ -38,20 +49,20 @@ def advise(
     *,
     copied: Collection[int | None],
     is_greedy: bool,
-    sampled_step: int,
+    signs: BatchSigns | None,
     learning_rate: Any,
     past: Past,
 ) -> list[str]:
     """The notes about a job's groups, of which each comes with whether all its rewards are equal.
 
     `copied` has the numbers of groups in which a choice is in several trajectories. `is_greedy`: tokens were sampled at
-    temperature 0. `sampled_step` sampled the answers.
+    temperature 0. `signs` are those of the batch; None for demonstrations.
     """
     seen = Counter(_seen(group, copied, is_greedy) for group, is_equal in groups if is_equal or is_identical(group))
     fall = None
-    if 2 * sum(is_equal for _, is_equal in groups) >= len(groups):
-        rewards = [trajectory.reward for group, _ in groups for trajectory in group.trajectories]
-        fall = _fall(rewards, sampled_step, {step: mean for step, mean in past().items() if step < sampled_step})
+    if signs is not None and 2 * sum(is_equal for _, is_equal in groups) >= len(groups):
+        earlier = [batch for batch in past() if batch.step < signs.step]
+        fall = _fall_on_same_prompts(signs, earlier) or _collapse(signs, earlier)
     if fall is not None:
         fall += f"; then train with a lower learning_rate than {learning_rate}"
         del seen["collapsed"], seen["equal"]
@@ -69,20 +80,91 @@ def _seen(group: TrainableGroup, copied: Collection[int | None], is_greedy: bool
     logprobs: list[float] = []
     for trajectory in group.trajectories:
         for sequence in trajectory.sequences:
-            logprobs += [each for each in sequence.logprobs if each is not None]
+            logprobs += [logprob for logprob in sequence.logprobs if logprob is not None]
     return "collapsed" if logprobs and math.exp(sum(logprobs) / len(logprobs)) > ONE_ANSWER else "same"
 
 
-def _fall(rewards: Sequence[float], sampled_step: int, earlier: Mapping[int, float]) -> str | None:
-    """How far the mean reward fell since an earlier step, and how to go back to it; None if it did not."""
-    if not earlier:
+def _fall_on_same_prompts(signs: BatchSigns, earlier: Sequence[BatchSigns]) -> str | None:
+    """How far the mean reward of prompts fell that earlier steps answered, too, and how to go back; None if it did not, or
+    if these are fewer than half of the batch."""
+    before = {
+        prompt: pooled([batch.prompts[prompt] for batch in earlier if prompt in batch.prompts])
+        for prompt in signs.prompts
+        if any(prompt in batch.prompts for batch in earlier)
+    }
+    num_rollouts = sum(signs.prompts[prompt].num for prompt in before)
+    if not before or 2 * num_rollouts < signs.rewards.num:
         return None
-    best, mean = max(earlier.values()), sum(rewards) / len(rewards)
-    lost = (best - mean) / max(1.0, abs(best), abs(mean))
-    if mean > best - abs(best) / 2 or lost * len(rewards) < LOST_ROLLOUTS:
+    fallen = [prompt for prompt in before if _has_halved(before[prompt].mean, signs.prompts[prompt].mean)]
+    risen = [prompt for prompt in before if signs.prompts[prompt].mean > before[prompt].mean]
+    if len(fallen) < min(MIN_FALLEN, len(signs.prompts)) or len(fallen) < FALLEN_FOR_RISEN * len(risen):
         return None
-    last = max(step for step, reward in earlier.items() if reward > (best + mean) / 2)
+    was = sum(signs.prompts[prompt].num * before[prompt].mean for prompt in before) / num_rollouts
+    now = sum(signs.prompts[prompt].num * signs.prompts[prompt].mean for prompt in before) / num_rollouts
+    pairs = [(before[prompt], signs.prompts[prompt]) for prompt in before]
+    if not _has_fallen(was, now, num_rollouts) or was - now < STANDARD_ERRORS * _standard_error(pairs):
+        return None
+    good = [batch.step for batch in earlier if _mean_of(batch, before) > (was + now) / 2]
+    if not good:
+        return None
     return (
-        f"the mean reward was {earlier[last]:.3g} with the answers of step {last}, and is {mean:.3g} with those of step "
-        f"{sampled_step}. If the prompts are as hard as before, the policy broke: `await model.rollback({last})` goes back"
+        f"{num_rollouts} rollouts have prompts that earlier steps answered, too: their mean reward was {was:.3g}, and is "
+        f"{now:.3g} with the answers of step {signs.step}. If the reward function is the same, the policy broke: `await "
+        f"model.rollback({max(good)})` goes back to the last step that earned more"
     )
+
+
+def _collapse(signs: BatchSigns, earlier: Sequence[BatchSigns]) -> str | None:
+    """How the answers collapsed since an earlier step that earned more than twice as much, and how to go back; None if
+    they did not."""
+    best = max((batch.rewards.mean for batch in earlier), default=-math.inf)
+    mean = signs.rewards.mean
+    if not earlier or not _has_fallen(best, mean, signs.rewards.num):
+        return None
+    good = max((batch for batch in earlier if batch.rewards.mean > (best + mean) / 2), key=lambda batch: batch.step)
+    changes: list[str] = []
+    if len(signs.prompts) > 1 and signs.commonest >= MOST and good.commonest <= FEW:
+        changes.append(
+            f"{signs.commonest:.0%} of the answers are the same one, to different prompts ({good.commonest:.0%})"
+        )
+    if signs.cut >= MOST and good.cut <= FEW:
+        changes.append(f"{signs.cut:.0%} of the answers are cut at their length limit ({good.cut:.0%})")
+    if signs.num_tokens * SHORTER <= good.num_tokens:
+        changes.append(f"an answer has {signs.num_tokens:.3g} tokens on average ({good.num_tokens:.3g})")
+    if signs.surprise is not None and good.surprise is not None and signs.surprise >= good.surprise + MORE_NATS:
+        probabilities = (math.exp(-signs.surprise), math.exp(-good.surprise))
+        changes.append("the probability of a sampled token is {:.2g} ({:.2g})".format(*probabilities))
+    if not changes:
+        return None
+    return (
+        f"the answers collapsed: {', and '.join(changes)}; in brackets those of step {good.step}, which earned "
+        f"{good.rewards.mean:.3g} on average where those of step {signs.step} earn {mean:.3g}. `await "
+        f"model.rollback({good.step})` goes back"
+    )
+
+
+def _has_halved(before: float, after: float) -> bool:
+    return after < before and after <= before - abs(before) / 2
+
+
+def _has_fallen(before: float, after: float, num_rollouts: int) -> bool:
+    """Whether a mean reward halved, and LOST_ROLLOUTS lost theirs."""
+    lost = (before - after) / max(1.0, abs(before), abs(after))
+    return _has_halved(before, after) and lost * num_rollouts >= LOST_ROLLOUTS
+
+
+def _standard_error(pairs: Sequence[tuple[Rewards, Rewards]]) -> float:
+    """The standard error of the mean difference of prompts' rewards, before and after, from the deviation of rollouts from
+    their own prompt's mean. A prompt counts as often as it has rollouts after."""
+    num_after = sum(after.num for _, after in pairs)
+    degrees = sum(before.num + after.num - 2 for before, after in pairs)
+    if degrees <= 0:
+        return 0.0
+    variance = sum(before.squares + after.squares for before, after in pairs) / degrees
+    return math.sqrt(variance * sum(after.num + after.num**2 / before.num for before, after in pairs)) / num_after
+
+
+def _mean_of(batch: BatchSigns, prompts: Collection[str]) -> float:
+    """The mean reward of these prompts in a batch; minus infinity if the batch has none of them."""
+    parts = [rewards for prompt, rewards in batch.prompts.items() if prompt in prompts]
+    return pooled(parts).mean if parts else -math.inf

@@ -13,7 +13,8 @@ from art_protocol.wire import (
     TrajectoryGroupBody,
 )
 from art_server.errors import InvalidInput
-from art_server.jobs.advice import Past, advise
+from art_server.jobs.advice import advise
+from art_server.jobs.batch_signs import BatchSigns, Past
 from art_server.jobs.choices import is_choice
 from art_server.jobs.differences import FirstDifference, messages_of
 from art_server.jobs.turns import ResolvedTurn
@@ -112,8 +113,10 @@ class ReportCounts:
         return f"no group holds a trainable turn: {reasons}{hint}"
 
 
-def make_report(batch: Batch, counts: ReportCounts, config: TrainConfig, past: Past) -> JobReport:
-    """The report of a job that trains this batch. `past`: the mean rewards of earlier steps, for advice.
+def make_report(
+    batch: Batch, counts: ReportCounts, config: TrainConfig, signs: BatchSigns | None, past: Past
+) -> JobReport:
+    """The report of a job that trains this batch. `signs` are those of the batch, `past` those of earlier ones, for advice.
 
     Raises:
         InvalidInput: rewards or advantages are invalid.
@@ -158,7 +161,7 @@ def make_report(batch: Batch, counts: ReportCounts, config: TrainConfig, past: P
             *_unscored_notes(counts, config),
             *_unrecorded_notes(counts, config),
             *_group_notes(tokens_of_groups),
-            *_advice(batch, unmasked, counts, config, past),
+            *_advice(batch, unmasked, counts, config, signs, past),
         ],
     )
 
@@ -220,14 +223,19 @@ def _group_notes(tokens_of_groups: Sequence[GroupTokens | None]) -> list[str]:
 
 
 def _advice(
-    batch: Batch, unmasked: Sequence[GroupTokens | None], counts: ReportCounts, config: TrainConfig, past: Past
+    batch: Batch,
+    unmasked: Sequence[GroupTokens | None],
+    counts: ReportCounts,
+    config: TrainConfig,
+    signs: BatchSigns | None,
+    past: Past,
 ) -> list[str]:
     is_equal = [tokens is None or not has_advantage(tokens) for tokens in unmasked]
     return advise(
         list(zip(batch.groups, is_equal, strict=True)),
         copied=counts.copied,
         is_greedy=any(float(value) == 0 for value in counts.unscored.get("temperature", ())),
-        sampled_step=max(counts.steps, key=lambda step: counts.steps[step], default=0),
+        signs=signs,
         learning_rate=config.learning_rate,
         past=past,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 from art_protocol.history import pack_rows
 from art_protocol.wire import ErrorDetail, JobEvent, JobInfo, JobReport, JobState
+from art_server.jobs.batch_signs import BatchSigns
 from art_server.process.shared.trainer_messages import Batch, TrainableGroup
 
 PENDING: tuple[JobState, ...] = ("queued", "running")
@@ -16,7 +17,8 @@ ENDED: tuple[JobState, ...] = ("done", "failed", "cancelled")
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What a job trains and what it writes into the model's folder, as stored bytes. Deleted when the job is done."""
+    """What a job trains and what it writes into the model's folder, as stored bytes. Deleted when the job is done, but for
+    its signs."""
 
     batch: bytes
     """JSON of a `trainer_messages.Batch`."""
@@ -24,15 +26,18 @@ class Payload:
     """The content of the trajectories file."""
     num_tokens: int = 0
     """Of the batch, without those that its sequences share."""
+    signs: str | None = None
+    """JSON of the batch's `batch_signs.BatchSigns`, with which later batches are compared."""
 
     @staticmethod
-    def make(batch: Batch, trajectories: bytes = pack_rows(())) -> "Payload":
+    def make(batch: Batch, trajectories: bytes = pack_rows(()), signs: BatchSigns | None = None) -> "Payload":
         """Encodes one group at a time, because a call of a JSON library blocks all other threads."""
         shared = batch.model_copy(update={"groups": []}).model_dump_json().encode()
         trained = b",".join(group.model_dump_json().encode() for group in batch.groups)
         start, end = shared.split(b'"groups":[]')
         num_tokens = sum(count_unshared(group) for group in batch.groups)
-        return Payload(start + b'"groups":[' + trained + b"]" + end, trajectories, num_tokens)
+        content = start + b'"groups":[' + trained + b"]" + end
+        return Payload(content, trajectories, num_tokens, None if signs is None else signs.model_dump_json())
 
 
 def count_unshared(group: TrainableGroup) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from art_protocol.wire import ErrorDetail, JobReport, JobState, TrainConfig
 from art_server.errors import Conflict, NotFound, TooMany
+from art_server.jobs.batch_signs import BatchSigns
 from art_server.jobs.fair_order import FairOrder
 from art_server.jobs.job_row import COLUMNS, ENDED, PENDING, Job, Payload, WaitingJob, read_job
 from art_server.jobs.job_schema import migrate_jobs
@@ -133,6 +134,7 @@ class JobQueue:
             "metrics": json.dumps(metrics or {}),
             "created_at": clock.now(),
             "num_tokens": payload.num_tokens * config.passes,
+            "signs": payload.signs,
         }
         with self._lock, database_errors("the job"):
             twin = None if key is None else self.find_key(project, name, key, body_digest)
@@ -256,6 +258,13 @@ class JobQueue:
     def trajectories(self, job_id: str) -> bytes:
         """The content of the job's trajectories file."""
         return self._blob("trajectories", job_id)
+
+    def signs(self, job_ids: Sequence[str]) -> list[BatchSigns]:
+        """The signs of these jobs' batches, in this order; jobs without signs are left out."""
+        marks = ",".join("?" * len(job_ids))
+        rows = self._rows(f"SELECT job_id, signs FROM jobs WHERE signs IS NOT NULL AND job_id IN ({marks})", *job_ids)
+        signs = dict(map(tuple, rows))
+        return [BatchSigns.model_validate_json(signs[job_id]) for job_id in job_ids if job_id in signs]
 
     def _blob(self, column: str, job_id: str) -> bytes:
         ((blob,),) = self._rows(f"SELECT {column} FROM jobs WHERE job_id = ?", job_id)

@@ -24,7 +24,7 @@ from typing import Any
 
 from art_protocol.wire import BY_REFERENCE, HistoryBody, JobReport, TrainConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.errors import InvalidInput, RecordsMissing
-from art_server.jobs.advice import Past
+from art_server.jobs.batch_signs import BatchSigns, Past, signs_of
 from art_server.jobs.choices import SentTurn, first_other_part, is_choice, read_turn
 from art_server.jobs.differences import FirstDifference, of_histories, of_prompt
 from art_server.jobs.job_report import NO_TURN, ReportCounts, make_report
@@ -95,10 +95,11 @@ class HistoryTurns:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The batch that a job trains, and the report."""
+    """The batch that a job trains, the report, and the batch's signs."""
 
     batch: Batch
     report: JobReport
+    signs: BatchSigns | None
 
 
 class Resolver:
@@ -113,7 +114,7 @@ class Resolver:
         model_id: str,
         sources: TokenSources,
         limits: Limits,
-        past: Past = dict,
+        past: Past = tuple,
     ):
         self._config = config
         self._model_id = model_id
@@ -169,7 +170,8 @@ class Resolver:
             distributions=self._distributions,
             num_groups=self._counts.num_groups,
         )
-        return Resolved(batch, make_report(batch, self._counts, self._config, self._past))
+        signs = signs_of(batch, self._counts.steps)
+        return Resolved(batch, make_report(batch, self._counts, self._config, signs, self._past), signs)
 
     # --- trajectories and their histories ---
 

@@ -14,7 +14,9 @@ from art_protocol.wire import JobReport, TrainConfig, TrajectoryGroupBody
 from art_server.engine.fleet import AnyEngine
 from art_server.errors import InvalidInput
 from art_server.jobs.attempt import ENGINE_WAIT_SECONDS
+from art_server.jobs.batch_signs import BatchSigns
 from art_server.jobs.job_row import Job, Payload
+from art_server.jobs.queue import JobQueue
 from art_server.jobs.received_trajectories import ReceivedTrajectories
 from art_server.jobs.resolve import Resolver
 from art_server.jobs.runner import JobRunner
@@ -25,6 +27,8 @@ from art_server.store.registry import RegisteredModel
 
 R = TypeVar("R")
 
+PAST_STEPS = 50
+"""With the batches of so many newest steps a batch is compared."""
 THREADS = 2
 """Of their own, because resolving may wait for the engine's tokenizer, and other work needs threads, too."""
 
@@ -32,10 +36,11 @@ THREADS = 2
 class TrainRequests:
     """Begins train requests."""
 
-    def __init__(self, ledger: Ledger, engine: AnyEngine, runner: JobRunner):
+    def __init__(self, ledger: Ledger, engine: AnyEngine, runner: JobRunner, queue: JobQueue):
         self._ledger = ledger
         self._engine = engine
         self._runner = runner
+        self._queue = queue
         self._threads = ThreadPoolExecutor(THREADS, "resolve")
 
     def begin(self, model: RegisteredModel, config: TrainConfig, limits: Limits) -> "NewJob":
@@ -53,14 +58,12 @@ class TrainRequests:
             end_ids=self._ledger.end_ids,
             stop_ids=self._ledger.stop_ids,
         )
-        resolver = Resolver(config, model.id, sources, limits, functools.partial(rewards_of_steps, model))
+        resolver = Resolver(config, model.id, sources, limits, functools.partial(self._past_signs, model))
         return NewJob(model, config, resolver, self._runner, self._threads)
 
-
-def rewards_of_steps(model: RegisteredModel) -> dict[int, float]:
-    """The mean reward of each kept step's answers in training (blocking)."""
-    kept = set(model.folder.steps())
-    return {step: mean for step, mean in model.history.means("train/reward").items() if step in kept}
+    def _past_signs(self, model: RegisteredModel) -> list[BatchSigns]:
+        """The signs of the batches that the model's newest steps were trained from (blocking)."""
+        return self._queue.signs(model.history.newest_jobs(PAST_STEPS))
 
 
 class NewJob:
@@ -120,8 +123,8 @@ class NewJob:
             self._config.check_rates(len(self._rollouts.outlines))
         except ValueError as error:
             raise InvalidInput(str(error), code="invalid_body", param="config.learning_rate") from error
-        found = self._resolver.finish()
-        return Payload.make(found.batch, self._rollouts.content), found.report
+        resolved = self._resolver.finish()
+        return Payload.make(resolved.batch, self._rollouts.content, resolved.signs), resolved.report
 
     async def _in_thread(self, call: Callable[..., R], *arguments: Any) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)

@@ -220,6 +220,11 @@ class MetricHistory:
         )
         return [value for (value,) in self._table.select(query, self._model, name, number)][::-1]
 
+    def newest_jobs(self, number: int) -> list[str]:
+        """The jobs that made the newest steps, the newest last."""
+        query = "SELECT job_id FROM steps WHERE model = ? AND job_id IS NOT NULL ORDER BY step DESC LIMIT ?"
+        return [job_id for (job_id,) in self._table.select(query, self._model, number)][::-1]
+
     def total(self, name: str) -> float:
         """The sum of a metric over all steps."""
         query = "SELECT total(value) FROM metrics WHERE model = ? AND name = ?"

@@ -123,11 +123,11 @@ def is_identical(group: TrainableGroup) -> bool:
     trainable = [trajectory for trajectory in group.trajectories if trajectory.sequences]
     if len(trainable) < 2:
         return False
-    first = _sampled_ids(trainable[0])
-    return any(first) and all(_sampled_ids(each) == first for each in trainable[1:])
+    first = sampled_ids(trainable[0])
+    return any(first) and all(sampled_ids(each) == first for each in trainable[1:])
 
 
-def _sampled_ids(trajectory: TrainableTrajectory) -> list[list[int]]:
+def sampled_ids(trajectory: TrainableTrajectory) -> list[list[int]]:
     """The sampled tokens of each sequence."""
     sampled: list[list[int]] = []
     for sequence in trajectory.sequences:

@@ -1,7 +1,9 @@
 """Advice in a job's report: what was seen in the groups that teach nothing, and in the rewards of earlier steps."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,17 @@ import pytest
 
 import art
 from art_protocol.wire import TrainConfig, TrajectoryGroupBody
+from art_server.jobs.advice import advise
+from art_server.jobs.batch_signs import BatchSigns, signs_of
 from art_server.ledger.records import Record
+from art_server.process.shared.trainer_messages import (
+    Batch,
+    SampledSpan,
+    TokenSequence,
+    TrainableGroup,
+    TrainableTrajectory,
+)
+from tests.quick.jobs.simulated_run import SimulatedRun
 from tests.quick.server.served import sample_group, serving
 from tests.resolving import LIMITS, bare, record, resolve, sources
 
@@ -19,8 +31,6 @@ MORE = "more rollouts"
 def advice(
     answers: Sequence[Record],
     rewards: Sequence[float],
-    past: Mapping[int, float] | None = None,
-    num_groups: int = 1,
     **config: Any,
 ) -> list[str]:
     """The notes about equal groups, each of a trajectory for each answer."""
@@ -31,8 +41,7 @@ def advice(
     ]
     group = TrajectoryGroupBody.model_validate({"trajectories": trajectories})
     known = sources(find_record=found.get)
-    groups = [group] * num_groups
-    report = resolve(groups, TrainConfig(**config), "p/a", known, LIMITS, lambda: past or {}).report
+    report = resolve([group], TrainConfig(**config), "p/a", known, LIMITS).report
     return [note for note in report.notes if "tokens were sampled with" not in note]
 
 
@@ -66,38 +75,139 @@ def test_a_group_of_one_trajectory_is_named() -> None:
     assert "one trajectory" in note and MORE not in note
 
 
-BROKEN = [answer(k, [2, k], step=1) for k in range(32)]
+PROMPTS = [[1, number] for number in range(8)]
+"""Each is one group's."""
 
 
-def test_a_reward_that_fell_names_the_step_to_go_back_to() -> None:
-    (note,) = advice(BROKEN, [0.0] * 32, {0: 0.53}, learning_rate=1.0)
-    assert "0.53 with the answers of step 0" in note and "rollback(0)" in note and "learning_rate than 1.0" in note
-    assert MORE not in note
-    later = [dataclasses.replace(each, request=dataclasses.replace(each.request, step=9)) for each in BROKEN]
-    (note,) = advice(later, [0.0] * 32, {2: 0.6, 5: 0.55, 7: 0.1, 9: 0.0})
+def batch(
+    step: int,
+    rewards: Sequence[float],
+    prompts: Sequence[list[int]] = PROMPTS,
+    *,
+    answers: Callable[[int], list[int]] = lambda number: [10 + number % 50, 3],
+    logprob: float = -0.5,
+    is_cut: bool = False,
+) -> list[TrainableGroup]:
+    """Four rollouts of each prompt, which earn `rewards` in turn."""
+    number = itertools.count()
+    groups: list[TrainableGroup] = []
+    for index, prompt in enumerate(prompts):
+        trajectories: list[TrainableTrajectory] = []
+        for _ in range(4):
+            k = next(number)
+            tokens = answers(k)
+            sequence = TokenSequence(
+                token_ids=[*prompt, *tokens],
+                logprobs=[None] * len(prompt) + [logprob] * len(tokens),
+                spans=[SampledSpan(start=len(prompt), stop=len(prompt) + len(tokens), step=step)],
+                truncated=is_cut,
+            )
+            trajectories.append(TrainableTrajectory(reward=rewards[k % len(rewards)], sequences=[sequence]))
+        groups.append(TrainableGroup(trajectories=trajectories, number=index))
+    return groups
+
+
+def signs(groups: Sequence[TrainableGroup]) -> BatchSigns:
+    step = groups[0].trajectories[0].sequences[0].spans[0].step
+    made = signs_of(Batch(groups=list(groups)), {step: 1})
+    assert made is not None
+    return made
+
+
+def notes_of(groups: Sequence[TrainableGroup], earlier: Sequence[Sequence[TrainableGroup]]) -> list[str]:
+    """The advice about a batch after earlier ones."""
+    of_groups = [(group, len({trajectory.reward for trajectory in group.trajectories}) == 1) for group in groups]
+    past = [signs(before) for before in earlier]
+    return advise(of_groups, copied=(), is_greedy=False, signs=signs(groups), learning_rate=1.0, past=lambda: past)
+
+
+def test_a_fall_on_the_same_prompts_names_the_step_to_go_back_to() -> None:
+    (note,) = notes_of(batch(1, [0.0]), [batch(0, [0.0, 1.0])])
+    assert "32 rollouts" in note and "was 0.5, and is 0" in note and "rollback(0)" in note
+    assert "learning_rate than 1.0" in note and MORE not in note
+    earlier = [batch(2, [1.0, 0.0]), batch(5, [1.0, 1.0, 0.0]), batch(7, [0.0] * 7 + [1.0]), batch(9, [0.0])]
+    (note,) = notes_of(batch(9, [0.0]), earlier)
     assert "rollback(5)" in note, "the last step whose answers were good"
 
 
+OTHERS = [[2, number] for number in range(8)]
+
+
 @pytest.mark.parametrize(
-    ("past", "rewards"),
+    ("earlier", "groups"),
     [
-        ({}, [0.0] * 32),
-        ({0: 0.05}, [0.0] * 32),
-        ({0: 0.5}, [0.5] * 32),
-        ({0: -3.0}, [-1.0] * 32),
-        ({1: 1.0}, [0.0] * 32),
+        ([], batch(1, [0.0])),
+        ([batch(0, [1.0])], batch(1, [0.0], OTHERS)),
+        ([batch(0, [1.0])], batch(1, [0.0], [*PROMPTS[:3], *OTHERS[:5]])),
+        ([batch(0, [0.5])], batch(1, [0.5])),
+        ([batch(0, [-3.0])], batch(1, [-1.0])),
+        ([batch(1, [1.0])], batch(1, [0.0])),
+        ([batch(0, [0.0] * 12 + [1.0, 0.0, 0.0, 0.0])], batch(1, [0.0])),
+        ([batch(0, [1.0] * 8 + [0.0] * 24)], batch(1, [0.0] * 8 + [1.0] * 8 + [0.0] * 16)),
     ],
+    ids=["first", "other prompts", "few the same", "equal", "better", "own step", "rare rewards", "one for another"],
 )
-def test_no_step_is_named_where_none_was_better(past: dict[int, float], rewards: list[float]) -> None:
-    """A small fall can be chance, and the answers' own step is none to go back to."""
-    (note,) = advice(BROKEN, rewards, past)
+def test_no_step_is_named_where_no_prompts_fell(
+    earlier: list[list[TrainableGroup]], groups: list[TrainableGroup]
+) -> None:
+    """Other prompts can be harder, and a policy may unlearn few questions while it learns others."""
+    (note,) = notes_of(groups, earlier)
     assert "rollback" not in note and MORE in note
 
 
-def test_a_broken_policy_whose_answers_are_equal_is_told_to_go_back() -> None:
-    same = [answer(k, [2], -0.0001, step=3) for k in range(16)]
-    (note,) = advice(same, [0.0] * 16, {2: 0.9})
-    assert "rollback(2)" in note
+def same(number: int) -> list[int]:
+    return [7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("collapsed", "words"),
+    [
+        (batch(3, [0.0], OTHERS, answers=same, logprob=-0.0001), "100% of the answers are the same one"),
+        (batch(3, [0.0], OTHERS, is_cut=True), "100% of the answers are cut at their length limit (0%)"),
+        (batch(3, [0.0], OTHERS, answers=lambda _: [4]), "an answer has 1 tokens on average (8)"),
+        (batch(3, [0.0], OTHERS, logprob=-6.0), "the probability of a sampled token is 0.0025 (0.61)"),
+    ],
+    ids=["one answer", "endless", "empty", "noise"],
+)
+def test_answers_that_collapsed_are_told_to_go_back_whatever_the_prompts(
+    collapsed: list[TrainableGroup], words: str
+) -> None:
+    good = batch(2, [1.0, 0.0], answers=lambda number: [number, *range(7)])
+    notes = notes_of(collapsed, [good])
+    assert words in notes[0] and "rollback(2)" in notes[0] and "same prompts" not in notes[0]
+    assert all("rollback" not in note for note in notes[1:])
+    (note,) = notes_of(batch(3, [0.0], OTHERS, answers=lambda number: [number, *range(7)]), [good])
+    assert "rollback" not in note, "the mean fell, and the answers are as before"
+
+
+def test_a_policy_that_always_answered_alike_did_not_collapse() -> None:
+    alike = {"answers": same, "logprob": -0.0001}
+    notes = notes_of(batch(3, [0.0], OTHERS, **alike), [batch(2, [1.0], **alike)])
+    assert all("rollback" not in note for note in notes)
+
+
+def test_demonstrations_have_no_signs() -> None:
+    assert signs_of(Batch(groups=batch(0, [1.0])), {}) is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_honest_runs_of_small_batches_are_never_told_that_their_policy_broke(seed: int) -> None:
+    """Fifty runs a seed: six random questions a step, of four kinds, with eight rollouts, as newcomers have them."""
+    for run in range(50):
+        simulated = SimulatedRun(random.Random(1000 * seed + run))
+        notes = [note for _ in range(15) for note in simulated.step()]
+        assert not [note for note in notes if "rollback" in note]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_run_that_breaks_is_told_so_in_the_next_batch(seed: int) -> None:
+    """Its twelve questions have been asked before, and more than a third of the answers were right."""
+    simulated = SimulatedRun(random.Random(seed), num_questions=12, has_parts=False)
+    simulated.learning_rate = 1.0
+    while sum(batch.rewards.mean - 1 / 3 for batch in simulated.past) < 1:
+        simulated.step()
+    simulated.logits = dict.fromkeys(simulated.logits, -20.0)
+    assert any("rollback" in note for _ in range(2) for note in simulated.step())
 
 
 @pytest.mark.anyio
@@ -117,4 +227,4 @@ async def test_the_rewards_of_a_model_s_steps_are_known(tmp_path: Path) -> None:
         await train(*[1.0] * 19, 0.0)
         notes = await train(*[0.0] * 20)
         await model.backend().close()
-    assert any("step 0" in note and "rollback(0)" in note for note in notes), notes
+    assert any("was 0.95, and is 0 " in note and "rollback(0)" in note for note in notes), notes
