@@ -64,6 +64,8 @@ class InferenceRequest:
     """The header of that name, if spans are made."""
     engine: Engine | None = None
     """The one that answers it, or that was lost while it did."""
+    continued_response: str | None = None
+    """The stored response whose items the body contains, because the caller named it."""
 
     @property
     def is_stream(self) -> bool:
@@ -81,6 +83,14 @@ class InferenceRequest:
         logprobs = self.body.get("logprobs")
         is_asked = bool(self.body.get("return_token_ids")) or (logprobs is not None and logprobs is not False)
         return is_asked or (self.model is not None and self.model.record.always_logprobs)
+
+    @property
+    def scope(self) -> tuple[str, str | None, str | None]:
+        """Owner, project and name, by which the ledger tells models and their callers apart."""
+        if self.model is None:
+            return self.owner, None, None
+        record = self.model.record
+        return record.project, record.project, record.name
 
     def art_field(self, opened: OpenRequest, index: int) -> dict[str, Any]:
         """The `art` field of a choice, with the id of its record and the number of its tokens; without a record,
@@ -204,14 +214,14 @@ class Proxy:
 
     def _to_record(self, inference: InferenceRequest, request_id: str) -> Request:
         """A request as the ledger stores it."""
-        record = inference.model.record if inference.model is not None else None
+        owner, project, name = inference.scope
         return Request(
             request_id=request_id,
             api=inference.api,
-            project=record.project if record else None,
-            name=record.name if record else None,
+            project=project,
+            name=name,
             step=inference.step,
-            owner=record.project if record else inference.owner,
+            owner=owner,
             session=inference.session,
             prefix_digest=inference.prefix_digest,
             answers=inference.answers,
@@ -226,7 +236,7 @@ class Proxy:
         if is_bare and inference.model is not None and inference.model.record.always_logprobs:
             body["logprobs"] = True
         if inference.api == "responses":
-            body["request_id"] = f"resp_{request_id}"
+            body["request_id"] = f"{conversation.RESPONSE_PREFIX}{request_id}"
         return body
 
     @staticmethod
