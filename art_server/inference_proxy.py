@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import json
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -105,6 +106,29 @@ class InferenceRequest:
         return mark | ({"unrecorded": opened.lost[index]} if index in opened.lost else {})
 
 
+MAX_SESSIONS, MAX_NAMES, MAX_NAME = 10_000, 8, 128
+"""Sessions, names of a session, and characters of a name that `RefusedNames` remembers."""
+
+
+class RefusedNames:
+    """The names of models that requests of sessions had, and that no model has; those of the latest sessions."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[tuple[str, str], Counter[str]] = OrderedDict()
+
+    def add(self, owner: str, session: str, name: str) -> None:
+        names = self._names.setdefault((owner, session), Counter())
+        self._names.move_to_end((owner, session))
+        if len(names) < MAX_NAMES or name[:MAX_NAME] in names:
+            names[name[:MAX_NAME]] += 1
+        while len(self._names) > MAX_SESSIONS:
+            self._names.popitem(last=False)
+
+    def of_session(self, owner: str, session: str) -> dict[str, int]:
+        """The number of requests by name."""
+        return dict(self._names.get((owner, session), {}))
+
+
 class EngineLost(Unavailable):
     """The engine ended during a request."""
 
@@ -126,6 +150,7 @@ class Proxy:
     _base: BaseLoader
     _wait_limit_seconds: float
     _tracing: Tracer | None = None
+    refused_names: RefusedNames = field(default_factory=RefusedNames)
 
     def resolve(self, inference: InferenceRequest) -> None:
         """Sets the model, step and adapter that answer a request at this moment.

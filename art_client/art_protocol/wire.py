@@ -593,6 +593,12 @@ class SessionReply(Reply):
     unused: dict[str, int] = {}
     """Number of excluded choices by reason: not fully delivered, passed over for another choice of the same
     conversation, or asked for again."""
+    other_models: dict[str, int] = {}
+    """If this model has no answer in the session: the number of answers by the name of the trained model that gave them."""
+    num_base_answers: int = 0
+    """If this model has no answer in the session: the number of answers of the base model."""
+    unknown_models: dict[str, int] = {}
+    """If this model has no answer in the session: the number of requests by the name that no model has. They were refused."""
 
 
 # --- health -------------------------------------------------------------------------------------------------------

@@ -352,6 +352,15 @@ class Ledger:
                 found.append((record, turn))
         return found
 
+    def count_answers(self, session: str) -> dict[tuple[str, str | None, str | None], int]:
+        """The number of choices in a session, of any model: by owner, project and name, which are None for the base model."""
+        with self._lock:
+            rows = self._storage.db.execute(
+                "SELECT owner, project, name, COUNT(*) FROM records WHERE session = ? GROUP BY owner, project, name",
+                (session,),
+            ).fetchall()
+        return {(owner, project, name): count for owner, project, name, count in rows}
+
     def find_by_logprobs(self, project: str, name: str, logprobs: Sequence[float]) -> list[Match]:
         """A model's records with these log-probabilities, newest first. They are not loaded, because a frequent answer has
         thousands."""

@@ -22,7 +22,7 @@ from art_server.api.openai.answers import answer_json
 from art_server.api.openai.grammar_limits import check_grammars
 from art_server.api.openai.responses import check_response_fields, names_stored, with_stored
 from art_server.api.openai.streaming import answer_stream
-from art_server.errors import BadRequest, InvalidInput
+from art_server.errors import BadRequest, InvalidInput, NotFound
 from art_server.inference_proxy import InferenceRequest
 from art_server.ledger import conversation
 from art_server.process.shared import clock
@@ -62,7 +62,12 @@ def add_routes(app: FastAPI, server: Server) -> None:
         inference = await beside(functools.partial(make_request, request, arrived_at), body)
         if tracing is not None:
             inference.traceparent = request.headers.get("traceparent")
-        proxy.resolve(inference)  # refuses an unknown name now, not after a wait
+        try:
+            proxy.resolve(inference)  # refuses an unknown name now, not after a wait
+        except NotFound:
+            if inference.session is not None:
+                proxy.refused_names.add(inference.owner, inference.session, inference.requested_model)
+            raise
         if names_stored(inference):
             inference = await asyncio.to_thread(continued, inference)
         if inference.is_stream:

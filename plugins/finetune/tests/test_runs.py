@@ -193,6 +193,16 @@ async def test_requests_that_went_elsewhere_are_told_where_to_go(policy: PolicyS
         await art.finetune.run(make_file(code, workflow___type="agent.py:silent"))
 
 
+async def test_requests_for_the_base_model_are_told_so(policy: PolicyServer, make_file: MakeFile) -> None:
+    code = """
+        def silent(question):
+            return "yes"
+    """
+    policy.num_base_answers = 1
+    with pytest.raises(FinetuneError, match=r"1 of its answers came from the base model art/tiny.*model='demo/agent'"):
+        await art.finetune.run(make_file(code, workflow___type="agent.py:silent"))
+
+
 FUNCTIONS = """
     import art.finetune
     async def planned(question):
