@@ -387,7 +387,8 @@ class Difference(Reply):
     rollouts (the roles of their messages, and whose text differs), with the texts of the first such rollout."""
 
     whose: str
-    """"the policy's answer", "the tool message", "the user message"..., or "the chat template's own text"."""
+    """"the policy's answer", "the tool message", "the user message"..., "the tool definitions", or "the chat template's own
+    text"."""
     expected: str
     """What the turns before it have there; empty: nothing follows them."""
     found: str
