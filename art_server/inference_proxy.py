@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import json
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -64,6 +65,8 @@ class InferenceRequest:
     """The header of that name, if spans are made."""
     engine: Engine | None = None
     """The one that answers it, or that was lost while it did."""
+    continued_response: str | None = None
+    """The stored response whose items the body contains, because the caller named it."""
 
     @property
     def is_stream(self) -> bool:
@@ -82,6 +85,14 @@ class InferenceRequest:
         is_asked = bool(self.body.get("return_token_ids")) or (logprobs is not None and logprobs is not False)
         return is_asked or (self.model is not None and self.model.record.always_logprobs)
 
+    @property
+    def scope(self) -> tuple[str, str | None, str | None]:
+        """Owner, project and name, by which the ledger tells models and their callers apart."""
+        if self.model is None:
+            return self.owner, None, None
+        record = self.model.record
+        return record.project, record.project, record.name
+
     def art_field(self, opened: OpenRequest, index: int) -> dict[str, Any]:
         """The `art` field of a choice, with the id of its record and the number of its tokens; without a record,
         `unrecorded` is the reason."""
@@ -93,6 +104,29 @@ class InferenceRequest:
         if index in opened.records:
             mark["num_tokens"] = len(opened.records[index].token_ids)
         return mark | ({"unrecorded": opened.lost[index]} if index in opened.lost else {})
+
+
+MAX_SESSIONS, MAX_NAMES, MAX_NAME = 10_000, 8, 128
+"""Sessions, names of a session, and characters of a name that `RefusedNames` remembers."""
+
+
+class RefusedNames:
+    """The names of models that requests of sessions had, and that no model has; those of the latest sessions."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[tuple[str, str], Counter[str]] = OrderedDict()
+
+    def add(self, owner: str, session: str, name: str) -> None:
+        names = self._names.setdefault((owner, session), Counter())
+        self._names.move_to_end((owner, session))
+        if len(names) < MAX_NAMES or name[:MAX_NAME] in names:
+            names[name[:MAX_NAME]] += 1
+        while len(self._names) > MAX_SESSIONS:
+            self._names.popitem(last=False)
+
+    def of_session(self, owner: str, session: str) -> dict[str, int]:
+        """The number of requests by name."""
+        return dict(self._names.get((owner, session), {}))
 
 
 class EngineLost(Unavailable):
@@ -116,6 +150,7 @@ class Proxy:
     _base: BaseLoader
     _wait_limit_seconds: float
     _tracing: Tracer | None = None
+    refused_names: RefusedNames = field(default_factory=RefusedNames)
 
     def resolve(self, inference: InferenceRequest) -> None:
         """Sets the model, step and adapter that answer a request at this moment.
@@ -204,14 +239,14 @@ class Proxy:
 
     def _to_record(self, inference: InferenceRequest, request_id: str) -> Request:
         """A request as the ledger stores it."""
-        record = inference.model.record if inference.model is not None else None
+        owner, project, name = inference.scope
         return Request(
             request_id=request_id,
             api=inference.api,
-            project=record.project if record else None,
-            name=record.name if record else None,
+            project=project,
+            name=name,
             step=inference.step,
-            owner=record.project if record else inference.owner,
+            owner=owner,
             session=inference.session,
             prefix_digest=inference.prefix_digest,
             answers=inference.answers,
@@ -226,7 +261,7 @@ class Proxy:
         if is_bare and inference.model is not None and inference.model.record.always_logprobs:
             body["logprobs"] = True
         if inference.api == "responses":
-            body["request_id"] = f"resp_{request_id}"
+            body["request_id"] = f"{conversation.RESPONSE_PREFIX}{request_id}"
         return body
 
     @staticmethod

@@ -72,19 +72,24 @@ class Uploads:
             model = await self._registry.find_whole(project, name)
             base = base_model or (model.record.base_model if model else description.base_model)
             description = description.model_copy(update={"base_model": (await self._load_base(base)).name})
-            await self._check_on_base(description, content)
+            description = await self._check_on_base(description, content, model)
             async with self._checkpoints.changed(f"{project}/{name}"):
                 return await self._store(project, name, description, content)
         finally:
             await asyncio.to_thread(clear, tar, content)
 
-    async def _check_on_base(self, description: Description, content: Path) -> None:
+    async def _check_on_base(
+        self, description: Description, content: Path, model: RegisteredModel | None
+    ) -> Description:
+        """Checks the adapter. Returns the description with the layers as the model names them."""
         check_rank(description.lora, self._max_rank)
+        known = None if model is None else model.record.lora
         try:
-            await self._trainer.run(CheckTask(lora=description.lora, folder=str(content)))
+            done = await self._trainer.run(CheckTask(lora=description.lora, folder=str(content), known=known))
         except TrainerError as error:
             what = f"the adapter does not fit base model '{description.base_model}'"
             raise error.for_client(what, "adapter") from error
+        return description.model_copy(update={"lora": done.lora or description.lora})
 
     async def _store(self, project: str, name: str, description: Description, content: Path) -> RegisteredModel:
         model = self._registry.find(project, name)

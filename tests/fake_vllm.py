@@ -13,6 +13,8 @@ from art_server.process.shared.engine_messages import FinishedChoice
 
 METRICS = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 3.0\n"
 PROMPT, ANSWER, TEXT = [5, 6, 7], [8, 9], "a private answer"
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+"""What an answer of /v1/responses has behind its text."""
 CONTROLS = ("pause", "resume", "sleep", "release_kv_cache_memory", "reset_prefix_cache", "wake_up")
 
 
@@ -27,6 +29,8 @@ class FakeVllm:
         """For so many requests it dies while it answers, and is back afterwards."""
         self.is_dead = False
         """It died in its last request."""
+        self.responses: list[dict[str, Any]] = []
+        """The bodies of the requests to /v1/responses."""
         self._site: web.AppRunner | None = None
 
     async def listen(self) -> str:
@@ -50,6 +54,7 @@ class FakeVllm:
             web.get("/v1/models", self._models),
             web.post("/v1/completions", self._complete),
             web.post("/v1/chat/completions", self._chat),
+            web.post("/v1/responses", self._respond),
             web.post("/v1/load_lora_adapter", self._load),
             web.post("/v1/unload_lora_adapter", self._unload),
             *(web.post(f"/{route}", self._control) for route in CONTROLS),
@@ -98,18 +103,7 @@ class FakeVllm:
             error = {"error": {"message": "EngineCore encountered an issue.", "code": 500}}
             return events(error) if is_stream else web.json_response(error, status=500)
         request_id = request.headers.get("x-request-id", uuid.uuid4().hex)
-        sample = FinishedChoice(
-            request_id=request_id,
-            rendered=PROMPT,
-            index=0,
-            text=TEXT,
-            token_ids=ANSWER,
-            logprobs=[-0.5] * len(ANSWER),
-            finish_reason="stop",
-            stop_reason=None,
-            sampling={"n": 1, "temperature": 1.0},
-        )
-        self.take_samples([(request_id, 0, 0, sample)])
+        self._sample(request_id)
         message = {"role": "assistant", "content": TEXT}
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "message": message, "logprobs": None}
         if body.get("logprobs"):
@@ -120,6 +114,46 @@ class FakeVllm:
             return events({**answer, "object": "chat.completion.chunk", "choices": [choice]})
         return web.json_response({**answer, "object": "chat.completion", "choices": [choice]})
 
+    async def _respond(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.responses.append(body)
+        self._sample(request.headers["x-request-id"], TEXT + CALL)
+        number = len(self.responses)
+        call = {"type": "function_call", "id": f"fc_{number}", "call_id": f"call_{number}", "name": "add"}
+        text = {"type": "output_text", "text": TEXT, "annotations": [], "logprobs": None}
+        message = {"type": "message", "id": f"msg_{number}", "role": "assistant", "content": [text], "status": None}
+        response = {
+            "id": body["request_id"],
+            "object": "response",
+            "model": body["model"],
+            "output": [message, {**call, "arguments": '{"a": 1}', "status": "completed"}],
+            "previous_response_id": body.get("previous_response_id"),
+        }
+        if not body.get("stream"):
+            return web.json_response(response, dumps=compact)
+        parts = [{"type": f"response.{end}", "response": response} for end in ("created", "completed")]
+        text = "".join(f"event: {part['type']}\ndata: {compact(part)}\n\n" for part in parts)
+        return web.Response(text=text, content_type="text/event-stream")
+
+    def _sample(self, request_id: str, text: str = TEXT) -> None:
+        sample = FinishedChoice(
+            request_id=request_id,
+            rendered=PROMPT,
+            index=0,
+            text=text,
+            token_ids=ANSWER,
+            logprobs=[-0.5] * len(ANSWER),
+            finish_reason="stop",
+            stop_reason=None,
+            sampling={"n": 1, "temperature": 1.0},
+        )
+        self.take_samples([(request_id, 0, 0, sample)])
+
+
+def compact(value: Any) -> str:
+    """JSON without spaces, as vLLM writes it."""
+    return json.dumps(value, separators=(",", ":"))
+
 
 def refusal(status: int, kind: str, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)
@@ -127,6 +161,6 @@ def refusal(status: int, kind: str, message: str) -> web.Response:
 
 def events(*contents: Any) -> web.Response:
     """Server-sent events, written as vLLM does."""
-    texts = [json.dumps(each, separators=(",", ":")) for each in contents]
+    texts = [compact(each) for each in contents]
     text = "".join(f"data: {each}\n\n" for each in [*texts, "[DONE]"])
     return web.Response(text=text, content_type="text/event-stream")

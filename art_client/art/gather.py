@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from typing import Any, Literal, TypeVar, cast, overload
 
 from art import annexes
+from art.contained import contained
 from art.pool import (
     DEFAULT_MAX_CONCURRENT_ROLLOUTS,
     DEFAULT_MAX_EXCEPTIONS,
@@ -148,7 +149,8 @@ async def _finish_group(
         rollouts.count_unexpected(group)
         if after_each is None or not group.trajectories:
             return [group]
-        result = await after_each(group)
+        with contained("after_each"):
+            result = await after_each(group)
     except Exception as error:
         if rollouts.has_too_many_failures:
             raise
@@ -173,7 +175,8 @@ async def _resolve(rollouts: RolloutPool, awaitable: Awaitable[TrajectoryGroup])
         return await awaitable
     is_failed = True
     try:
-        group = _to_group(await awaitable)
+        with contained("the awaitable of a group"):
+            group = _to_group(await awaitable)
         is_failed = False
     finally:
         rollouts.resolve_group(is_failed=is_failed)

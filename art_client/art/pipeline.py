@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, Never, TypeAlias, TypeVar
 from tqdm.auto import tqdm
 
 from art.bodies import build_train_request
+from art.contained import contained
 from art.errors import ArtError, ArtJobError, ArtStatusError
 from art.gather import gather_trajectory_groups
 from art.model import TrainableModel
@@ -307,7 +308,8 @@ class PipelineTrainer(Generic[S, C]):
 
     async def _evaluate(self, step: int) -> None:
         assert self._eval_fn is not None, "an evaluation is due only with eval_fn"
-        samples = await self._eval_fn(self._model._pinned(step), step, self._config)
+        with contained("eval_fn"):
+            samples = await self._eval_fn(self._model._pinned(step), step, self._config)
         splits = samples if isinstance(samples, Mapping) else {"val": samples}
         for split, entries in splits.items():
             groups = [each for each in entries if isinstance(each, TrajectoryGroup)]

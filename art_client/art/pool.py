@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from tqdm.auto import tqdm
 
+from art.contained import contained
 from art.errors import error_text
 from art.tracebacks import shorten
 from art_protocol.signal import to_finite
@@ -140,13 +141,8 @@ class RolloutPool:
             # A group that the rollout awaits must not wait for the slot that the rollout occupies.
             token = current_pool.set(None)
             try:
-                return check(await rollout)
-            except asyncio.CancelledError as error:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise
-                failure = RuntimeError("the rollout was cancelled, but not by its gather")
-                failure.__cause__ = error
+                with contained("the rollout"):
+                    return check(await rollout)
             except Exception as error:
                 failure = error
             finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from art import tracing
+from art.contained import contained
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import TrainResult
 from art_protocol.tracking import RolloutRow, StepRecord, make_rows, open_trackers
@@ -75,9 +76,10 @@ class Reporting:
 
     async def _call(self, on_step: OnStep, record: StepRecord) -> None:
         try:
-            result = on_step(record)
-            if inspect.isawaitable(result):
-                await result
+            with contained("on_step"):
+                result = on_step(record)
+                if inspect.isawaitable(result):
+                    await result
         except Exception as error:  # the step is trained, whatever the program's hook raises
             if not self._has_warned:
                 self._has_warned = True

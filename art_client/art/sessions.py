@@ -26,6 +26,8 @@ from art_protocol.wire import NAME_PATTERN, NAME_RULE, SESSION_HEADER, SessionRe
 
 logger = logging.getLogger(__name__)
 
+NO_REQUEST = "the agent sent no request that names the session"
+
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
@@ -94,20 +96,42 @@ class Rollout:
         """
         model = model or self.model
         reply = await model.backend()._fetch_session(model, self.session)
-        if not reply.num_choices:
-            logger.warning(
-                "session %s has no answer of %s: the agent sent no requests, or sent them elsewhere. "
-                "Give it base_url=%s, or the rollout's api_key, and model=%r",
-                self.session,
-                model.name,
-                self.base_url,
-                model.get_inference_name(),
-            )
+        reason = None if reply.num_choices else self._why_empty(model, reply)
+        if reason is not None:
+            logger.warning(reason)
         if self._span is not None:
             self._span.set({"art.reward": reward})
         trajectory = Trajectory(reward=reward, metrics=metrics or {}, metadata=metadata or {})
         add_captured(trajectory, [reply])
+        if reason is not None:
+            trajectory.log(reason)
         return trajectory
+
+    def _why_empty(self, model: TrainableModel, reply: SessionReply) -> str | None:
+        """Why a session has no answer of a model, and the remedy; None if its answers are those of the base model that the
+        copy of an evaluation samples from."""
+        name, others, unknown = model.get_inference_name(), reply.other_models, reply.unknown_models
+        if reply.num_base_answers and name == model.base_model:
+            return None
+        facts: list[str] = []
+        if reply.num_base_answers:
+            base = f"the base model {model.base_model}, which is not trained"
+            facts.append(f"{reply.num_base_answers} of its answers came from {base}")
+        facts += [f"{count} of its answers came from the model {other}" for other, count in others.items()]
+        facts += [
+            f"{count} of its requests named {other!r}, which is no model here" for other, count in unknown.items()
+        ]
+        if facts:
+            remedy = f"The agent has to send model={name!r}"
+            if others:
+                remedy += f"; the answers of {next(iter(others))} are in r.trajectory(model=...) of that model"
+        elif reply.unused:
+            facts = [f"{count} were left out, because {reason}" for reason, count in reply.unused.items()]
+            remedy = "Let the agent wait for the whole answer, and go on with it"
+        else:
+            facts = [NO_REQUEST]
+            remedy = f"Give it base_url={self.base_url}, or the rollout's api_key, and model={name!r}"
+        return f"session {self.session} has no answer of {name} that can be trained: {'; '.join(facts)}. {remedy}"
 
     async def __aenter__(self) -> Self:
         self._token = current_scope.set(Scope(self.session))

@@ -387,7 +387,8 @@ class Difference(Reply):
     rollouts (the roles of their messages, and whose text differs), with the texts of the first such rollout."""
 
     whose: str
-    """"the policy's answer", "the tool message", "the user message"..., or "the chat template's own text"."""
+    """"the policy's answer", "the tool message", "the user message"..., "the tool definitions", or "the chat template's own
+    text"."""
     expected: str
     """What the turns before it have there; empty: nothing follows them."""
     found: str
@@ -593,6 +594,12 @@ class SessionReply(Reply):
     unused: dict[str, int] = {}
     """Number of excluded choices by reason: not fully delivered, passed over for another choice of the same
     conversation, or asked for again."""
+    other_models: dict[str, int] = {}
+    """If this model has no answer in the session: the number of answers by the name of the trained model that gave them."""
+    num_base_answers: int = 0
+    """If this model has no answer in the session: the number of answers of the base model."""
+    unknown_models: dict[str, int] = {}
+    """If this model has no answer in the session: the number of requests by the name that no model has. They were refused."""
 
 
 # --- health -------------------------------------------------------------------------------------------------------

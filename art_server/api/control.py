@@ -37,6 +37,7 @@ from art_server.api.parameters import (
     TheEngine,
     TheLedger,
     TheMachine,
+    TheRefusedNames,
     TheRegistration,
     TheRegistry,
     TheReports,
@@ -166,10 +167,27 @@ async def log(model: PathModel, body: Groups, reports: TheReports) -> LogReply:
 
 
 @router.get("/api/models/{project}/{name}/sessions/{session}")
-async def session(model: PathModel, session: str, ledger: TheLedger) -> SessionReply:
+async def session(
+    model: PathModel, session: str, ledger: TheLedger, refused_names: TheRefusedNames, caller: TheCaller
+) -> SessionReply:
     project, name = model.record.project, model.record.name
     found = await asyncio.to_thread(ledger.find_session, project, name, session)
-    return await asyncio.to_thread(session_trajectory, found)
+    reply = await asyncio.to_thread(session_trajectory, found)
+    if found:
+        return reply
+    answers = await asyncio.to_thread(ledger.count_answers, session)
+    others = {
+        f"{project}/{name}": count
+        for (_, project, name), count in answers.items()
+        if project is not None and (caller.projects is None or project in caller.projects)
+    }
+    return reply.model_copy(
+        update={
+            "other_models": others,
+            "num_base_answers": answers.get((caller.owner, None, None), 0),
+            "unknown_models": refused_names.of_session(caller.owner, session),
+        }
+    )
 
 
 @router.get("/api/jobs")

@@ -14,6 +14,7 @@ from art_server.checkpoints import Checkpoints
 from art_server.engine.device.detection import Machine
 from art_server.engine.fleet import AnyEngine
 from art_server.errors import ServerError
+from art_server.inference_proxy import RefusedNames
 from art_server.jobs.job_row import Job
 from art_server.jobs.reports import Reports
 from art_server.jobs.runner import JobRunner
@@ -41,6 +42,7 @@ TheConfig = Annotated[ServerConfig, part(lambda server: server.config)]
 TheMachine = Annotated[Machine, part(lambda server: server.machine)]
 TheReports = Annotated[Reports, part(lambda server: server.reports)]
 TheLedger = Annotated[Ledger, part(lambda server: server.ledger)]
+TheRefusedNames = Annotated[RefusedNames, part(lambda server: server.proxy.refused_names)]
 TheEngine = Annotated[AnyEngine, part(lambda server: server.engine)]
 TheRegistry = Annotated[Registry, part(lambda server: server.registry)]
 TheBase = Annotated[BaseLoader, part(lambda server: server.base)]

@@ -108,7 +108,8 @@ class ReportCounts:
         if not self.has_choice:
             hint = (
                 ". No trajectory contains a choice: put `completion.choices[0]` into it, not only its message; an agent "
-                "under art.rollout needs the rollout's base_url or api_key"
+                "under art.rollout needs the rollout's base_url or api_key, and the model's name: the logs of its trajectory "
+                "say where its requests went"
             )
         return f"no group holds a trainable turn: {reasons}{hint}"
 

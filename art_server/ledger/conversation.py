@@ -22,6 +22,9 @@ MAX_BROKEN_OBJECTS = 32
 
 BILLING_HEADER = "x-anthropic-billing-header"
 
+RESPONSE_PREFIX = "resp_"
+"""What stands before the request's id in the id of a response."""
+
 _MARKUP = re.compile(r"</?(tool_call|tool_calls)>|<\|python_tag\|>|\[TOOL_CALLS\]")
 _BETWEEN_CALLS = " \n\t[],;"
 _DECODER = json.JSONDecoder()
@@ -300,7 +303,7 @@ def stops_of(api: str, body: dict[str, Any]) -> list[str]:
 def cited_choices(body: dict[str, Any]) -> list[str]:
     """The ids of the choices to which a request refers by an earlier response."""
     earlier = body.get("previous_response_id")
-    return [earlier.removeprefix("resp_") + "-0"] if isinstance(earlier, str) else []
+    return [earlier.removeprefix(RESPONSE_PREFIX) + "-0"] if isinstance(earlier, str) else []
 
 
 # --- conversations --------------------------------------------------------------------------------------------------

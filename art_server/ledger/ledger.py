@@ -299,7 +299,28 @@ class Ledger:
         with self._lock, tolerated("a session's turn"):
             self._storage.store_turn(request_id, turn)
 
+    def keep_response(self, request_id: str, items: Sequence[Any], item_ids: Iterable[str]) -> None:
+        """Stores a response, so that later requests can name it in place of its conversation. It stays as long as its
+        record."""
+        with self._lock, tolerated("a response"):
+            self._storage.store_response(request_id, items, item_ids)
+
     # --- finding ---
+
+    def find_response(
+        self, owner: str, project: str | None, name: str | None, response_id: str
+    ) -> list[dict[str, Any]] | None:
+        """The items of a model's stored response, with those of the conversation before it; None if there is none."""
+        with self._lock, database_errors("the stored responses"):
+            request_id = response_id.removeprefix(conversation.RESPONSE_PREFIX)
+            return self._storage.load_response(owner, project, name, request_id)
+
+    def find_item(self, owner: str, project: str | None, name: str | None, item_id: str) -> dict[str, Any] | None:
+        """An item that a model's stored response made; None if there is none."""
+        with self._lock, database_errors("the stored responses"):
+            request_id = self._storage.response_of(item_id)
+            items = None if request_id is None else self._storage.load_response(owner, project, name, request_id)
+        return next((item for item in reversed(items or ()) if item.get("id") == item_id), None)
 
     def find(self, choice: str) -> Record | None:
         """The record of a choice id; None if there is none or it was deleted."""
@@ -330,6 +351,15 @@ class Ledger:
             if record is not None:
                 found.append((record, turn))
         return found
+
+    def count_answers(self, session: str) -> dict[tuple[str, str | None, str | None], int]:
+        """The number of choices in a session, of any model: by owner, project and name, which are None for the base model."""
+        with self._lock:
+            rows = self._storage.db.execute(
+                "SELECT owner, project, name, COUNT(*) FROM records WHERE session = ? GROUP BY owner, project, name",
+                (session,),
+            ).fetchall()
+        return {(owner, project, name): count for owner, project, name, count in rows}
 
     def find_by_logprobs(self, project: str, name: str, logprobs: Sequence[float]) -> list[Match]:
         """A model's records with these log-probabilities, newest first. They are not loaded, because a frequent answer has

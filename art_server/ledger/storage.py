@@ -1,4 +1,5 @@
-"""The ledger's SQLite file: prompts, records, kept sets and sessions' turns. Callers hold the ledger's lock.
+"""The ledger's SQLite file: prompts, records, kept sets, sessions' turns and stored responses. Callers hold the ledger's
+lock.
 
 A prompt is stored as the choice that it continues plus its new tokens, and a turn's messages as those of a known
 conversation plus the new ones. So a conversation of many turns is stored once.
@@ -85,9 +86,19 @@ CREATE TABLE IF NOT EXISTS conversations (
     parent INTEGER,  -- the conversation before the last message
     message BLOB NOT NULL
 );
+CREATE TABLE IF NOT EXISTS responses (
+    request_id TEXT PRIMARY KEY,
+    items INTEGER  -- of the Responses API, input and output, as a conversation
+);
+CREATE TABLE IF NOT EXISTS response_items (
+    item_id TEXT PRIMARY KEY,
+    request_id TEXT NOT NULL  -- the response that made the item
+);
 CREATE INDEX IF NOT EXISTS conversations_by_parent ON conversations (parent) WHERE parent IS NOT NULL;
 CREATE INDEX IF NOT EXISTS turns_by_conversation ON turns (conversation) WHERE conversation IS NOT NULL;
 CREATE INDEX IF NOT EXISTS turns_by_tools ON turns (tools) WHERE tools IS NOT NULL;
+CREATE INDEX IF NOT EXISTS responses_by_items ON responses (items) WHERE items IS NOT NULL;
+CREATE INDEX IF NOT EXISTS response_items_by_request ON response_items (request_id);
 """
 
 CACHED_PROMPTS = 512
@@ -490,7 +501,8 @@ class Storage:
         return made
 
     def _drop_conversations(self, numbers: Iterable[int | None]) -> None:
-        """Deletes those of the conversations that no turn and no longer conversation needs, and then those before them."""
+        """Deletes those of the conversations that no turn, no response and no longer conversation needs, and then those
+        before them."""
         left = {number for number in numbers if number is not None}
         while left:
             dropped = self.db.execute(
@@ -498,10 +510,45 @@ class Storage:
                 " AND NOT EXISTS (SELECT 1 FROM conversations AS longer WHERE longer.parent = conversations.number)"
                 " AND NOT EXISTS (SELECT 1 FROM turns WHERE conversation = conversations.number)"
                 " AND NOT EXISTS (SELECT 1 FROM turns WHERE turns.tools = conversations.number)"
+                " AND NOT EXISTS (SELECT 1 FROM responses WHERE items = conversations.number)"
                 " RETURNING parent",
                 (json.dumps(list(left)),),
             ).fetchall()
             left = {parent for (parent,) in dropped if parent is not None}
+
+    # --- stored responses ---
+
+    def store_response(self, request_id: str, items: Sequence[Any], item_ids: Iterable[str]) -> None:
+        """Stores the items of a response, its conversation's and its own. `item_ids` are the ids of its own."""
+        with transaction(self.db):
+            row = {"request_id": request_id, "items": self._store_conversation(items)}
+            insert(self.db, "responses", row, or_else="REPLACE")
+            for item_id in item_ids:
+                row = {"item_id": item_id, "request_id": request_id}
+                insert(self.db, "response_items", row, or_else="REPLACE")
+
+    def load_response(self, owner: str, project: str | None, name: str | None, request_id: str) -> list[Any] | None:
+        """What `store_response` stored of a model's response; None if there is nothing."""
+        row = self.db.execute(
+            "SELECT items FROM responses JOIN records ON choice_id = responses.request_id || '-0'"
+            " WHERE responses.request_id = ? AND owner = ? AND project IS ? AND name IS ?",
+            (request_id, owner, project, name),
+        ).fetchone()
+        if row is None:
+            return None
+        items: list[Any] = []
+        number: int | None = row["items"]
+        while number is not None:
+            number, item = self.db.execute(
+                "SELECT parent, message FROM conversations WHERE number = ?", (number,)
+            ).fetchone()
+            items.append(json.loads(zlib.decompress(item)))
+        return items[::-1]
+
+    def response_of(self, item_id: str) -> str | None:
+        """The request id of the stored response that made an item; None if there is none."""
+        row = self.db.execute("SELECT request_id FROM response_items WHERE item_id = ?", (item_id,)).fetchone()
+        return None if row is None else row[0]
 
     # --- keeping within bounds ---
 
@@ -541,7 +588,11 @@ class Storage:
                 " RETURNING conversation, tools",
                 (requests,),
             ).fetchall()
-            self._drop_conversations(number for row in turns for number in row)
+            responses = self.db.execute(
+                f"DELETE FROM responses WHERE request_id {IN_LIST} RETURNING items", (requests,)
+            ).fetchall()
+            self.db.execute(f"DELETE FROM response_items WHERE request_id {IN_LIST}", (requests,))
+            self._drop_conversations(number for row in (*turns, *responses) for number in row)
             self.db.execute(
                 "DELETE FROM kept_sets WHERE used_at < COALESCE("
                 " (SELECT created_at FROM records ORDER BY number LIMIT 1), 1e99) - ?",

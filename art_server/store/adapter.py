@@ -1,20 +1,27 @@
 """Reads the configuration of an untrusted PEFT folder. Only a plain LoRA passes.
 
-The trainer checks that the tensors are those of this LoRA on the base model (`trainer/checkpoint.py`).
+A rank-stabilised LoRA is a plain one with another alpha. Layers that a configuration selects by patterns, numbers or
+exclusions are named by the adapter's tensors. The trainer checks that the tensors are those of this LoRA on the base model
+(`trainer/checkpoint.py`).
 """
 
 import json
 import math
+import re
+import struct
 from pathlib import Path
 from typing import Any
 
 from art_protocol.wire import LoRAConfig
 from art_server.errors import InvalidInput
-from art_server.store.model_folder import CONFIG_FILE
+from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE
+from art_server.store.selected_layers import ALL_LINEAR, FIELDS, BadPattern, not_selected
 
 MAX_CONFIG_BYTES = 2**20
-MAX_RANK = 512
-READ = {"peft_type", "task_type", "r", "lora_alpha", "target_modules", "init_lora_weights"}
+MAX_HEADER_BYTES = 100_000_000
+"""Of a safetensors file, as its library limits it."""
+MAX_RANK, MAX_ALPHA = 512, 65_536
+READ = {"peft_type", "task_type", "r", "lora_alpha", "use_rslora", "init_lora_weights", *FIELDS}
 WITHOUT_EFFECT = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -40,7 +47,7 @@ def read_lora(folder: Path) -> tuple[LoRAConfig, str | None]:
         InvalidInput: this is not the configuration of a plain LoRA; the message names the field.
     """
     config = _read_config(folder / CONFIG_FILE)
-    rank, alpha, targets = (config.get(name) for name in ("r", "lora_alpha", "target_modules"))
+    rank, alpha, is_stabilised = (config.get(name) for name in ("r", "lora_alpha", "use_rslora"))
     start, base = config.get("init_lora_weights"), config.get("base_model_name_or_path")
     if config.get("peft_type") != "LORA":
         raise _bad(f"peft_type is {_shown(config.get('peft_type'))}: only 'LORA' is supported")
@@ -56,21 +63,32 @@ def read_lora(folder: Path) -> tuple[LoRAConfig, str | None]:
         raise _bad(f"r is {_shown(rank)}: it must be a whole number from 1 to {MAX_RANK}")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
         raise _bad(f"lora_alpha is {_shown(alpha)}: it must be a positive number")
+    if not isinstance(is_stabilised, bool | None):
+        raise _bad(f"use_rslora is {_shown(is_stabilised)}: it must be true or false")
+    if is_stabilised:  # PEFT scales by alpha / sqrt(r), Kalajdzievski 2023, arXiv:2312.03732, section 3
+        alpha *= math.sqrt(rank)
+    if alpha > MAX_ALPHA:
+        raise _bad(f"lora_alpha scales the adapter by {alpha / rank:g}: alpha can be at most {MAX_ALPHA}")
     if not isinstance(start, bool | str | None) or start not in PLAIN_STARTS:
         raise _bad(
             f"init_lora_weights is {_shown(start)}, which changes the base's weights: convert the adapter to a plain LoRA"
         )
     return (
-        LoRAConfig(rank=rank, alpha=float(alpha), target_modules=_read_targets(targets)),
+        LoRAConfig(rank=rank, alpha=float(alpha), target_modules=_read_targets(config, folder / ADAPTER_FILE)),
         base if isinstance(base, str) and base else None,
     )
 
 
-def _read_targets(targets: object) -> list[str] | None:
-    """The names of the adapted layers; None: all linear ones. A pattern counts as None, because it is not evaluated: the
-    trainer refuses the adapter if its tensors do not cover all linear layers."""
-    if isinstance(targets, str | None):
+def _read_targets(config: dict[str, Any], tensors: Path) -> list[str] | None:
+    """The names of the adapted layers; None: all linear ones. Whole paths where no list of names says it."""
+    targets = config.get("target_modules")
+    numbers = config.get("layers_to_transform")
+    if config.get("exclude_modules") or numbers not in (None, []) or not isinstance(targets, str | list | None):
+        return _layers_of(config, tensors)
+    if targets in (None, ALL_LINEAR):
         return None
+    if isinstance(targets, str):
+        return _layers_of(config, tensors)
     if not isinstance(targets, list) or not targets:
         raise _bad(f"target_modules is {_shown(targets)}: it must be a list of names of layers")
     names: set[str] = set()
@@ -79,6 +97,42 @@ def _read_targets(targets: object) -> list[str] | None:
             raise _bad(f"target_modules has {_shown(name)}, which is not the name of a layer")
         names.add(name)
     return sorted(names)
+
+
+def _layers_of(config: dict[str, Any], tensors: Path) -> list[str]:
+    """The paths of the layers that an adapter's tensors belong to, which the configuration has to select: PEFT ignores the
+    tensors of others, and layers without tensors stay as they are."""
+    layers = sorted({match[1] for name in _tensor_names(tensors) if (match := TENSOR.fullmatch(name))})
+    try:
+        ignored = not_selected(config, layers)
+    except BadPattern as error:
+        raise _bad(str(error)) from error
+    if not layers or ignored:
+        which = f"of {ignored[0][:200]}, which {' and '.join(FIELDS)} leave out" if ignored else "of no layer"
+        raise _bad(
+            f"{ADAPTER_FILE} has tensors {which}: save the adapter with the configuration that it was trained with"
+        )
+    return layers
+
+
+TENSOR = re.compile(r"base_model\.model\.(.{1,256})\.lora_(?:embedding_)?[AB](?:\.weight)?")
+"""The name of a tensor in PEFT's format, with the path of its layer."""
+
+
+def _tensor_names(file: Path) -> list[str]:
+    """The names in the header of a safetensors file."""
+    try:
+        with open(file, "rb") as opened:
+            (size,) = struct.unpack("<Q", opened.read(8))
+            if size > MAX_HEADER_BYTES:
+                raise ValueError("its header is too large")
+            header = json.loads(opened.read(size))
+            return [name for name in header if isinstance(name, str)] if isinstance(header, dict) else []
+    except (OSError, ValueError, RecursionError, struct.error) as error:
+        raise _bad(
+            f"{ADAPTER_FILE} cannot be read ({type(error).__name__}), whose layers target_modules describes: save the adapter "
+            "with safe_serialization=True"
+        ) from error
 
 
 def _read_config(file: Path) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from art_protocol.wire import LoRAConfig
 from art_server.store.files import sync
+from art_server.trainer.base import meta_model
+from art_server.trainer.layers import renamed
 from art_server.trainer.optimizer import (
     STATE_KEYS,
     load_optimizer,
@@ -50,8 +52,9 @@ def write_first_checkpoint(base_model: str, lora: LoRAConfig, seed: int, folder:
         sync(path)
 
 
-def check_checkpoint(base_model: str, lora: LoRAConfig, folder: Path) -> None:
+def check_checkpoint(base_model: str, lora: LoRAConfig, folder: Path, known: LoRAConfig | None = None) -> LoRAConfig:
     """Checks that a folder's tensors are those of this adapter on this base, and finite. Loads no base, uses no device.
+    Returns the configuration, with layers that are listed by path in their shortest form, or as `known` names them.
 
     Raises:
         BadCheckpoint: they are not.
@@ -59,14 +62,15 @@ def check_checkpoint(base_model: str, lora: LoRAConfig, folder: Path) -> None:
     try:
         model = outline_adapter(base_model, lora)
     except ValueError as error:
-        raise BadCheckpoint(f"{base_model} cannot take an adapter with {lora!r}: {error}") from error
+        raise BadCheckpoint(str(error)) from error
     shapes = {name: each.shape for name, each in adapter_tensors(model).items()}
     tensors = _load_tensors(folder / ADAPTER_FILE)
     if different := shapes.keys() ^ tensors.keys():
-        known = "lacks" if min(different) in shapes else "has, unlike the base,"
+        verb = "lacks" if min(different) in shapes else "has, unlike the base,"
         raise BadCheckpoint(
-            f"this is not an adapter of {base_model} with target_modules {lora.target_modules or 'all'}: "
-            f"{len(different)} tensors differ; it {known} {min(different)[:200]}"
+            f"target_modules is {_shown(lora.target_modules)}, and {len(different)} tensors differ from those of these layers: "
+            f"{ADAPTER_FILE} {verb} {min(different)[:200]}. Let target_modules list the layers that were trained, and nothing "
+            "else be saved (modules_to_save, embeddings)"
         )
     _check_tensors(tensors, shapes)
     if (folder / OPTIMIZER_FILE).exists():
@@ -78,6 +82,13 @@ def check_checkpoint(base_model: str, lora: LoRAConfig, folder: Path) -> None:
             {f"{name}.{key}": shape for name, shape in parameters.items() for key in STATE_KEYS[1:]}
             | {f"{name}.step": torch.Size() for name in parameters},
         )
+    preferred = [] if known is None else [known.target_modules]
+    names = renamed(lora.target_modules, preferred, meta_model(base_model))
+    return lora.model_copy(update={"target_modules": names})
+
+
+def _shown(targets: list[str] | None) -> str:
+    return "all linear layers" if targets is None else ", ".join(targets)[:200]
 
 
 def _load_tensors(file: Path) -> dict[str, torch.Tensor]:

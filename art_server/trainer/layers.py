@@ -4,6 +4,7 @@ Layers of other parts (towers that see or hear, projectors, routers, experts, he
 name alone chooses none.
 """
 
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -107,6 +108,21 @@ def find_targets(names: list[str] | None, model: PreTrainedModel) -> list[str] |
     for name in usual:
         meant |= _ending_with(name, everywhere)
     return usual if meant == chosen else _pattern(chosen, everywhere)
+
+
+def renamed(names: list[str] | None, preferred: Iterable[list[str] | None], model: PreTrainedModel) -> list[str] | None:
+    """Names that mean the same layers as `names`, if these are paths: the first of `preferred` that do, else None for all
+    layers, else last names, if they mean no other layer. Names that are no paths stay."""
+    layers = find_layers(model)
+    if names is None or not layers.takes.issuperset(names):
+        return names
+    everywhere = {name for name, _ in model.named_modules()}
+    for candidate in (*preferred, None, sorted({name.rpartition(".")[2] for name in names})):
+        with contextlib.suppress(ValueError):  # its names mean layers that take no adapter
+            chosen = layers.takes if candidate is None else _named_layers(candidate, layers, everywhere)
+            if chosen == set(names):
+                return candidate
+    return names
 
 
 def _named_layers(names: list[str], layers: Layers, everywhere: set[str]) -> frozenset[str]:

@@ -142,8 +142,8 @@ class Worker:
             write_first_checkpoint(self._config.base_model, task.lora, task.seed, Path(task.out_dir))
             return Done(metrics={})
         if task.kind == "check":
-            check_checkpoint(self._config.base_model, task.lora, Path(task.folder))
-            return Done(metrics={})
+            lora = check_checkpoint(self._config.base_model, task.lora, Path(task.folder), task.known)
+            return Done(metrics={}, lora=lora)
         policy = self._load_policy()
         if task.kind == "load":
             return Done(metrics={"num_parameters": float(policy.num_parameters)})

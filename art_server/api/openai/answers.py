@@ -21,6 +21,7 @@ from starlette.types import Receive
 
 from art_protocol.wire import STEP_HEADER
 from art_server.api.openai.grammar_limits import FIELDS, name_grammar
+from art_server.api.openai.responses import keep_whole
 from art_server.inference_proxy import EngineLost, InferenceRequest, Proxy
 from art_server.ledger import conversation
 from art_server.ledger.ledger import OpenRequest
@@ -103,6 +104,8 @@ async def finish_body(content: bytes, inference: InferenceRequest, opened: OpenR
         await opened.wait(0)
         name_calls(content, opened, 0)
         keep_turn(inference, opened, {})
+        if inference.api == "responses":
+            keep_whole(inference, opened, content)
         return content
     body = msgspec.json.decode(content)
     for choice in body["choices"]:
@@ -123,6 +126,8 @@ async def finish_body(content: bytes, inference: InferenceRequest, opened: OpenR
         keep_turn(inference, opened, {})
     return msgspec.json.encode(body)
 
+
+NO_EARLIER_RESPONSE = b'"previous_response_id":null'
 
 CALL_ID = re.compile(rb'"(?:call_id|id)": ?"([^"]*(?:call|tool)[^"]*)"')
 """The id of a tool call, as the APIs write it. Quotes inside a text are escaped, so no text can match."""
@@ -162,8 +167,11 @@ def keep_turn(inference: InferenceRequest, opened: OpenRequest, choices: dict[in
 
 
 def with_requested_name(content: bytes, inference: InferenceRequest) -> bytes:
-    """The answer with the requested model name instead of the adapter's. Quotes inside a text are escaped, so no text
-    can match."""
+    """The answer with the requested model name instead of the adapter's, and the response that it continues. Quotes inside
+    a text are escaped, so no text can match."""
+    if inference.continued_response is not None:
+        earlier = json.dumps(inference.continued_response).encode()
+        content = content.replace(NO_EARLIER_RESPONSE, NO_EARLIER_RESPONSE.replace(b"null", earlier))
     if inference.adapter == inference.requested_model:
         return content
     return content.replace(json_name(inference.adapter), json_name(inference.requested_model))

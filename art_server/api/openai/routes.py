@@ -5,6 +5,8 @@ request that waits at the pause gate while a step runs is resolved again afterwa
 `answers.py` handles answers in one JSON body, `streaming.py` streams.
 """
 
+import asyncio
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -18,8 +20,9 @@ from art_server.api.auth import Caller
 from art_server.api.bodies import SHORTER, beside, decode, read_body, v1_limit_mb
 from art_server.api.openai.answers import answer_json
 from art_server.api.openai.grammar_limits import check_grammars
+from art_server.api.openai.responses import check_response_fields, names_stored, with_stored
 from art_server.api.openai.streaming import answer_stream
-from art_server.errors import BadRequest, InvalidInput
+from art_server.errors import BadRequest, InvalidInput, NotFound
 from art_server.inference_proxy import InferenceRequest
 from art_server.ledger import conversation
 from art_server.process.shared import clock
@@ -48,6 +51,10 @@ def add_routes(app: FastAPI, server: Server) -> None:
     router = APIRouter()
     base, engine, proxy, tracing = server.base, server.engine, server.proxy, server.reports.tracing
 
+    def continued(inference: InferenceRequest) -> InferenceRequest:
+        whole = with_stored(server.ledger, inference)
+        return dataclasses.replace(whole, **conversation_of(whole.api, whole.body))
+
     async def forward(request: Request) -> Response:
         arrived_at = clock.tick()
         await base.wait_found()  # the limit and the names depend on it
@@ -55,7 +62,14 @@ def add_routes(app: FastAPI, server: Server) -> None:
         inference = await beside(functools.partial(make_request, request, arrived_at), body)
         if tracing is not None:
             inference.traceparent = request.headers.get("traceparent")
-        proxy.resolve(inference)  # refuses an unknown name now, not after a wait
+        try:
+            proxy.resolve(inference)  # refuses an unknown name now, not after a wait
+        except NotFound:
+            if inference.session is not None:
+                proxy.refused_names.add(inference.owner, inference.session, inference.requested_model)
+            raise
+        if names_stored(inference):
+            inference = await asyncio.to_thread(continued, inference)
         if inference.is_stream:
             return await answer_stream(proxy, inference)
         return await answer_json(proxy, inference, request)
@@ -89,6 +103,7 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
     path = request.scope["path"]
     api = PATHS[path]
     check_conversation(api, data)
+    check_response_fields(api, data)
     check_no_beam_search(data)
     check_choices(api, data)
     check_grammars(api, data)
@@ -96,14 +111,6 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
         data["seed"] = seed_of(request.headers[SEED_HEADER])
     passed_on = ("anthropic-version", "anthropic-beta")
     headers = {name: request.headers[name] for name in passed_on if name in request.headers}
-    messages = conversation.messages_of(api, data)
-    prefix_digest, answers = conversation.past_answers(messages, conversation.stops_of(api, data))
-    if api == "completions":
-        is_first_turn = is_token_ids(data.get("prompt"))
-    else:
-        is_first_turn = "previous_response_id" not in data and all(
-            isinstance(role := message.get("role"), str) and role in OPENING_ROLES for message in messages
-        )
     return InferenceRequest(
         api,
         path,
@@ -115,13 +122,28 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
         only_model=caller.model_id,
         session=caller.session,
         pinned_step=request.headers.get(STEP_HEADER),
-        messages=messages,
-        prefix_digest=prefix_digest,
-        answers=answers,
-        is_first_turn=is_first_turn,
         cited_choices=conversation.cited_choices(data),
         requested_at=arrived_at,
+        **conversation_of(api, data),
     )
+
+
+def conversation_of(api: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an inference request that describe its conversation."""
+    messages = conversation.messages_of(api, body)
+    prefix_digest, answers = conversation.past_answers(messages, conversation.stops_of(api, body))
+    if api == "completions":
+        is_first_turn = is_token_ids(body.get("prompt"))
+    else:
+        is_first_turn = all(
+            isinstance(role := message.get("role"), str) and role in OPENING_ROLES for message in messages
+        )
+    return {
+        "messages": messages,
+        "prefix_digest": prefix_digest,
+        "answers": answers,
+        "is_first_turn": is_first_turn,
+    }
 
 
 def seed_of(header: str) -> int:

@@ -26,6 +26,7 @@ from art_server.api.openai.answers import (
     with_requested_name,
 )
 from art_server.api.openai.grammar_limits import name_grammar
+from art_server.api.openai.responses import keep_streamed
 from art_server.errors import ServerError
 from art_server.inference_proxy import EngineLost, InferenceRequest, Proxy
 from art_server.ledger.ledger import OpenRequest
@@ -275,6 +276,8 @@ async def finish_event(
     elif is_last:
         await opened.wait(0)
         keep_turn(inference, opened, {})
+        if inference.api == "responses":
+            keep_streamed(inference, opened, event)
     if is_last:
         await opened.mark_delivered()
     return event

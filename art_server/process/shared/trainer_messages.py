@@ -138,6 +138,8 @@ class CheckTask(TrainerMessage):
 
     kind: Literal["check"] = "check"
     lora: LoRAConfig
+    known: LoRAConfig | None = None
+    """The configuration of the model that gets the adapter, if there is one."""
     folder: str
 
 
@@ -269,6 +271,8 @@ class Done(TrainerMessage):
     """Decisions and observations of the trainer, as sentences for the job's report."""
     probe: Probe | None = None
     """Of a train task with limits: what the engine must reproduce before the step serves."""
+    lora: LoRAConfig | None = None
+    """Of a check task: its configuration, in which layers listed by path have the names of the known one, or shorter ones."""
     layer_probes: dict[str, Probe] = {}
     """Of a layers task: what the engine must reproduce with each adapter, by kind of layer."""
     environment: dict[str, str] = {}

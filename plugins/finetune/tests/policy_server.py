@@ -27,6 +27,8 @@ class PolicyServer(FakeArt):
         """Keys of jobs that failed: they fail again."""
         self.trained: list[dict[str, Any]] = []
         self.logged: list[dict[str, Any]] = []
+        self.num_base_answers = 0
+        """Of sessions without answers of the policy."""
         self._counts: Counter[str] = Counter()
 
     def _answer(self, request: Request) -> Answer:
@@ -35,7 +37,8 @@ class PolicyServer(FakeArt):
             return Answer(body={"checkpoints": [*kept[:-1], kept[-1] | {"is_best": True}]})
         if "/sessions/" in request.path:
             histories = self.sessions.get(request.path.rpartition("/")[2], [])
-            return Answer(body={"histories": histories, "num_choices": len(histories)})
+            num_base = 0 if histories else self.num_base_answers
+            return Answer(body={"histories": histories, "num_choices": len(histories), "num_base_answers": num_base})
         if request.path.endswith("/log"):
             self.logged.append(request.json())
         return super()._answer(request)

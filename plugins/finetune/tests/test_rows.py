@@ -21,6 +21,9 @@ def wrong():
 def nothing():
     return None
 
+def ends():
+    raise SystemExit(2)
+
 class Item:
     def __init__(self, number):
         self.id, self.input_obj, self.expected_output_obj = f"i{number}", "Q", number
@@ -187,6 +190,7 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
         "the function failed (KeyError: 'no table')",
     ),
     ("made.py", FUNCTIONS, {"_type": "custom", "function": "made.py:nothing"}, "it must return a list of rows"),
+    ("made.py", FUNCTIONS, {"_type": "custom", "function": "made.py:ends"}, "SystemExit(2)"),
 ]
 
 

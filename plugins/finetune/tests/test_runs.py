@@ -139,6 +139,36 @@ async def test_what_fails_is_no_reward(policy: PolicyServer, folder: Path, make_
     assert [len(each["groups"]) for each in policy.trained] == [1, 1]
 
 
+@pytest.mark.parametrize("exits", ["workflow", "thread", "evaluator"])
+async def test_code_that_exits_fails_its_rollout(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, exits: str
+) -> None:
+    code = """
+        import asyncio, sys
+        async def workflow(question):
+            output = await answer(question)
+            sys.exit(3) if question == "question 3" else None
+            return output
+        def thread(question):
+            sys.exit(0) if question == "question 3" else None
+            return asyncio.run(answer(question))
+        def evaluator(row, output):
+            sys.exit(2) if row["question"] == "question 3" else None
+            return score(row, output)
+    """
+    changed = (
+        {"eval__evaluators": {"reward": {"_type": "agent.py:evaluator"}}}
+        if exits == "evaluator"
+        else {"workflow___type": f"agent.py:{exits}"}
+    )
+    await art.finetune.run(make_file(code, finetuning__max_exceptions=2, finetuning__num_epochs=1, **changed))
+    (row,) = lines(folder / "out" / "training_metrics.jsonl")
+    assert (row["num_trajectories"], row["num_failed"]) == (6, 2)
+    assert all("SystemExit" in reason for reason in row["failures"])
+    kept = lines(folder / "out" / "rollouts.jsonl")
+    assert sum("SystemExit" in (each.get("error") or "") for each in kept) == 2
+
+
 async def test_a_rollout_that_takes_too_long_fails_with_its_children(
     policy: PolicyServer, folder: Path, make_file: MakeFile
 ) -> None:
@@ -160,6 +190,16 @@ async def test_requests_that_went_elsewhere_are_told_where_to_go(policy: PolicyS
             return "yes"
     """
     with pytest.raises(FinetuneError, match=f"OPENAI_BASE_URL={policy.url}/v1"):
+        await art.finetune.run(make_file(code, workflow___type="agent.py:silent"))
+
+
+async def test_requests_for_the_base_model_are_told_so(policy: PolicyServer, make_file: MakeFile) -> None:
+    code = """
+        def silent(question):
+            return "yes"
+    """
+    policy.num_base_answers = 1
+    with pytest.raises(FinetuneError, match=r"1 of its answers came from the base model art/tiny.*model='demo/agent'"):
         await art.finetune.run(make_file(code, workflow___type="agent.py:silent"))
 
 

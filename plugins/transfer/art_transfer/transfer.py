@@ -174,11 +174,13 @@ def store_in_folder(root: Path, folder: ModelFolder, content: Path, description:
     check_case(list_model_folders(root.absolute()), folder)
     base = find_base_model(description.base_model, base_models.CACHE_DIR)
     try:
-        check_checkpoint(str(base.path), description.lora, content)
+        known = folder.read().lora if folder.exists() else None
+        lora = check_checkpoint(str(base.path), description.lora, content, known)
     except BadCheckpoint as error:
         raise InvalidInput(
             f"the adapter does not fit base model '{base.name}': {error}", code="bad_checkpoint"
         ) from error
+    description = description.model_copy(update={"lora": lora})
     config = ServerConfig(path=root)
     try:
         lock = files.lock_folder(config.server_dir)
@@ -218,7 +220,8 @@ def describe_folder(source: Path, content: Path, base_model: str | None) -> Desc
                 f"{source / DESCRIPTION_FILE} cannot be read: {error}", code="broken_checkpoint"
             ) from error
     known["files"] = known.get("files") or content_digests(content)
-    description = read_description(json.dumps(known | {"base_model": base, "lora": lora.model_dump()}).encode())
+    known.setdefault("lora", lora.model_dump())
+    description = read_description(json.dumps(known | {"base_model": base}).encode())
     if not (content / OPTIMIZER_FILE).exists():  # deleted when newer steps were made
         description.files.pop(OPTIMIZER_FILE, None)
     return description

@@ -15,6 +15,8 @@ from tests.engine.integration.answers import (
     WEATHER_TOOL,
     ask,
     has_one_whole_call,
+    post,
+    records_of,
     session_records,
     sse_data,
 )
@@ -56,6 +58,36 @@ def test_later_turns_begin_with_the_exact_earlier_ones(server: Server, model: st
             past = earlier.prompt_token_ids + earlier.token_ids
             assert later.link in ("exact", "spliced")
             assert later.prompt_token_ids[: len(past)] == past
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_response_is_continued_by_its_exact_tokens(server: Server, model: str, stream: bool) -> None:
+    """A tool's result, and then a question, each with nothing but the id of the response before it."""
+    session = f"named-{stream}"
+    function = WEATHER_TOOL["function"] | {"type": "function"}
+    body = {"model": model, "tools": [function], "max_output_tokens": 64, "temperature": 0.3, "stream": stream}
+    calls: list[dict[str, Any]] = []
+    first: dict[str, Any] = {}
+    with server.client() as client:
+        for seed in range(32):  # the tiny model does not call with each of them
+            question = {"input": "What is the weather in Paris?", "seed": seed}
+            response = client.post("/v1/responses", json=body | question)
+            assert response.status_code == 200, response.text
+            first = sse_data(response.text)[-1]["response"] if stream else response.json()
+            calls = [item for item in first["output"] if item["type"] == "function_call"]
+            if len(calls) == 1:
+                break
+    (call,) = calls
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+    second = post(server, "responses", body | {"input": [result], "previous_response_id": first["id"]}, session)
+    assert second["previous_response_id"] == first["id"]
+    post(server, "responses", body | {"input": "and now?", "previous_response_id": second["id"]}, session)
+    records = [records_of(server, first["id"].removeprefix("resp_"))[0], *session_records(server, session)]
+    assert len(records) == 3
+    rendered = TOKENIZER.decode(records[1].prompt_token_ids, skip_special_tokens=False)
+    assert rendered.count("What is the weather in Paris?") == 1 and "sunny" in rendered
+    past = records[1].prompt_token_ids + records[1].token_ids
+    assert records[2].link in ("exact", "spliced") and records[2].prompt_token_ids[: len(past)] == past
 
 
 def test_an_unusual_spelling_is_sampled_from_and_trained(server: Server, model: str) -> None:

@@ -68,10 +68,10 @@ class CheckingTrainer(FakeTrainer):
         folder = Path(task.folder)
         try:
             async with self._lock:
-                await asyncio.to_thread(check_checkpoint, str(TINY_DIR), task.lora, folder)
+                lora = await asyncio.to_thread(check_checkpoint, str(TINY_DIR), task.lora, folder, task.known)
         except BadCheckpoint as error:
             raise TrainerError("bad_checkpoint", str(error)) from error
-        return Done(metrics={})
+        return Done(metrics={}, lora=lora)
 
 
 class House:

@@ -192,7 +192,7 @@ def adapter(tmp_path: Path, source: Path, **changes: Any) -> Path:
 def test_an_adapter_tells_its_shape_and_base(tmp_path: Path, tiny_adapter: Path) -> None:
     lora, base = read_lora(adapter(tmp_path, tiny_adapter, base_model_name_or_path="org/base"))
     assert (lora, base) == (TINY_LORA, "org/base")
-    lora, base = read_lora(adapter(tmp_path, tiny_adapter, target_modules=r".*\.(q|v)_proj", base_model_name_or_path=1))
+    lora, base = read_lora(adapter(tmp_path, tiny_adapter, target_modules="all-linear", base_model_name_or_path=1))
     assert (lora.target_modules, base) == (None, None)
 
 
@@ -206,7 +206,13 @@ def test_an_adapter_tells_its_shape_and_base(tmp_path: Path, tiny_adapter: Path)
         ("lora_alpha", -1),
         ("bias", "all"),
         ("use_dora", True),
-        ("use_rslora", True),
+        ("use_rslora", "yes"),
+        ("lora_alpha", 1e6),
+        ("exclude_modules", 3),
+        ("layers_to_transform", ["0"]),
+        ("target_modules", "(q_proj"),
+        ("target_modules", r".*\.q_proj"),  # PEFT would ignore the tensors of v_proj
+        ("exclude_modules", "x" * 100_000),
         ("modules_to_save", ["lm_head"]),
         ("rank_pattern", {"q_proj": 2}),
         ("a_later_kind", 1),

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +149,15 @@ async def test_rollouts_of_one_evaluation_share_their_connections(server, model)
 
     await evaluate(model, inspects, [0.0] * 5, seed=0)
     assert len(clients) == 1
+
+
+async def test_a_rollout_that_exits_has_failed(server, model: art.TrainableModel):
+    async def exits(model: art.TrainableModel, scenario: float) -> art.Trajectory:
+        await asyncio.gather(asyncio.to_thread(sys.exit, 0) if scenario < 0 else rollout(model, scenario))
+        return art.Trajectory(reward=scenario)
+
+    found = await evaluate(model, exits, [-1.0, 1.0, 1.0], max_exceptions=1, log=False)
+    assert (found.num_rollouts, found.num_failed, found.reward.mean) == (3, 1, 1.0)
 
 
 # --- seeds ------------------------------------------------------------------------------------------------------------

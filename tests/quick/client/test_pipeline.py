@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import sys
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -325,6 +326,22 @@ async def test_a_failed_evaluation_ends_the_run(model: art.TrainableModel) -> No
 
     with pytest.raises(LookupError, match="no judge"):
         await pipeline(model, rollout, range(10), eval_fn=evaluate).train()
+
+
+async def test_an_evaluation_that_exits_does_not_end_the_program(model: art.TrainableModel) -> None:
+    async def evaluate(model: art.TrainableModel, step: int, config: Any) -> Any:
+        sys.exit(0)
+
+    with pytest.raises(RuntimeError, match=r"eval_fn ended with SystemExit\(0\)"):
+        await pipeline(model, rollout, range(10), eval_fn=evaluate).train()
+
+
+async def test_rollouts_that_exit_are_failed_rollouts_of_the_pipeline(model: art.TrainableModel) -> None:
+    async def exits(model: art.TrainableModel, number: int, config: Any) -> art.TrajectoryGroup:
+        sys.exit(0)
+
+    with pytest.raises(art.ArtError, match=r"SystemExit\(0\)"):
+        await pipeline(model, exits, range(10)).train()
 
 
 @pytest.mark.parametrize(

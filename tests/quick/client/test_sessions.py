@@ -148,4 +148,4 @@ async def test_a_rollout_whose_agent_went_elsewhere_says_so(
     r = art.rollout(model, "one")
     trajectory = await r.trajectory()
     assert trajectory.messages_and_choices == []
-    assert f"the agent sent no requests, or sent them elsewhere. Give it base_url={r.base_url}" in caplog.text
+    assert f"the agent sent no request that names the session. Give it base_url={r.base_url}" in caplog.text

@@ -194,7 +194,7 @@ SENTENCES: list[tuple[str, Callable[[Path], Any], str]] = [
         lambda _: train({"role": "user", "content": "x"}),
         "no group holds a trainable turn: the trajectory holds no trainable turn (1 times, e.g. "
         "groups[0].trajectories[0]). No trajectory contains a choice: put `completion.choices[0]` into it, not "
-        "only its message; an agent under art.rollout needs the rollout's base_url or api_key",
+        "only its message; an agent under art.rollout needs the rollout's base_url or api_key, and the model's name: the logs of its trajectory say where its requests went",
     ),
     (
         "bad_turns",

@@ -15,6 +15,7 @@ from art.finetune.scoring import Reward
 from art.finetune.sections import LLM
 from art.finetune.toolkit import innermost_function
 from art.finetune.workflows import WORKFLOW, Call, Workflow, addresses
+from art.sessions import NO_REQUEST
 
 OTHER = ".other"
 REASON_CHARACTERS = 300
@@ -82,7 +83,8 @@ class Agent:
             other = await art.rollout(model, session + OTHER).trajectory()
             trajectory.metrics["untrained_answers"] = num_answers(other)
         if step is None and not num_answers(trajectory):
-            raise RolloutFailed(_why_empty(model, others if trajectory.metrics.get("untrained_answers") else set()))
+            left_out = others if trajectory.metrics.get("untrained_answers") else set[str]()
+            raise RolloutFailed(_why_empty(model, left_out, trajectory.logs))
         await self.reward.score(row, output, trajectory)
         return trajectory, output
 
@@ -107,11 +109,14 @@ class Agent:
         return play
 
 
-def _why_empty(model: art.TrainableModel, others: set[str]) -> str:
+def _why_empty(model: art.TrainableModel, others: set[str], logs: list[str]) -> str:
+    """Why a trajectory has no answer. `logs` are its own, which say whose answers its session has."""
     name = model.get_inference_name()
     if others:
         left_out = ", ".join(sorted(others))
         return f"all answers came from {left_out}, which finetuning.target_functions leaves out: add it there"
+    if logs and NO_REQUEST not in logs[-1]:
+        return logs[-1]
     return (
         f"no answer of {name} can be trained: the workflow's requests went elsewhere. It has to ask "
         f"OPENAI_BASE_URL={model.inference_base_url} for OPENAI_MODEL={name}"

@@ -168,7 +168,9 @@ def _import(name: str) -> ModuleType:
     _reach(file.parent if file else Path.cwd())
     try:
         return _import_file(file) if file else importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # of any kind: it is the user's code
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of any kind: it is the user's code
         frames = [each for each in traceback.extract_tb(error.__traceback__) if "importlib" not in each.filename]
         last = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames[-1].filename != __file__ else ""
         what = " ".join(f"{type(error).__name__}: {error}".split())

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import art
+from art.contained import contained
 from art.finetune.agent import RolloutFailed, reason_of, seed_of
 from art.finetune.history import RolloutRow
 from art.finetune.interfaces import Run, TrajectoryBuilder, TrajectoryCollection
@@ -84,7 +85,8 @@ async def play_once(
     if known is not None and known.epoch == name.epoch:
         return await restore(model, known), known
     try:
-        trajectory = await play()
+        with contained("the rollout"):
+            trajectory = await play()
     except Exception as error:  # a cancelled rollout is sampled again
         run.folder.add_rollout(name.model_copy(update={"error": reason_of(error)}))
         raise

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+from art.contained import contained
 from art.finetune import components
 from art.finetune.errors import WrongInput
 from art.finetune.reading import described, hint, read_bytes, read_text
@@ -182,9 +183,11 @@ def _call(dataset: Dataset, name: str) -> list[Any]:
     function = components.load("dataset", name)
     given = {} if dataset.file_path is None else {"file_path": dataset.file_path}
     try:
-        result: Any = function(**given, **dataset.kwargs)
-        if not hasattr(result, "eval_input_items"):
-            return list(result)
+        with contained("the function"):
+            result: Any = function(**given, **dataset.kwargs)
+            rows = None if hasattr(result, "eval_input_items") else list(result)
+        if rows is not None:
+            return rows
         return [_row_of_item(dataset, each) for each in result.eval_input_items]  # NVIDIA's EvalInput
     except Exception as error:  # of any kind: it is the user's code
         what = f"{type(error).__name__}: {error}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import art
+from art.contained import contained
 from art.finetune import checking, components, folder, reading, toolkit
 from art.finetune.agent import Agent, num_answers
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
@@ -138,7 +139,8 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
         except ValueError as error:
             raise WrongInput([str(error)]) from error
         try:
-            yield Connected(model, agent, validation_agent)
+            with contained("a part of the run"):
+                yield Connected(model, agent, validation_agent)
         except FinetuneError:
             raise
         except art.ArtConnectionError as error:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias, cast
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from art.contained import contained
 from art.errors import error_text
 from art.rewards.judge import Judge, JudgeModel, to_judge
 from art.rewards.judge_answers import Verdict
@@ -117,7 +118,8 @@ async def ruler_score_group(
     histories = [history for each in group for history in (each, *each.additional_histories)]
     tools = [tool for history in histories for tool in history.tools or []]
     try:
-        verdicts, metrics = await _judge(group.trajectories, judge, rubric, tools, mode, debug)
+        with contained("the judge"):
+            verdicts, metrics = await _judge(group.trajectories, judge, rubric, tools, mode, debug)
     except Exception as error:  # of any kind: a judge can be a function of the program
         if not swallow_exceptions:
             raise

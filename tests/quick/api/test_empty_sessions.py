@@ -1,0 +1,89 @@
+"""A session without an answer of its model: who answered, and what to do."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import art
+from art_server.inference_proxy import MAX_NAMES, MAX_SESSIONS, RefusedNames
+from art_server.settings import ApiKey
+from tests.quick.server.served import Served, serving
+
+pytestmark = pytest.mark.anyio
+
+KEYS = (
+    ApiKey(key="all"),
+    ApiKey(key="p-key", projects=frozenset({"p"})),
+    ApiKey(key="q-key", projects=frozenset({"q"})),
+)
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    async with serving(tmp_path, api_keys=KEYS) as served:
+        async with art.Backend(served.url, "all") as backend:
+            for project, name in (("p", "a"), ("p", "b"), ("q", "c")):
+                await art.TrainableModel(name=name, project=project, base_model="art/tiny").register(backend)
+        yield served
+
+
+async def ask(served: Served, path: str, model: str, key: str) -> int:
+    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": "q"}]}
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=served.url, headers=headers) as http:
+        return (await http.post(f"{path}/chat/completions", json=body)).status_code
+
+
+async def why_empty(served: Served, *models: str, key: str = "all", agents_key: str | None = None) -> str | None:
+    """What a rollout's trajectory logs whose agent asked these models."""
+    async with art.Backend(served.url, key) as backend:
+        model = art.TrainableModel(name="a", project="p", base_model="art/tiny")
+        await model.register(backend)
+        async with art.rollout(model) as rollout:
+            for name in models:
+                await ask(served, rollout.base_url.removeprefix(served.url), name, agents_key or key)
+            trajectory = await rollout.trajectory()
+    assert len(trajectory.logs) <= 1
+    return trajectory.logs[0].partition(" that can be trained: ")[2] if trajectory.logs else None
+
+
+async def test_each_cause_has_its_own_sentence(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    remedy = "The agent has to send model='p/a'"
+    assert await why_empty(served, "p/a", "base") is None
+    base = "2 of its answers came from the base model art/tiny, which is not trained"
+    assert await why_empty(served, "base", "base") == f"{base}. {remedy}"
+    assert base in caplog.text
+    other = "1 of its answers came from the model q/c"
+    trajectory = "; the answers of q/c are in r.trajectory(model=...) of that model"
+    assert await why_empty(served, "q/c") == f"{other}. {remedy}{trajectory}"
+    unknown = "1 of its requests named 'gpt-4o', which is no model here"
+    assert await why_empty(served, "gpt-4o") == f"{unknown}. {remedy}"
+    assert (
+        await why_empty(served, "base", "gpt-4o", "q/c", "base") == f"{base}; {other}; {unknown}. {remedy}{trajectory}"
+    )
+    silent = await why_empty(served)
+    assert silent is not None and silent.startswith(
+        "the agent sent no request that names the session. Give it base_url="
+    )
+
+
+async def test_others_see_neither_models_nor_callers(served: Served) -> None:
+    for name in ("q/c", "base", "gpt-4o"):
+        reason = await why_empty(served, name, key="p-key", agents_key="q-key")
+        assert reason is not None and reason.startswith("the agent sent no request"), name
+    assert "came from the model q/c" in (await why_empty(served, "q/c", agents_key="q-key") or "")
+
+
+def test_refused_names_are_bounded() -> None:
+    names = RefusedNames()
+    for number in range(MAX_NAMES + 1):
+        names.add("me", "s", f"{number}")
+    names.add("me", "s", "0")
+    assert names.of_session("me", "s") == {"0": 2, **{str(number): 1 for number in range(1, MAX_NAMES)}}
+    assert names.of_session("you", "s") == {}
+    for number in range(MAX_SESSIONS):
+        names.add("me", f"{number}", "x")
+    assert names.of_session("me", "s") == {}
