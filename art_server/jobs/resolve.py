@@ -32,6 +32,7 @@ from art_server.jobs.recorded_turns import recorded_turn
 from art_server.jobs.template_turns import TemplateTurns
 from art_server.jobs.token_sources import Limits, TokenSources
 from art_server.jobs.turns import (
+    ForeignTurn,
     Place,
     ResolvedTurn,
     TurnTrace,
@@ -90,7 +91,7 @@ class HistoryTurns:
     dropped: list[tuple[int, str]] = field(default_factory=list)
     """With the reason."""
     is_truncated: bool = False
-    """Whether the last turn was cut at a length limit."""
+    """Whether the last turn is the trained model's, and was cut at a length limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +231,8 @@ class Resolver:
             try:
                 turn = with_signal(self._turn(entry, before, seen), reward, advantages)
             except UnusableTurn as reason:
+                if isinstance(reason, ForeignTurn):
+                    turns.is_truncated = False
                 self._counts.add_dropped(str(reason), f"{where}messages_and_choices[{position}]")
                 turns.dropped.append((position, str(reason)))
                 if reward is not None:
@@ -318,7 +321,7 @@ class Resolver:
         sent = read_turn(entry, self._model_id)
         if sent.model_id != self._model_id:
             by = "the base model" if sent.model_id is None else f"'{sent.model_id}'"
-            raise UnusableTurn(f"the choice was sampled by {by}, another model")
+            raise ForeignTurn(f"the choice was sampled by {by}, another model")
         if before.other_part is not None:
             raise UnusableTurn(
                 f"the conversation contains a part of type '{before.other_part}': only text can be trained"
@@ -369,7 +372,7 @@ class Resolver:
             return None  # records of other projects are never used
         sampled_by = f"{request.project}/{request.name}"
         if sampled_by != self._model_id:
-            raise UnusableTurn(f"the choice was sampled by '{sampled_by}', another model")
+            raise ForeignTurn(f"the choice was sampled by '{sampled_by}', another model")
         return recorded_turn(record, is_raw=self._is_raw)
 
     def _found_by_tokens(self, sent: SentTurn) -> ResolvedTurn | None:
@@ -445,7 +448,7 @@ class Resolver:
     def _written(self, sent: SentTurn, before: Before) -> ResolvedTurn:
         """The last resort: prompt and answer as the chat template writes them."""
         if not self._trains_without_logprobs:
-            raise UnusableTurn(NO_TOKENS if sent.choice_id is None else NO_RECORD)
+            raise ForeignTurn(NO_TOKENS) if sent.choice_id is None else UnusableTurn(NO_RECORD)
         prompt, ids = self._template.write(sent.message, before.messages, before.tools)
         return ResolvedTurn(prompt, ids, None, "recomputed")
 

@@ -41,6 +41,10 @@ class UnusableTurn(Exception):
     """A turn cannot be trained; the message is the reason in the report."""
 
 
+class ForeignTurn(UnusableTurn):
+    """Another model sampled the turn, or nothing tells which."""
+
+
 def with_signal(turn: ResolvedTurn, reward: float | None, advantages: float | list[float] | None) -> ResolvedTurn:
     """The turn with the reward and advantages that the client gives for it."""
     if isinstance(advantages, list) and len(advantages) != len(turn.token_ids):
@@ -123,7 +127,7 @@ def join_turns(
         if turn.advantages is not None:
             sequence.advantages.update(zip(sampled, turn.advantages, strict=True))
         if turn.reward is not None:
-            sequence.rewards[sampled[-1]] = turn.reward
+            sequence.rewards.append((sampled[-1], turn.reward))
         tokens.extend(turn.token_ids)
         sequence.logprobs.extend(turn.logprobs or [None] * len(turn.token_ids))
         if is_timed:
@@ -134,8 +138,8 @@ def join_turns(
 
 
 def add_rewards(sequence: TokenSequence, rewards: Sequence[float]) -> None:
-    """Adds rewards of turns that end behind the sequence's tokens so far."""
-    sequence.rewards.update(enumerate(rewards, len(sequence.token_ids)))
+    """Adds rewards of dropped turns, which lie behind the sequence's tokens so far."""
+    sequence.rewards.extend((len(sequence.token_ids), reward) for reward in rewards)
 
 
 def _empty_sequence() -> TokenSequence:
@@ -146,7 +150,7 @@ def _empty_sequence() -> TokenSequence:
         spans=[],
         recompute=[],
         advantages={},
-        rewards={},
+        rewards=[],
         turns=[],
     )
 
