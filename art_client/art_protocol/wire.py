@@ -591,8 +591,8 @@ class SessionReply(Reply):
     num_choices: int
     """Number of choices in the histories."""
     unused: dict[str, int] = {}
-    """Number of excluded choices by reason: not fully delivered, passed over for another choice of the same
-    conversation, or asked for again."""
+    """Number of excluded choices by reason: not fully delivered, asked for again, discarded for another answer to the same
+    conversation, or not recorded any longer."""
 
 
 # --- health -------------------------------------------------------------------------------------------------------

@@ -166,10 +166,15 @@ async def log(model: PathModel, body: Groups, reports: TheReports) -> LogReply:
 
 
 @router.get("/api/models/{project}/{name}/sessions/{session}")
-async def session(model: PathModel, session: str, ledger: TheLedger) -> SessionReply:
+async def session(model: PathModel, session: str, ledger: TheLedger, caller: TheCaller) -> SessionReply:
     project, name = model.record.project, model.record.name
-    found = await asyncio.to_thread(ledger.find_session, project, name, session)
-    return await asyncio.to_thread(session_trajectory, found)
+
+    def read() -> SessionReply:
+        recorded = ledger.find_session(project, name, session)
+        others = ledger.find_other_speakers(project, name, session, caller.owner)
+        return session_trajectory(recorded, others, ledger.lost_choices(project, name, session))
+
+    return await asyncio.to_thread(read)
 
 
 @router.get("/api/jobs")

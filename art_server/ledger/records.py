@@ -9,6 +9,10 @@ from art_server.ledger import conversation
 from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.splice import Link
 
+PRUNED = "the ledger no longer has the record: it was deleted by age or size (art-server --ledger-max-age-days, --ledger-max-gb)"
+UNRECORDED = "the answer could not be recorded: the server's log has the reason"
+"""Why the ledger does not have a choice that an agent got in a session."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
