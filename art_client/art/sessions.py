@@ -22,7 +22,7 @@ from art import tracing
 from art.model import TrainableModel
 from art.scopes import Scope, current_scope
 from art.trajectories import History, Trajectory
-from art_protocol.wire import NAME_PATTERN, NAME_RULE, SESSION_HEADER, SessionReply
+from art_protocol.wire import NAME_PATTERN, NAME_RULE, SESSION_HEADER, UNNAMED_SECONDS, SessionReply
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,12 @@ class Rollout:
             self._span.set({"art.reward": reward})
         trajectory = Trajectory(reward=reward, metrics=metrics or {}, metadata=metadata or {})
         add_captured(trajectory, [reply])
+        if reply.num_unnamed_requests:
+            trajectory.metrics["unnamed_requests"] = reply.num_unnamed_requests
+            trajectory.log(
+                f"{reply.num_unnamed_requests} requests to {model.name} in the last {UNNAMED_SECONDS // 60} minutes name no "
+                "session: threads, processes and HTTP clients need the rollout's base_url or api_key"
+            )
         return trajectory
 
     async def __aenter__(self) -> Self:

@@ -49,7 +49,7 @@ from art_server.jobs.logs import write_log
 from art_server.jobs.received_trajectories import ReceivedTrajectories
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.train_requests import NewJob
-from art_server.ledger.sessions import session_trajectory
+from art_server.ledger.sessions import read_session
 
 MAX_KEY_LENGTH = 200
 DIGEST = re.compile("[0-9a-f]{64}")
@@ -167,14 +167,8 @@ async def log(model: PathModel, body: Groups, reports: TheReports) -> LogReply:
 
 @router.get("/api/models/{project}/{name}/sessions/{session}")
 async def session(model: PathModel, session: str, ledger: TheLedger, caller: TheCaller) -> SessionReply:
-    project, name = model.record.project, model.record.name
-
-    def read() -> SessionReply:
-        recorded = ledger.find_session(project, name, session)
-        others = ledger.find_other_speakers(project, name, session, caller.owner)
-        return session_trajectory(recorded, others, ledger.lost_choices(project, name, session))
-
-    return await asyncio.to_thread(read)
+    record = model.record
+    return await asyncio.to_thread(read_session, ledger, record.project, record.name, session, caller.owner)
 
 
 @router.get("/api/jobs")

@@ -43,7 +43,7 @@ from art_server.jobs.turns import (
 )
 from art_server.ledger import conversation
 from art_server.ledger.conversation import Message
-from art_server.ledger.records import Match, Record
+from art_server.ledger.records import Match, Record, num_requests
 from art_server.process.shared.trainer_messages import (
     Batch,
     Distribution,
@@ -165,12 +165,20 @@ class Resolver:
             )
         if not self._trainable:
             raise InvalidInput(self._counts.nothing_trainable(), code="no_trainable_turn", param="groups")
+        self._counts.num_unnamed = self._count_unnamed()
         batch = Batch(
             groups=self._trainable,
             distributions=self._distributions,
             num_groups=self._counts.num_groups,
         )
         return Resolved(batch, make_report(batch, self._counts, self._config, self._past))
+
+    def _count_unnamed(self) -> int:
+        """The number of requests that came without a session while the job's rollouts had one."""
+        if self._counts.session_began_at is None:
+            return 0
+        choices = self._sources.find_unnamed(self._counts.session_began_at)
+        return num_requests(choice for choice in choices if choice not in self._taken)
 
     # --- trajectories and their histories ---
 

@@ -31,6 +31,8 @@ class ResolvedTurn:
     """Rewards of dropped turns between the turn before and this one."""
     requested_at: int | None = None
     """When the turn was requested (`clock.tick`), from its record."""
+    session: str | None = None
+    """The session of its request, from its record."""
     is_unrecorded: bool = False
     """The tokens are known from their client only."""
     claimed_step: int | None = None

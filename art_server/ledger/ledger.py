@@ -349,6 +349,26 @@ class Ledger:
                 found.append((record, turn))
         return found
 
+    def find_unnamed(self, project: str, name: str, since: int) -> list[str]:
+        """The ids of the choices that requests to a model, which came at or after a `clock.tick` and name no session, have
+        got. Reads some records at a time, newest first, because requests wait meanwhile."""
+        with self._lock:
+            (stop,) = self._storage.db.execute("SELECT COALESCE(MAX(number), 0) FROM records").fetchone()
+        found: list[str] = []
+        while stop > 0:
+            start = stop - CHANGED_AT_A_TIME
+            with self._lock:
+                rows = self._storage.db.execute(
+                    "SELECT choice_id, requested_at, session IS NULL AND is_delivered AND project IS ? AND name IS ?"
+                    " FROM records WHERE number > ? AND number <= ?",
+                    (project, name, start, stop),
+                ).fetchall()
+            later = [(choice, is_unnamed) for choice, requested_at, is_unnamed in rows if (requested_at or 0) >= since]
+            found += [choice for choice, is_unnamed in later if is_unnamed]
+            # Records are in the order in which answers ended: that of requests but for those that ran at the same time.
+            stop = start if later else 0
+        return found
+
     def lost_choices(self, project: str, name: str, session: str) -> dict[str, int]:
         """The number of choices that the agent got from a model in a session, and that the ledger does not have, by
         reason."""

@@ -1,7 +1,7 @@
 """The ledger's data: a request, the choices sampled for it, and its prompt."""
 
 import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,3 +110,8 @@ class Prompt:
 
 def choice_id(request_id: str, index: int) -> str:
     return f"{request_id}-{index}"
+
+
+def num_requests(choice_ids: Iterable[str]) -> int:
+    """The number of requests that these choices answer."""
+    return len({name.rpartition("-")[0] for name in choice_ids})

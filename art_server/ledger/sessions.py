@@ -21,18 +21,31 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from art_protocol.wire import HistoryBody, SessionReply
+from art_protocol.wire import UNNAMED_SECONDS, HistoryBody, SessionReply
 from art_server.ledger import conversation
 from art_server.ledger.conversation import Conversation, Message
-from art_server.ledger.records import Record
+from art_server.ledger.ledger import Ledger
+from art_server.ledger.records import Record, num_requests
 from art_server.ledger.session_turns import MAX_COMPARED, SessionTurn, ends_of
 from art_server.ledger.speakers import PASSED_OVER, Speakers
+from art_server.process.shared import clock
 
 NOT_DELIVERED = "the answer did not reach the agent in full"
 ASKED_AGAIN = "the agent asked the same conversation again after it had the answer"
 
 Recorded = tuple[Record, dict[str, Any]]
 """A choice's record, and its turn as the agent has it."""
+
+
+def read_session(ledger: Ledger, project: str, name: str, session: str, owner: str) -> SessionReply:
+    """A model's conversations in a session (blocking). `owner` is the caller's; the base model answers under it."""
+    recorded = ledger.find_session(project, name, session)
+    others = ledger.find_other_speakers(project, name, session, owner)
+    reply = session_trajectory(recorded, others, ledger.lost_choices(project, name, session))
+    if recorded or reply.unused:
+        return reply
+    choices = ledger.find_unnamed(project, name, clock.tick() - UNNAMED_SECONDS * 1_000_000)
+    return reply.model_copy(update={"num_unnamed_requests": num_requests(choices)})
 
 
 def session_trajectory(

@@ -27,6 +27,8 @@ class PolicyServer(FakeArt):
         """Keys of jobs that failed: they fail again."""
         self.trained: list[dict[str, Any]] = []
         self.logged: list[dict[str, Any]] = []
+        self.num_unnamed = 0
+        """Requests without a session."""
         self._counts: Counter[str] = Counter()
 
     def _answer(self, request: Request) -> Answer:
@@ -35,7 +37,8 @@ class PolicyServer(FakeArt):
             return Answer(body={"checkpoints": [*kept[:-1], kept[-1] | {"is_best": True}]})
         if "/sessions/" in request.path:
             histories = self.sessions.get(request.path.rpartition("/")[2], [])
-            return Answer(body={"histories": histories, "num_choices": len(histories)})
+            reply: dict[str, Any] = {"histories": histories, "num_choices": len(histories)}
+            return Answer(body=reply if histories else reply | {"num_unnamed_requests": self.num_unnamed})
         if request.path.endswith("/log"):
             self.logged.append(request.json())
         return super()._answer(request)
@@ -55,6 +58,8 @@ class PolicyServer(FakeArt):
         answer = super().train(request, model)
         if answer.status == 200 and self.job_error is None:
             self.jobs[key] = self.steps[model]
+            assert answer.lines is not None, "a job has events"
+            answer.lines[-1]["report"] = {"num_unnamed_requests": self.num_unnamed}
             self.trained.append(request.json())
         return answer
 
@@ -67,7 +72,9 @@ class PolicyServer(FakeArt):
         found = IN_PATH.match(request.path)
         session = found[1] if found else request.headers.get("x-art-session")
         body = super()._completion(request)
-        if session is not None:
+        if session is None:
+            self.num_unnamed += 1
+        else:
             entries = [*asked["messages"], body["choices"][0] | {"token_ids": [7, 8]}]
             self.sessions.setdefault(session, []).append({"messages_and_choices": entries})
         return body

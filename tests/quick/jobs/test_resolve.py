@@ -772,6 +772,32 @@ def test_a_cut_answer_of_an_opponent_does_not_cut_my_history(model: str | None, 
     assert report.num_groups_trained == 1
 
 
+def test_requests_without_a_session_are_reported_where_the_rollouts_have_one() -> None:
+    """Since the first request of the job's sessions, without choices that the job has."""
+    records = {name: record(name, [5], [6 + k]) for k, name in enumerate(("a-0", "b-0", "c-0"))}
+    since: list[int] = []
+
+    def report_of(sessions: dict[str, str | None]) -> Any:
+        for name, session in sessions.items():
+            request = dataclasses.replace(records[name].request, session=session, requested_at=100 + ord(name[0]))
+            records[name] = dataclasses.replace(records[name], request=request)
+
+        def find_unnamed(time: int) -> list[str]:
+            since.append(time)
+            return ["a-0", "x-0", "x-1", "y-0"]
+
+        entries = [[bare(name)] for name in sessions]
+        return run(entries, find=records.get, given={"find_unnamed": find_unnamed})[1]
+
+    report = report_of({"a-0": None, "b-0": "s", "c-0": "t"})
+    assert report.num_unnamed_requests == 2 and since == [100 + ord("b")]
+    assert any(note.startswith("2 requests reached this model without a session") for note in report.notes)
+    report = report_of({"a-0": None, "b-0": None})
+    assert report.num_unnamed_requests == 0 and len(since) == 1, (
+        "a program without sessions puts choices into trajectories"
+    )
+
+
 def test_truncated_belongs_to_the_history_that_was_cut() -> None:
     cut = choice([1], [2]) | {"finish_reason": "length"}
     batch, _ = run([[cut]], histories=[[choice([5], [6])]])

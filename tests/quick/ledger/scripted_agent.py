@@ -9,7 +9,7 @@ from art_protocol.wire import SessionReply
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Request
-from art_server.ledger.sessions import session_trajectory
+from art_server.ledger.sessions import read_session
 from art_server.process.shared import clock
 from art_server.process.shared.engine_messages import FinishedChoice
 
@@ -38,6 +38,7 @@ class Agent:
         tools: list[dict[str, Any]] | None = None,
         stops: Sequence[str] = (),
         model: str | None = "a",
+        session: str | None = "s",
     ) -> None:
         """`at` is the time of the request; the answer is delivered at once. `model` None is the base model."""
         request_id = f"{next(self._numbers):032x}"
@@ -49,7 +50,7 @@ class Agent:
             name=model,
             step=0 if model else None,
             owner=self.project if model else OWNER,
-            session="s",
+            session=session,
             prefix_digest=before,
             requested_at=clock.tick() if at is None else at,
         )
@@ -79,9 +80,7 @@ class Agent:
 
     def reply(self, model: str = "a") -> SessionReply:
         """As the server's route makes it."""
-        recorded = self.ledger.find_session(self.project, model, "s")
-        others = self.ledger.find_other_speakers(self.project, model, "s", OWNER)
-        return session_trajectory(recorded, others, self.ledger.lost_choices(self.project, model, "s"))
+        return read_session(self.ledger, self.project, model, "s", OWNER)
 
 
 def said(text: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 
 from art_server.api.openai.streaming import add_deltas
 from art_server.ledger import conversation
+from art_server.ledger import ledger as ledger_module
 from art_server.ledger import storage as storage_module
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import PRUNED, UNRECORDED, Record
@@ -427,3 +428,29 @@ def test_answers_that_could_not_be_recorded_are_counted(tmp_path: Path) -> None:
         opened.lose(0, "the disk is full")
         anyio.run(opened.mark_delivered)
     assert agent.reply().unused == {UNRECORDED: 2}
+
+
+def test_requests_without_a_session_are_counted_where_the_session_has_none(tmp_path: Path) -> None:
+    """Those of the model that were answered; not those of long ago."""
+    agent = Agent(tmp_path)
+    agent.ask([USER], "long ago", session=None, at=clock.tick() - 601_000_000)
+    agent.ask([USER], "one", session=None, unseen="two")
+    agent.ask([USER], "lost", session=None, delivered=False)
+    agent.ask([USER], "of another", session=None, model="b")
+    agent.ask([USER], "of another session", session="t")
+    assert agent.reply().num_unnamed_requests == 1
+    agent.ask([USER], "mine")
+    assert agent.reply().num_unnamed_requests == 0
+
+
+def test_requests_without_a_session_are_found_since_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that came later and was answered earlier than others, and in a ledger that is read in many parts."""
+    monkeypatch.setattr(ledger_module, "CHANGED_AT_A_TIME", 2)
+    agent = Agent(tmp_path)
+    agent.ask([USER], "before", session=None)
+    since = clock.tick()
+    agent.ask([USER], "begins", at=since)
+    for text in "abc":
+        agent.ask([USER], text, session=None)
+    found = agent.ledger.find_unnamed("p", "a", since)
+    assert sorted(found) == [f"{number:032x}-0" for number in (3, 4, 5)]

@@ -82,7 +82,9 @@ class Agent:
             other = await art.rollout(model, session + OTHER).trajectory()
             trajectory.metrics["untrained_answers"] = num_answers(other)
         if step is None and not num_answers(trajectory):
-            raise RolloutFailed(_why_empty(model, others if trajectory.metrics.get("untrained_answers") else set()))
+            num_unnamed = int(trajectory.metrics.get("unnamed_requests", 0))
+            is_other = bool(trajectory.metrics.get("untrained_answers"))
+            raise RolloutFailed(_why_empty(model, others if is_other else set(), num_unnamed))
         await self.reward.score(row, output, trajectory)
         return trajectory, output
 
@@ -107,11 +109,17 @@ class Agent:
         return play
 
 
-def _why_empty(model: art.TrainableModel, others: set[str]) -> str:
+def _why_empty(model: art.TrainableModel, others: set[str], num_unnamed: int) -> str:
     name = model.get_inference_name()
     if others:
         left_out = ", ".join(sorted(others))
         return f"all answers came from {left_out}, which finetuning.target_functions leaves out: add it there"
+    if num_unnamed:
+        return (
+            f"no answer of {name} can be trained: {num_unnamed} requests of the last minutes reached the server without their "
+            "rollout. Programs and HTTP clients that are not captured need rollout.base_url or rollout.api_key "
+            "(docs/finetune.md, Workflows)"
+        )
     return (
         f"no answer of {name} can be trained: the workflow's requests went elsewhere. It has to ask "
         f"OPENAI_BASE_URL={model.inference_base_url} for OPENAI_MODEL={name}"
