@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from tests.fake_server import Answer, FakeArt, Request
@@ -58,9 +59,10 @@ class PolicyServer(FakeArt):
         answer = super().train(request, model)
         if answer.status == 200 and self.job_error is None:
             self.jobs[key] = self.steps[model]
-            assert answer.lines is not None, "a job has events"
-            answer.lines[-1]["report"] = {"num_unnamed_requests": self.num_unnamed}
             self.trained.append(request.json())
+            *events, done = list(answer.lines or ())
+            report = {"num_unnamed_requests": self.num_unnamed}
+            return replace(answer, lines=[*events, done | {"report": report}])
         return answer
 
     def _completion(self, request: Request) -> dict[str, Any]:

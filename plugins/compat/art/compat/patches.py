@@ -96,7 +96,7 @@ def _is_captured() -> bool:
     return isinstance(current_scope.get(), other_providers.Capture)
 
 
-def _in_context_of_starter(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+def _in_context_of_starter(start: Callable[[threading.Thread], None]) -> Callable[..., None]:
     @functools.wraps(start)
     def start_in_context(self: threading.Thread) -> None:
         if _is_captured():
