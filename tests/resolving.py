@@ -94,6 +94,7 @@ def sources(**given: Any) -> TokenSources:
         "end_id": 99,
         "end_ids": {99},
         "stop_ids": {99},
+        "find_unnamed": lambda since: [],
     }
     known |= given
     for name in ("find_by_logprobs", "find_by_conversation"):

@@ -38,6 +38,8 @@ class Scope:
     """The seeds of requests for which the caller sets none."""
     servers: "dict[CapturingServer, None]" = field(default_factory=dict[Any, None])
     """The servers that got requests in this scope, in the order of their first request."""
+    is_ended: bool = False
+    """Requests that come later, of a thread that the scope started and that goes on, belong to no session."""
 
 
 current_scope: ContextVar[Scope | None] = ContextVar("current_scope", default=None)
@@ -81,7 +83,7 @@ def headers_for(url: str) -> dict[str, str]:
     A URL that contains a session's name gets no header.
     """
     scope = current_scope.get()
-    if scope is None:
+    if scope is None or scope.is_ended:
         return {}
     asked = _servers_at(_to_address(url))
     scope.servers.update(dict.fromkeys(asked))

@@ -22,7 +22,7 @@ from art import tracing
 from art.model import TrainableModel
 from art.scopes import Scope, current_scope
 from art.trajectories import History, Trajectory
-from art_protocol.wire import NAME_PATTERN, NAME_RULE, SESSION_HEADER, SessionReply
+from art_protocol.wire import NAME_PATTERN, NAME_RULE, SESSION_HEADER, UNNAMED_SECONDS, SessionReply
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,11 @@ class Rollout:
                 remedy += f"; the answers of {next(iter(others))} are in r.trajectory(model=...) of that model"
         elif reply.unused:
             facts = [f"{count} were left out, because {reason}" for reason, count in reply.unused.items()]
-            remedy = "Let the agent wait for the whole answer, and go on with it"
+            remedy = "docs/agents.md has each reason, and what to do"
+        elif reply.num_unnamed_requests:
+            minutes = UNNAMED_SECONDS // 60
+            facts = [f"{reply.num_unnamed_requests} requests to {name} in the last {minutes} minutes name no session"]
+            remedy = "Processes and HTTP clients that are not captured need the rollout's base_url or api_key"
         else:
             facts = [NO_REQUEST]
             remedy = f"Give it base_url={self.base_url}, or the rollout's api_key, and model={name!r}"

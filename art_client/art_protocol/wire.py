@@ -430,6 +430,9 @@ class JobReport(Reply):
     differences: list[Difference] = []
     """Where turns that begin a new sequence first differ from the turns before them, by shape of rollouts."""
     dropped: list[Dropped] = []
+    num_unnamed_requests: int = 0
+    """Number of requests to the model that name no session, since the first rollout of the job with a session began, and
+    whose answers are not in the job."""
     config: dict[str, Any] = {}
     """The configuration in effect, defaults included."""
     notes: list[str] = []
@@ -584,6 +587,9 @@ SESSION_HEADER = "x-art-session"
 effect, for agents whose headers cannot be set."""
 
 
+UNNAMED_SECONDS = 600
+
+
 class SessionReply(Reply):
     """One model's answers in one session, as the conversations of a trajectory."""
 
@@ -592,14 +598,17 @@ class SessionReply(Reply):
     num_choices: int
     """Number of choices in the histories."""
     unused: dict[str, int] = {}
-    """Number of excluded choices by reason: not fully delivered, passed over for another choice of the same
-    conversation, or asked for again."""
+    """Number of excluded choices by reason: not fully delivered, asked for again, discarded for another answer to the same
+    conversation, or not recorded any longer."""
     other_models: dict[str, int] = {}
     """If this model has no answer in the session: the number of answers by the name of the trained model that gave them."""
     num_base_answers: int = 0
     """If this model has no answer in the session: the number of answers of the base model."""
     unknown_models: dict[str, int] = {}
     """If this model has no answer in the session: the number of requests by the name that no model has. They were refused."""
+    num_unnamed_requests: int = 0
+    """If the session has no choice of the model: the number of requests to the model in the last `UNNAMED_SECONDS` that name
+    no session. They may be the session's, sent by a thread, process or HTTP client that does not know it."""
 
 
 # --- health -------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ from art_server.jobs.logs import write_log
 from art_server.jobs.received_trajectories import ReceivedTrajectories
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.train_requests import NewJob
-from art_server.ledger.sessions import session_trajectory
+from art_server.ledger.sessions import read_session
 
 MAX_KEY_LENGTH = 200
 DIGEST = re.compile("[0-9a-f]{64}")
@@ -171,9 +171,8 @@ async def session(
     model: PathModel, session: str, ledger: TheLedger, refused_names: TheRefusedNames, caller: TheCaller
 ) -> SessionReply:
     project, name = model.record.project, model.record.name
-    found = await asyncio.to_thread(ledger.find_session, project, name, session)
-    reply = await asyncio.to_thread(session_trajectory, found)
-    if found:
+    reply = await asyncio.to_thread(read_session, ledger, project, name, session, caller.owner)
+    if reply.num_choices or reply.unused:
         return reply
     answers = await asyncio.to_thread(ledger.count_answers, session)
     others = {

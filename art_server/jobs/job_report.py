@@ -58,6 +58,10 @@ class ReportCounts:
     """Number of tokens that clients carried, and whose records are missing."""
     steps: dict[int, int] = field(default_factory=dict)
     """Number of tokens by the step that sampled them."""
+    session_began_at: int | None = None
+    """When the first request of a turn came that belongs to a session."""
+    num_unnamed: int = 0
+    """Number of requests since then that name no session, and whose answers are not in the job."""
     copied: set[int | None] = field(default_factory=set)
     """Numbers of groups in which a choice is in several trajectories."""
 
@@ -79,6 +83,8 @@ class ReportCounts:
             self.unscored.setdefault(name, set()).add(str(value))
         if turn.is_unrecorded:
             self.num_unrecorded += num_tokens
+        if turn.session is not None and turn.requested_at is not None:
+            self.session_began_at = min(turn.requested_at, self.session_began_at or turn.requested_at)
         if turn.step is not None:
             self.steps[turn.step] = self.steps.get(turn.step, 0) + num_tokens
 
@@ -158,9 +164,11 @@ def make_report(
         config=config.model_dump(),
         num_tokens_without_logprob=num_without_logprob,
         sampled_steps=dict(sorted(counts.steps.items())),
+        num_unnamed_requests=counts.num_unnamed,
         notes=[
             *_unscored_notes(counts, config),
             *_unrecorded_notes(counts, config),
+            *_unnamed_notes(counts),
             *_group_notes(tokens_of_groups),
             *_advice(batch, unmasked, counts, config, signs, past),
         ],
@@ -211,6 +219,17 @@ def _unrecorded_notes(counts: ReportCounts, config: TrainConfig) -> list[str]:
     else:
         how = "how they were sampled is unknown, so they are trained with ratio 1, as if the trainer had sampled them"
     return [f"{what}: {how}. `max_staleness` takes their step from their `art.step`"]
+
+
+def _unnamed_notes(counts: ReportCounts) -> list[str]:
+    if not counts.num_unnamed:
+        return []
+    return [
+        f"{counts.num_unnamed} requests reached this model without a session since the first rollout of this job began: "
+        "their answers are in no trajectory. They came from a thread, process or HTTP client that does not know its rollout: "
+        "give it `base_url` or `api_key` of the rollout (docs/agents.md). Requests under art.no_capture() and of other "
+        "programs are counted, too"
+    ]
 
 
 def _group_notes(tokens_of_groups: Sequence[GroupTokens | None]) -> list[str]:

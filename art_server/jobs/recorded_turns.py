@@ -42,6 +42,7 @@ def recorded_turn(record: Record, *, is_raw: bool) -> ResolvedTurn:
         record.request.step,
         unusual(record.sampling) if is_unscored else {},
         requested_at=record.request.requested_at,
+        session=record.request.session,
     )
 
 

@@ -32,6 +32,7 @@ from art_server.jobs.recorded_turns import recorded_turn
 from art_server.jobs.template_turns import TemplateTurns
 from art_server.jobs.token_sources import Limits, TokenSources
 from art_server.jobs.turns import (
+    ForeignTurn,
     Place,
     ResolvedTurn,
     TurnTrace,
@@ -42,7 +43,7 @@ from art_server.jobs.turns import (
 )
 from art_server.ledger import conversation
 from art_server.ledger.conversation import Message
-from art_server.ledger.records import Match, Record
+from art_server.ledger.records import Match, Record, num_requests
 from art_server.process.shared.trainer_messages import (
     Batch,
     Distribution,
@@ -90,7 +91,7 @@ class HistoryTurns:
     dropped: list[tuple[int, str]] = field(default_factory=list)
     """With the reason."""
     is_truncated: bool = False
-    """Whether the last turn was cut at a length limit."""
+    """Whether the last turn is the trained model's, and was cut at a length limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,7 @@ class Resolver:
             )
         if not self._trainable:
             raise InvalidInput(self._counts.nothing_trainable(), code="no_trainable_turn", param="groups")
+        self._counts.num_unnamed = self._count_unnamed()
         batch = Batch(
             groups=self._trainable,
             distributions=self._distributions,
@@ -172,6 +174,13 @@ class Resolver:
         )
         signs = signs_of(batch, self._counts.steps)
         return Resolved(batch, make_report(batch, self._counts, self._config, signs, self._past), signs)
+
+    def _count_unnamed(self) -> int:
+        """The number of requests that came without a session while the job's rollouts had one."""
+        if self._counts.session_began_at is None:
+            return 0
+        choices = self._sources.find_unnamed(self._counts.session_began_at)
+        return num_requests(choice for choice in choices if choice not in self._taken)
 
     # --- trajectories and their histories ---
 
@@ -232,6 +241,8 @@ class Resolver:
             try:
                 turn = with_signal(self._turn(entry, before, seen), reward, advantages)
             except UnusableTurn as reason:
+                if isinstance(reason, ForeignTurn):
+                    turns.is_truncated = False
                 self._counts.add_dropped(str(reason), f"{where}messages_and_choices[{position}]")
                 turns.dropped.append((position, str(reason)))
                 if reward is not None:
@@ -320,7 +331,7 @@ class Resolver:
         sent = read_turn(entry, self._model_id)
         if sent.model_id != self._model_id:
             by = "the base model" if sent.model_id is None else f"'{sent.model_id}'"
-            raise UnusableTurn(f"the choice was sampled by {by}, another model")
+            raise ForeignTurn(f"the choice was sampled by {by}, another model")
         if before.other_part is not None:
             raise UnusableTurn(
                 f"the conversation contains a part of type '{before.other_part}': only text can be trained"
@@ -371,7 +382,7 @@ class Resolver:
             return None  # records of other projects are never used
         sampled_by = f"{request.project}/{request.name}"
         if sampled_by != self._model_id:
-            raise UnusableTurn(f"the choice was sampled by '{sampled_by}', another model")
+            raise ForeignTurn(f"the choice was sampled by '{sampled_by}', another model")
         return recorded_turn(record, is_raw=self._is_raw)
 
     def _found_by_tokens(self, sent: SentTurn) -> ResolvedTurn | None:
@@ -447,7 +458,7 @@ class Resolver:
     def _written(self, sent: SentTurn, before: Before) -> ResolvedTurn:
         """The last resort: prompt and answer as the chat template writes them."""
         if not self._trains_without_logprobs:
-            raise UnusableTurn(NO_TOKENS if sent.choice_id is None else NO_RECORD)
+            raise ForeignTurn(NO_TOKENS) if sent.choice_id is None else UnusableTurn(NO_RECORD)
         prompt, ids = self._template.write(sent.message, before.messages, before.tools)
         return ResolvedTurn(prompt, ids, None, "recomputed")
 

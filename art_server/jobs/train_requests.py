@@ -57,6 +57,7 @@ class TrainRequests:
             end_id=self._ledger.end_id,
             end_ids=self._ledger.end_ids,
             stop_ids=self._ledger.stop_ids,
+            find_unnamed=functools.partial(self._ledger.find_unnamed, project, name),
         )
         resolver = Resolver(config, model.id, sources, limits, functools.partial(self._past_signs, model))
         return NewJob(model, config, resolver, self._runner, self._threads)

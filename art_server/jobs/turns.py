@@ -31,6 +31,8 @@ class ResolvedTurn:
     """Rewards of dropped turns between the turn before and this one."""
     requested_at: int | None = None
     """When the turn was requested (`clock.tick`), from its record."""
+    session: str | None = None
+    """The session of its request, from its record."""
     is_unrecorded: bool = False
     """The tokens are known from their client only."""
     claimed_step: int | None = None
@@ -39,6 +41,10 @@ class ResolvedTurn:
 
 class UnusableTurn(Exception):
     """A turn cannot be trained; the message is the reason in the report."""
+
+
+class ForeignTurn(UnusableTurn):
+    """Another model sampled the turn, or nothing tells which."""
 
 
 def with_signal(turn: ResolvedTurn, reward: float | None, advantages: float | list[float] | None) -> ResolvedTurn:
@@ -123,7 +129,7 @@ def join_turns(
         if turn.advantages is not None:
             sequence.advantages.update(zip(sampled, turn.advantages, strict=True))
         if turn.reward is not None:
-            sequence.rewards[sampled[-1]] = turn.reward
+            sequence.rewards.append((sampled[-1], turn.reward))
         tokens.extend(turn.token_ids)
         sequence.logprobs.extend(turn.logprobs or [None] * len(turn.token_ids))
         if is_timed:
@@ -134,8 +140,8 @@ def join_turns(
 
 
 def add_rewards(sequence: TokenSequence, rewards: Sequence[float]) -> None:
-    """Adds rewards of turns that end behind the sequence's tokens so far."""
-    sequence.rewards.update(enumerate(rewards, len(sequence.token_ids)))
+    """Adds rewards of dropped turns, which lie behind the sequence's tokens so far."""
+    sequence.rewards.extend((len(sequence.token_ids), reward) for reward in rewards)
 
 
 def _empty_sequence() -> TokenSequence:
@@ -146,7 +152,7 @@ def _empty_sequence() -> TokenSequence:
         spans=[],
         recompute=[],
         advantages={},
-        rewards={},
+        rewards=[],
         turns=[],
     )
 

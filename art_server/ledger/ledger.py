@@ -26,7 +26,7 @@ from art_server.ledger import conversation
 from art_server.ledger.candidates import MAX_TRIED, Candidates
 from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.decoder import Decoder
-from art_server.ledger.records import Match, Prompt, Record, Request, choice_id
+from art_server.ledger.records import UNRECORDED, Match, Prompt, Record, Request, choice_id
 from art_server.ledger.splice import (
     Candidate,
     Comparison,
@@ -294,6 +294,13 @@ class Ledger:
                 (clock.tick(), *of_request(request_id)),
             )
 
+    def count_unrecorded(self, request: Request, num_choices: int) -> None:
+        """Counts choices of a session's request that the agent got, and that have no record."""
+        if request.session is None or request.project is None or request.name is None:
+            return
+        with self._lock, tolerated("the number of lost choices"):
+            self._storage.count_lost(request.session, request.project, request.name, UNRECORDED, num_choices)
+
     def keep_turn(self, request_id: str, turn: dict[str, Any]) -> None:
         """Stores a session's request and its choices as the agent has them."""
         with self._lock, tolerated("a session's turn"):
@@ -330,12 +337,23 @@ class Ledger:
 
     def find_session(self, project: str, name: str, session: str) -> list[tuple[Record, dict[str, Any]]]:
         """The choices that one model sampled in a session, in order, without tokens, each with its turn as the agent has
-        it (`Storage.load_turn`). Choices whose end did not reach the agent are left out. Reads one turn at a time,
-        because requests wait meanwhile."""
+        it (`Storage.load_turn`). Choices whose end did not reach the agent are left out."""
+        return self._find_turns(session, "project = ? AND name = ?", project, name)
+
+    def find_other_speakers(
+        self, project: str, name: str, session: str, owner: str
+    ) -> list[tuple[Record, dict[str, Any]]]:
+        """`find_session` for the project's other models, and for the base model under the keys of `owner`."""
+        where = "((project = ? AND name <> ?) OR (project IS NULL AND owner = ?))"
+        return self._find_turns(session, where, project, name, owner)
+
+    def _find_turns(self, session: str, where: str, *values: str) -> list[tuple[Record, dict[str, Any]]]:
+        """Reads one turn at a time, because requests wait meanwhile."""
         with self._lock:
             rows = self._storage.db.execute(
-                "SELECT choice_id, request_id FROM records WHERE session = ? AND project = ? AND name = ? ORDER BY number",
-                (session, project, name),
+                "SELECT choice_id, request_id FROM records INDEXED BY records_by_session"
+                f" WHERE session = ? AND {where} ORDER BY number",
+                (session, *values),
             ).fetchall()
         found: list[tuple[Record, dict[str, Any]]] = []
         turns: dict[str, dict[str, Any] | None] = {}
@@ -360,6 +378,32 @@ class Ledger:
                 (session,),
             ).fetchall()
         return {(owner, project, name): count for owner, project, name, count in rows}
+
+    def find_unnamed(self, project: str, name: str, since: int) -> list[str]:
+        """The ids of the choices that requests to a model, which came at or after a `clock.tick` and name no session, have
+        got. Reads some records at a time, newest first, because requests wait meanwhile."""
+        with self._lock:
+            (stop,) = self._storage.db.execute("SELECT COALESCE(MAX(number), 0) FROM records").fetchone()
+        found: list[str] = []
+        while stop > 0:
+            start = stop - CHANGED_AT_A_TIME
+            with self._lock:
+                rows = self._storage.db.execute(
+                    "SELECT choice_id, requested_at, session IS NULL AND is_delivered AND project IS ? AND name IS ?"
+                    " FROM records WHERE number > ? AND number <= ?",
+                    (project, name, start, stop),
+                ).fetchall()
+            later = [(choice, is_unnamed) for choice, requested_at, is_unnamed in rows if (requested_at or 0) >= since]
+            found += [choice for choice, is_unnamed in later if is_unnamed]
+            # Records are in the order in which answers ended: that of requests but for those that ran at the same time.
+            stop = start if later else 0
+        return found
+
+    def lost_choices(self, project: str, name: str, session: str) -> dict[str, int]:
+        """The number of choices that the agent got from a model in a session, and that the ledger does not have, by
+        reason."""
+        with self._lock:
+            return self._storage.lost_choices(project, name, session)
 
     def find_by_logprobs(self, project: str, name: str, logprobs: Sequence[float]) -> list[Match]:
         """A model's records with these log-probabilities, newest first. They are not loaded, because a frequent answer has
@@ -391,6 +435,10 @@ class Ledger:
     def rename(self, project: str, name: str, to: str) -> None:
         """Gives the records of a model its new name."""
         self._change("name = ?", "project = ? AND name = ?", to, project, name)
+        with self._lock, database_errors("the records"):
+            self._storage.db.execute(
+                "UPDATE OR REPLACE lost_choices SET name = ? WHERE project = ? AND name = ?", (to, project, name)
+            )
 
     def _change(self, change: str, where: str, *values: object) -> None:
         """Changes records, a few at a time, because requests wait meanwhile."""
@@ -506,6 +554,8 @@ class OpenRequest:
     async def mark_delivered(self) -> None:
         """Marks the answer as sent in full; only then can a session contain it."""
         self.ledger.mark_delivered(self.request.request_id)
+        if self.lost:
+            self.ledger.count_unrecorded(self.request, len(self.lost))
 
     async def wait(self, index: int) -> Record | None:
         """The record of choice `index`, once it has arrived; None if there is none, and then `lost` has the reason."""

@@ -1,13 +1,17 @@
 """The ledger's data: a request, the choices sampled for it, and its prompt."""
 
 import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from art_server.ledger import conversation
 from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.splice import Link
+
+PRUNED = "the ledger no longer has the record: it was deleted by age or size (art-server --ledger-max-age-days, --ledger-max-gb)"
+UNRECORDED = "the answer could not be recorded: the server's log has the reason"
+"""Why the ledger does not have a choice that an agent got in a session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +110,8 @@ class Prompt:
 
 def choice_id(request_id: str, index: int) -> str:
     return f"{request_id}-{index}"
+
+
+def num_requests(choice_ids: Iterable[str]) -> int:
+    """The number of requests that these choices answer."""
+    return len({name.rpartition("-")[0] for name in choice_ids})

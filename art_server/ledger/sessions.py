@@ -8,80 +8,67 @@ counted. So are those that it discarded, as the order of its requests and of the
                    answer, and everything that continues it
     passed over    no request continues the answer, and one that came after the answer's own request continues another
                    answer to the same conversation
+    replaced, asked another        the same, for what others said and were asked (`speakers.py`)
 
 Choices of one request, and of requests that overlap, are branches. Conversations are the same if messages, tools and
 the constraints of the answer (a JSON schema) are equal: the same text with another schema, or with other white space, is
-another question.
+another question. A request that contains an edited answer (`edits.py`) is a conversation of its own, and shows that the
+agent used the answer.
 """
 
 import functools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from art_protocol.wire import HistoryBody, SessionReply
+from art_protocol.wire import UNNAMED_SECONDS, HistoryBody, SessionReply
 from art_server.ledger import conversation
-from art_server.ledger.conversation import Conversation
-from art_server.ledger.records import Record
+from art_server.ledger.conversation import Conversation, Message
+from art_server.ledger.ledger import Ledger
+from art_server.ledger.records import Record, num_requests
+from art_server.ledger.session_turns import MAX_COMPARED, SessionTurn, ends_of
+from art_server.ledger.speakers import PASSED_OVER, Speakers
+from art_server.process.shared import clock
 
 NOT_DELIVERED = "the answer did not reach the agent in full"
 ASKED_AGAIN = "the agent asked the same conversation again after it had the answer"
-PASSED_OVER = "the agent continued with another answer to the same conversation"
+
+Recorded = tuple[Record, dict[str, Any]]
+"""A choice's record, and its turn as the agent has it."""
 
 
-@dataclass(slots=True, eq=False)
-class SessionTurn:
-    """A recorded choice, with its request as the agent sent it."""
-
-    record: Record
-    requested_at: int
-    delivered_at: int | None
-    """None: it was not delivered."""
-    conversation: Conversation | None
-    """The request's messages; None: it has none."""
-    tools: list[dict[str, Any]] | None
-    asked: tuple[bytes, str]
-    """Equal for equal conversations."""
-    choice: dict[str, Any]
-    stops: Sequence[str]
-    """The stop strings of its request."""
-    ends: set[bytes]
-    """Digests of the conversation that the choice ends: as it was sampled, and as the agent received it."""
-    parent: "SessionTurn | None" = None
-    """The turn that this one continues."""
-    children: list["SessionTurn"] = field(default_factory=list)
-    """The turns that continue this one."""
-    last_used_at: int = 0
-    """The last request or delivery of this turn and of all that continue it."""
-    discarded: str | None = None
-    """Why the agent discarded the answer, or an earlier one of its conversation."""
-
-    @property
-    def is_end(self) -> bool:
-        """Whether the choice ends a conversation of the trajectory."""
-        is_continued = any(child.delivered_at is not None for child in self.children)
-        return self.delivered_at is not None and self.discarded is None and not is_continued
-
-    @property
-    def first(self) -> "SessionTurn":
-        """The turn that began the conversation."""
-        turn = self
-        while turn.parent is not None:
-            turn = turn.parent
-        return turn
+def read_session(ledger: Ledger, project: str, name: str, session: str, owner: str) -> SessionReply:
+    """A model's conversations in a session (blocking). `owner` is the caller's; the base model answers under it."""
+    recorded = ledger.find_session(project, name, session)
+    others = ledger.find_other_speakers(project, name, session, owner)
+    reply = session_trajectory(recorded, others, ledger.lost_choices(project, name, session))
+    if recorded or reply.unused:
+        return reply
+    choices = ledger.find_unnamed(project, name, clock.tick() - UNNAMED_SECONDS * 1_000_000)
+    return reply.model_copy(update={"num_unnamed_requests": num_requests(choices)})
 
 
-def session_trajectory(found: Sequence[tuple[Record, dict[str, Any]]]) -> SessionReply:
-    """The conversations of a session, in the order in which their first requests came."""
-    turns = sorted(make_turns(found), key=lambda turn: turn.requested_at)
-    link_turns(turns)
+def session_trajectory(
+    recorded: Sequence[Recorded], others: Sequence[Recorded] = (), lost: Mapping[str, int] | None = None
+) -> SessionReply:
+    """The conversations of a model in a session, in the order in which their first requests came. `recorded` are the
+    model's choices, `others` those of the server's other models. `lost` counts choices without a record, by reason."""
+    turns = sorted(make_turns(recorded), key=lambda turn: turn.requested_at)
+    of_others = sorted(make_turns(others), key=lambda turn: turn.requested_at)
+    sampled = {end for turn in (*turns, *of_others) for end in turn.ends}
+    link_turns(turns, sampled)
     mark_discarded(turns)
+    for speaker in {turn.speaker for turn in of_others}:
+        link_turns([turn for turn in of_others if turn.speaker == speaker], sampled)
+    speakers = Speakers(turns, of_others)
+    for turn in turns:
+        if turn.discarded is None:
+            turn.discarded = speakers.why_discarded(turn)
     began = {id(turn): number for number, turn in enumerate(turns)}
     ends = sorted((turn for turn in turns if turn.is_end), key=lambda turn: began[id(turn.first)])
     used: set[str] = set()
     histories = [make_history(turn, used) for turn in ends]
-    unused: dict[str, int] = {}
+    unused = dict(lost or {})
     for turn in turns:
         if turn.record.choice_id not in used:
             is_lost = turn.delivered_at is None
@@ -90,12 +77,12 @@ def session_trajectory(found: Sequence[tuple[Record, dict[str, Any]]]) -> Sessio
     return SessionReply(histories=histories, num_choices=len(used), unused=unused)
 
 
-def make_turns(found: Sequence[tuple[Record, dict[str, Any]]]) -> list[SessionTurn]:
+def make_turns(recorded: Sequence[Recorded]) -> list[SessionTurn]:
     """The turns of a session. Requests of an earlier version, without times, count as made one after the other."""
     turns: list[SessionTurn] = []
     places: dict[str, int] = {}
-    for number, (record, kept) in enumerate(found):
-        place = places.setdefault(record.request.request_id, number - len(found))
+    for number, (record, kept) in enumerate(recorded):
+        place = places.setdefault(record.request.request_id, number - len(recorded))
         requested = record.request.requested_at
         requested = place if requested is None else requested
         delivered = requested if record.delivered_at is None else record.delivered_at
@@ -111,6 +98,7 @@ def make_turns(found: Sequence[tuple[Record, dict[str, Any]]]) -> list[SessionTu
                 conversation=talk,
                 tools=kept["tools"],
                 asked=(talk.exact if talk else record.request.prefix_digest, asked),
+                constraints=kept.get("constraints") or {},
                 choice=choice,
                 stops=kept.get("stops", ()),
                 ends={record.after, conversation.after(record.request.prefix_digest, received)},
@@ -126,60 +114,75 @@ def conversation_of(kept: dict[str, Any]) -> Conversation | None:
     return kept["conversation"]
 
 
-def link_turns(turns: Sequence[SessionTurn]) -> None:
-    """Sets what the turns, in the order of their requests, continue, and when they were last used."""
+def link_turns(turns: Sequence[SessionTurn], sampled: Set[bytes]) -> None:
+    """Sets what the turns of one model, in the order of their requests, continue, and when they were last used. `sampled` are
+    the ends of the turns of all models: what another model sampled is no edited answer."""
     by_end: dict[bytes, list[SessionTurn]] = {}
+    by_conversation: dict[bytes, list[SessionTurn]] = {}
     for turn in turns:
         for end in turn.ends:
             by_end.setdefault(end, []).append(turn)
+        by_conversation.setdefault(turn.asked[0], []).append(turn)
     for turn in turns:
-        turn.parent = find_parent(turn, by_end)
-        if turn.parent is not None:
-            turn.parent.children.append(turn)
+        turn.parent, turn.edits = find_parent(turn, by_end, by_conversation, sampled)
+        for earlier in (turn.parent, turn.edits):
+            if earlier is not None:
+                earlier.followers.append(turn)
     for turn in reversed(turns):
         own = turn.requested_at if turn.delivered_at is None else turn.delivered_at
-        turn.last_used_at = max([own, *(child.last_used_at for child in turn.children)])
+        turn.last_used_at = max([own, *(follower.last_used_at for follower in turn.followers)])
 
 
-def find_parent(turn: SessionTurn, by_end: dict[bytes, list[SessionTurn]]) -> SessionTurn | None:
-    """The earlier turn that this one continues. Among equal answers, the one that the record names, else the latest that
-    was delivered before this turn's request, else the latest."""
+def find_parent(
+    turn: SessionTurn,
+    by_end: Mapping[bytes, Sequence[SessionTurn]],
+    by_conversation: Mapping[bytes, Sequence[SessionTurn]],
+    sampled: Set[bytes],
+) -> tuple[SessionTurn | None, SessionTurn | None]:
+    """The earlier turn that this one continues, and one behind it whose answer the agent edited. Among equal answers, the
+    one that the record names, else the latest that was delivered before this turn's request, else the latest."""
+    edited: SessionTurn | None = None
     for beginning in turn.conversation or ():
-        ended = [one for end in ends_of(beginning, turn.stops) for one in by_end.get(end, ())]
+        ends = ends_of(beginning, turn.stops)
+        ended = [one for end in ends for one in by_end.get(end, ())]
         equal = [one for one in ended if one.requested_at < turn.requested_at]
         if equal:
             named = [one for one in equal if one.record.choice_id == turn.record.continues]
             had = [one for one in equal if (one.delivered_at or turn.requested_at) < turn.requested_at]
-            return (named or had or equal)[-1]
-    return None
+            return (named or had or equal)[-1], edited
+        is_foreign = beginning.message.get("role") == "assistant" and sampled.isdisjoint(ends)
+        if edited is None and is_foreign and beginning.before is not None:
+            asked = by_conversation.get(beginning.before.exact, ())
+            edited = find_edited(turn, beginning.message, asked)
+    return None, edited
 
 
-def ends_of(beginning: Conversation, stops: Sequence[str]) -> list[bytes]:
-    """The digests with which the choice may have ended that a conversation's last message repeats."""
-    cut = conversation.cut_digest(beginning.message, stops) if beginning.message.get("role") == "assistant" else None
-    if cut is None:
-        return [beginning.digest]
-    before = beginning.before.digest if beginning.before is not None else conversation.EMPTY
-    return [beginning.digest, conversation.after(before, cut)]
+def find_edited(turn: SessionTurn, message: Message, asked: Sequence[SessionTurn]) -> SessionTurn | None:
+    """The latest of the turns before `turn` whose answer `message` is, as the agent edited it."""
+    earlier = [one for one in asked if one.requested_at < turn.requested_at]
+    edited = (one for one in reversed(earlier[-MAX_COMPARED:]) if one.is_edited_as(message))
+    return next(edited, None)
 
 
 def mark_discarded(turns: Sequence[SessionTurn]) -> None:
-    """Sets why the agent discarded each of these turns, which are in the order of their requests."""
+    """Sets why the agent discarded each of these turns of one model, which are in the order of their requests, for its
+    other answers."""
     by_asked: dict[tuple[bytes, str], list[SessionTurn]] = {}
     for turn in turns:
         by_asked.setdefault(turn.asked, []).append(turn)
     for equal in by_asked.values():
         # An answer that never came replaces none.
         asked_at = max((t.requested_at for t in equal if t.delivered_at is not None), default=None)
-        continued_at = max((c.requested_at for t in equal for c in t.children), default=None)
+        continued_at = max((f.requested_at for t in equal for f in t.followers), default=None)
         for turn in equal:
             if asked_at is not None and asked_at > turn.last_used_at:
                 turn.discarded = ASKED_AGAIN
-            elif not turn.children and continued_at is not None and continued_at > turn.requested_at:
+            elif not turn.followers and continued_at is not None and continued_at > turn.requested_at:
                 turn.discarded = PASSED_OVER
     for turn in turns:
-        if turn.parent is not None and turn.parent.discarded is not None:
-            turn.discarded = turn.parent.discarded
+        for earlier in (turn.parent, turn.edits):
+            if earlier is not None and earlier.discarded is not None:
+                turn.discarded = earlier.discarded
 
 
 def make_history(turn: SessionTurn, used: set[str]) -> HistoryBody:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from art_server.ledger import conversation
-from art_server.ledger.records import Prompt, Record, Request
+from art_server.ledger.records import PRUNED, UNRECORDED, Prompt, Record, Request
 from art_server.process.shared.kept_set import MASK
 from art_server.store.database import add_columns, column_names, insert, open_database, transaction
 
@@ -94,6 +94,15 @@ CREATE TABLE IF NOT EXISTS response_items (
     item_id TEXT PRIMARY KEY,
     request_id TEXT NOT NULL  -- the response that made the item
 );
+CREATE TABLE IF NOT EXISTS lost_choices (  -- of sessions, how many choices the ledger does not have
+    number INTEGER PRIMARY KEY,
+    session TEXT NOT NULL,
+    project TEXT NOT NULL,
+    name TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    num_choices INTEGER NOT NULL,
+    UNIQUE (session, project, name, reason)
+);
 CREATE INDEX IF NOT EXISTS conversations_by_parent ON conversations (parent) WHERE parent IS NOT NULL;
 CREATE INDEX IF NOT EXISTS turns_by_conversation ON turns (conversation) WHERE conversation IS NOT NULL;
 CREATE INDEX IF NOT EXISTS turns_by_tools ON turns (tools) WHERE tools IS NOT NULL;
@@ -127,6 +136,9 @@ HEADING = (
     " created_at, continues, link, answer_digest, is_delivered, delivered_at"
 )
 """The columns of `find_heading`."""
+
+COUNTED_SESSIONS = 200_000
+"""Rows of `lost_choices`, the latest ones: some 30 MB."""
 
 IN_LIST = "IN (SELECT value FROM json_each(?))"
 WITHOUT_RECORD = "NOT EXISTS (SELECT 1 FROM records WHERE prompt = prompts.number)"
@@ -550,6 +562,31 @@ class Storage:
         row = self.db.execute("SELECT request_id FROM response_items WHERE item_id = ?", (item_id,)).fetchone()
         return None if row is None else row[0]
 
+    def count_lost(self, session: str, project: str, name: str, reason: str, num_choices: int) -> None:
+        """Adds to the number of choices of a session that the ledger does not have."""
+        self.db.execute(
+            "INSERT INTO lost_choices (session, project, name, reason, num_choices) VALUES (?, ?, ?, ?, ?)"
+            " ON CONFLICT (session, project, name, reason) DO UPDATE SET num_choices = num_choices + excluded.num_choices",
+            (session, project, name, reason, num_choices),
+        )
+
+    def lost_choices(self, project: str, name: str, session: str) -> dict[str, int]:
+        """The number of delivered choices of a session that the ledger does not have, by reason."""
+        lost = dict(
+            self.db.execute(
+                "SELECT reason, num_choices FROM lost_choices WHERE session = ? AND project = ? AND name = ?",
+                (session, project, name),
+            ).fetchall()
+        )
+        (num_without_turn,) = self.db.execute(
+            "SELECT COUNT(*) FROM records INDEXED BY records_by_session WHERE session = ? AND project = ? AND name = ?"
+            " AND is_delivered AND NOT EXISTS (SELECT 1 FROM turns WHERE turns.request_id = records.request_id)",
+            (session, project, name),
+        ).fetchone()
+        if num_without_turn:
+            lost[UNRECORDED] = lost.get(UNRECORDED, 0) + num_without_turn
+        return lost
+
     # --- keeping within bounds ---
 
     def size(self) -> int:
@@ -568,6 +605,17 @@ class Storage:
         ).fetchall()
         choices, prompts, requests = (json.dumps(list(set(each))) for each in zip(*rows, strict=True))
         with transaction(self.db):
+            of_sessions = self.db.execute(
+                f"SELECT session, project, name, COUNT(*) FROM records WHERE number {IN_LIST} AND is_delivered"
+                " AND session IS NOT NULL AND project IS NOT NULL GROUP BY session, project, name",
+                (json.dumps(numbers),),
+            ).fetchall()
+            for session, project, name, num_choices in of_sessions:
+                self.count_lost(session, project, name, PRUNED, num_choices)
+            self.db.execute(
+                "DELETE FROM lost_choices WHERE number <= (SELECT MAX(number) FROM lost_choices) - ?",
+                (COUNTED_SESSIONS,),
+            )
             stay = self.db.execute(
                 f"SELECT number FROM prompts WHERE parent {IN_LIST} AND (number {IN_LIST} OR EXISTS"
                 f" (SELECT 1 FROM records WHERE prompt = prompts.number AND NOT choice_id {IN_LIST}))",

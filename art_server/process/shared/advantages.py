@@ -182,10 +182,10 @@ def _sums_of_later_turns(
     behind these the sum behind the last turn, which is 0."""
     places: list[tuple[int, int, int]] = []
     for number, sequence in enumerate(trajectory.sequences):
-        places += [_place(number, end, sequence, is_timed) for end in sorted(sequence.rewards)]
-    in_order = sorted(zip(places, of_turns, strict=True))
+        places += [_place(number, end, sequence, is_timed) for end, _ in in_order(sequence)]
+    placed = sorted(zip(places, of_turns, strict=True))
     sums = [0.0]
-    for _, advantage in reversed(in_order):
+    for _, advantage in reversed(placed):
         sums.append(sums[-1] + advantage)
     return sorted(places), sums[::-1]
 
@@ -221,7 +221,12 @@ def trained_positions(sequence: TokenSequence) -> list[int]:
 
 def turn_rewards(trajectory: TrainableTrajectory) -> list[float]:
     """The rewards of the turns that have one, in order."""
-    return [sequence.rewards[end] for sequence in trajectory.sequences for end in sorted(sequence.rewards)]
+    return [reward for sequence in trajectory.sequences for _, reward in in_order(sequence)]
+
+
+def in_order(sequence: TokenSequence) -> list[tuple[int, float]]:
+    """The rewards of a sequence's turns by position; of turns at one position in the order in which they were added."""
+    return sorted(sequence.rewards, key=lambda reward: reward[0])
 
 
 def penalised_rewards(group: TrainableGroup, config: LossConfig) -> list[float]:

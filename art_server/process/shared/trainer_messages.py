@@ -5,7 +5,7 @@ The server resolves all token sequences, so the trainer knows nothing of chat me
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 
@@ -92,10 +92,17 @@ class TokenSequence(TrainerMessage):
     the start of the job instead, so the ratio pi_old / pi_sampled is 1."""
     advantages: dict[int, float] = {}
     """Advantages by position, as the client gave them. Other tokens have the trajectory's and their turns'."""
-    rewards: dict[int, float] = {}
-    """Rewards of turns, by the position of the turn's last token (process supervision)."""
+    rewards: list[tuple[int, float]] = []
+    """Rewards of turns, each with the position of the turn's last token (process supervision). Dropped turns have no
+    tokens: all that lie between the same two turns have one position."""
     turns: list[tuple[int, int]] = []
     """Of each turn the index behind its last token, and when it was requested (`clock.tick`). Empty: not all are known."""
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _from_positions(cls, value: object) -> object:
+        """Jobs of earlier versions are on disk with an object: rewards by position."""
+        return list(value.items()) if isinstance(value, dict) else value
 
 
 class TrainableTrajectory(TrainerMessage):

@@ -1,10 +1,15 @@
 import asyncio
 import gzip
+import http.client
 import json
+import queue
 import subprocess
 import sys
+import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import httpx
@@ -12,6 +17,7 @@ import httpx2
 import openai
 import pytest
 import requests
+import urllib3
 
 import art
 from art.compat import other_providers, patches
@@ -114,6 +120,96 @@ async def test_every_http_client_is_captured_also_one_made_before(server, sessio
         client.close()
     for client in [aio, *clients, openai_client]:
         await (client.aclose() if hasattr(client, "aclose") else client.close())
+
+
+def ask_with_urllib(url: str) -> None:
+    request = urllib.request.Request(url, json.dumps(BODY).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        assert response.status == 200
+
+
+async def test_clients_on_python_s_own_connections_are_captured(server, sessions, model: art.TrainableModel):
+    url = server.url + PATH
+    pool = urllib3.PoolManager()
+    connection = http.client.HTTPConnection(urlsplit(url).netloc)
+
+    def ask_with_connection() -> None:
+        for _ in range(2):  # the second request on the same connection
+            connection.request("POST", PATH, json.dumps(BODY), {"Content-Type": "application/json"})
+            assert connection.getresponse().read()
+
+    async def run() -> None:
+        await asyncio.to_thread(ask_with_urllib, url)
+        await asyncio.to_thread(pool.request, "POST", url, json=BODY)
+        await asyncio.to_thread(ask_with_connection)
+
+    await art.trajectory(run())
+    assert list(sessions.values()) == [4] and None not in sessions
+    await asyncio.to_thread(ask_with_urllib, url)
+    assert sessions[None] == 1
+    connection.close()
+    pool.clear()
+
+
+async def test_a_header_that_a_caller_writes_into_python_s_own_connection_stays(server, sessions, model):
+    async def run() -> None:
+        request = urllib.request.Request(server.url + PATH, json.dumps(BODY).encode(), {"X-ART-Session": "own"})
+        with await asyncio.to_thread(urllib.request.urlopen, request) as response:
+            assert response.status == 200
+
+    with pytest.raises(art.ArtStatusError):  # the scope's own session was never begun
+        await art.trajectory(run())
+    assert sessions == {"own": 1}
+
+
+async def test_threads_that_an_agent_starts_belong_to_its_session(server, sessions, model: art.TrainableModel):
+    """A thread, a pool of its own, a pool that two agents share, and the loop's own executor."""
+    url = server.url + PATH
+    shared = ThreadPoolExecutor(1)
+
+    def agent() -> None:
+        thread = threading.Thread(target=ask_with_urllib, args=(url,))
+        thread.start()
+        thread.join()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(ask_with_urllib, [url, url]))
+        shared.submit(ask_with_urllib, url).result()
+
+    async def run() -> None:
+        await asyncio.to_thread(agent)
+        await asyncio.get_running_loop().run_in_executor(None, ask_with_urllib, url)
+
+    await art.trajectory(run())
+    await art.trajectory(run())
+    assert list(sessions.values()) == [5, 5] and None not in sessions
+    await asyncio.to_thread(shared.submit(ask_with_urllib, url).result)
+    assert sessions[None] == 1, "outside of a scope a pool's thread has none"
+    shared.shutdown()
+
+
+async def test_a_thread_that_outlives_its_scope_belongs_to_no_session(server, sessions, model: art.TrainableModel):
+    work: queue.Queue[threading.Event | None] = queue.Queue()
+
+    def serve() -> None:
+        while (done := work.get()) is not None:
+            ask_with_urllib(server.url + PATH)
+            done.set()
+
+    async def ask_thread() -> None:
+        done = threading.Event()
+        work.put(done)
+        await asyncio.to_thread(done.wait)
+
+    async def run() -> None:
+        thread.start()
+        await ask_thread()
+
+    thread = threading.Thread(target=serve)
+    await art.trajectory(run())
+    await ask_thread()
+    assert list(sessions.values()) == [1, 1] and None in sessions
+    work.put(None)
+    thread.join()
 
 
 async def test_other_servers_and_other_routes_get_no_header(
@@ -260,12 +356,22 @@ async def test_what_the_coroutine_put_there_stays(sessions, model: art.Trainable
     assert len(trajectory.additional_histories) == 1
 
 
+METHODS = [
+    *patches._PATCHED_METHODS,
+    ("http.client", "HTTPConnection", "putrequest"),
+    ("http.client", "HTTPConnection", "putheader"),
+    ("http.client", "HTTPConnection", "endheaders"),
+    ("threading", "Thread", "start"),
+    ("concurrent.futures", "ThreadPoolExecutor", "submit"),
+]
+
+
 def test_the_patch_is_installed_once_and_by_capture_only():
     program = f"""
-import asyncio, json
-import aiohttp, art, httpx, httpx2, requests
-methods = {patches._PATCHED_METHODS!r}
-def current(): return [getattr(getattr(globals()[m], c), f) for m, c, f in methods]
+import asyncio, concurrent.futures, http.client, json, sys, threading
+import aiohttp, art, httpx, httpx2
+methods = {METHODS!r}
+def current(): return [getattr(getattr(sys.modules[m], c), f) for m, c, f in methods]
 before = current()
 backend = art.Backend("http://127.0.0.1:1")
 unpatched = current() == before
@@ -276,16 +382,7 @@ asyncio.run(art.trajectory(run()))
 print(json.dumps([unpatched, [a is not b for a, b in zip(before, once)], current() == once]))
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert json.loads(run.stdout) == [True, [True] * 6, True]
-
-
-async def test_urllib_is_not_captured_which_the_docs_say(server, sessions, model: art.TrainableModel):
-    def ask_with_urllib() -> None:
-        request = urllib.request.Request(server.url + PATH, json.dumps(BODY).encode())
-        urllib.request.urlopen(request).close()
-
-    await art.trajectory(asyncio.to_thread(ask_with_urllib))
-    assert sessions == {None: 1}
+    assert json.loads(run.stdout) == [True, [True] * len(METHODS), True]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from tests.fake_server import Answer, FakeArt, Request
@@ -29,6 +30,8 @@ class PolicyServer(FakeArt):
         self.logged: list[dict[str, Any]] = []
         self.num_base_answers = 0
         """Of sessions without answers of the policy."""
+        self.num_unnamed = 0
+        """Requests without a session."""
         self._counts: Counter[str] = Counter()
 
     def _answer(self, request: Request) -> Answer:
@@ -37,8 +40,9 @@ class PolicyServer(FakeArt):
             return Answer(body={"checkpoints": [*kept[:-1], kept[-1] | {"is_best": True}]})
         if "/sessions/" in request.path:
             histories = self.sessions.get(request.path.rpartition("/")[2], [])
-            num_base = 0 if histories else self.num_base_answers
-            return Answer(body={"histories": histories, "num_choices": len(histories), "num_base_answers": num_base})
+            reply: dict[str, Any] = {"histories": histories, "num_choices": len(histories)}
+            empty = {"num_base_answers": self.num_base_answers, "num_unnamed_requests": self.num_unnamed}
+            return Answer(body=reply if histories else reply | empty)
         if request.path.endswith("/log"):
             self.logged.append(request.json())
         return super()._answer(request)
@@ -59,6 +63,9 @@ class PolicyServer(FakeArt):
         if answer.status == 200 and self.job_error is None:
             self.jobs[key] = self.steps[model]
             self.trained.append(request.json())
+            *events, done = list(answer.lines or ())
+            report = {"num_unnamed_requests": self.num_unnamed}
+            return replace(answer, lines=[*events, done | {"report": report}])
         return answer
 
     def _completion(self, request: Request) -> dict[str, Any]:
@@ -70,7 +77,9 @@ class PolicyServer(FakeArt):
         found = IN_PATH.match(request.path)
         session = found[1] if found else request.headers.get("x-art-session")
         body = super()._completion(request)
-        if session is not None:
+        if session is None:
+            self.num_unnamed += 1
+        else:
             entries = [*asked["messages"], body["choices"][0] | {"token_ids": [7, 8]}]
             self.sessions.setdefault(session, []).append({"messages_and_choices": entries})
         return body

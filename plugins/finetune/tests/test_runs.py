@@ -99,6 +99,64 @@ async def test_each_trajectory_has_its_own_rows_marker(policy: PolicyServer, fol
         assert asked == {f"marker {number}"} and len(group["trajectories"]) == 4
 
 
+IN_THREADS = """
+    import json, subprocess, sys, threading, urllib.request
+    from concurrent.futures import ThreadPoolExecutor
+
+    def ask_with_urllib(question):
+        body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": question}]}
+        url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+        with urllib.request.urlopen(request) as response:
+            return json.load(response)["choices"][0]["message"]["content"]
+
+    def in_threads(question):
+        thread = threading.Thread(target=ask_with_urllib, args=("a thread's",))
+        thread.start()
+        thread.join()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(ask_with_urllib, ["a pool's", "a pool's, too"]))
+        return ask_with_urllib(question)
+
+    def by_program(question):
+        program = f"import agent; print(agent.ask_with_urllib({question!r}))"
+        return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+
+    def half_by_program(question):
+        by_program(question)
+        return ask_with_urllib(question)
+"""
+
+
+async def test_requests_of_urllib_and_of_threads_that_a_workflow_starts_are_captured(
+    policy: PolicyServer, make_file: MakeFile
+) -> None:
+    file = make_file(IN_THREADS, workflow___type="agent.py:in_threads", finetuning__num_epochs=1)
+    await art.finetune.run(file)
+    (request,) = policy.trained
+    for group in request["groups"]:
+        for trajectory in group["trajectories"]:
+            assert len(trajectory["additional_histories"]) == 3
+    assert policy.num_unnamed == 0
+
+
+async def test_requests_that_came_without_their_rollout_are_on_the_epoch_s_line(
+    policy: PolicyServer, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = make_file(IN_THREADS, workflow___type="agent.py:half_by_program", finetuning__num_epochs=1)
+    await art.finetune.run(file)
+    assert policy.num_unnamed == 8
+    assert "8 requests came without their rollout" in capsys.readouterr().err
+
+
+async def test_a_rollout_whose_requests_all_came_without_it_is_told_so(
+    policy: PolicyServer, make_file: MakeFile
+) -> None:
+    file = make_file(IN_THREADS, workflow___type="agent.py:by_program")
+    with pytest.raises(FinetuneError, match=r"name no session.*the rollout's base_url"):
+        await art.finetune.run(file)
+
+
 @pytest.mark.parametrize("name", WORKFLOWS)
 async def test_any_function_is_a_workflow(policy: PolicyServer, make_file: MakeFile, name: str) -> None:
     await art.finetune.run(make_file(WORKFLOWS[name], workflow___type=f"agent.py:{name}"))

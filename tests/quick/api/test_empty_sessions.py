@@ -30,8 +30,8 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
         yield served
 
 
-async def ask(served: Served, path: str, model: str, key: str) -> int:
-    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": "q"}]}
+async def ask(served: Served, path: str, model: str, key: str, question: str = "q") -> int:
+    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": question}]}
     headers = {"authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=served.url, headers=headers) as http:
         return (await http.post(f"{path}/chat/completions", json=body)).status_code
@@ -43,8 +43,9 @@ async def why_empty(served: Served, *models: str, key: str = "all", agents_key: 
         model = art.TrainableModel(name="a", project="p", base_model="art/tiny")
         await model.register(backend)
         async with art.rollout(model) as rollout:
-            for name in models:
-                await ask(served, rollout.base_url.removeprefix(served.url), name, agents_key or key)
+            for number, name in enumerate(models):  # the same question would make a model the other's fallback
+                path = rollout.base_url.removeprefix(served.url)
+                await ask(served, path, name, agents_key or key, f"question {number}")
             trajectory = await rollout.trajectory()
     assert len(trajectory.logs) <= 1
     return trajectory.logs[0].partition(" that can be trained: ")[2] if trajectory.logs else None

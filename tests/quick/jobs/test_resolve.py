@@ -16,7 +16,7 @@ from art_server.ledger import conversation
 from art_server.ledger.records import Record
 from art_server.process.shared.advantages import trained_tokens
 from art_server.process.shared.kept_set import pack_set, unpack_set
-from art_server.process.shared.trainer_messages import Batch
+from art_server.process.shared.trainer_messages import Batch, TokenSequence
 from tests.refusals import refused
 from tests.resolving import LIMITS, bare, choice, record, resolve, sources
 
@@ -502,8 +502,8 @@ def test_turns_may_have_rewards_and_advantages_of_their_own() -> None:
 
     batch, report = rows_of(**signal)
     row, other = batch.groups[0].trajectories[0].sequences
-    assert row.rewards == {3: 0.5} and row.advantages == {2: 0.1, 3: 0.2, 5: 3.0}
-    assert other.rewards == {1: 2.0}
+    assert row.rewards == [(3, 0.5)] and row.advantages == {2: 0.1, 3: 0.2, 5: 3.0}
+    assert other.rewards == [(1, 2.0)]
     assert report.num_groups_trained == 1, "one trajectory, but its turns say what is better"
     with refused(InvalidInput, "bad_turns", "groups[0].trajectories[0].turn_rewards"):
         rows_of(turn_rewards=[1.0])
@@ -529,11 +529,35 @@ def test_the_reward_of_a_dropped_turn_counts_for_the_turns_before_it() -> None:
     config = TrainConfig(scaling="none")
     batch = resolve([body], config, "p/a", sources(), LIMITS).batch
     (row,) = batch.groups[0].trajectories[0].sequences
-    assert row.rewards == {0: 1.0, 2: 2.0, 3: 4.0, 5: 3.0, 6: 5.0}
+    assert row.rewards == [(0, 1.0), (2, 2.0), (3, 4.0), (5, 3.0), (6, 5.0)]
     (tokens,) = trained_tokens(batch.groups, config)
     assert tokens is not None
     # The mean is 2.5. The first token has the deviations of 2, 4, 3 and 5, the last one those of 3 and 5.
     assert tokens == [[[(2, 4.0), (5, 3.0)]], [[(2, -2.5)]]]
+
+
+def test_each_dropped_turn_keeps_its_reward_where_several_have_one_position() -> None:
+    """Behind the last tokens of two histories, and before a turn that has fewer tokens than there are such rewards."""
+    gone = bare("unknown")
+    body = {
+        "messages_and_choices": [gone, gone, gone, choice([1], [2]), gone],
+        "reward": 0.0,
+        "turn_rewards": [1.0, 2.0, 3.0, 4.0, 5.0],
+        "additional_histories": [{"messages_and_choices": [gone, gone], "turn_rewards": [6.0, 7.0]}],
+    }
+    group = TrajectoryGroupBody.model_validate({"trajectories": [body]})
+    batch = resolve([group], TrainConfig(scaling="none"), "p/a", sources(), LIMITS).batch
+    (row,) = batch.groups[0].trajectories[0].sequences
+    assert row.rewards == [(0, 1.0), (0, 2.0), (0, 3.0), (1, 4.0), (2, 5.0), (2, 6.0), (2, 7.0)]
+    # The mean is 4. The token has the deviations of 4 and of all behind it.
+    assert trained_tokens(batch.groups, TrainConfig(scaling="none")) == [[[[(1, 0.0 + 1.0 + 2.0 + 3.0)]]]]
+
+
+def test_rewards_of_turns_in_a_job_of_an_earlier_version_are_read() -> None:
+    stored = '{"token_ids": [1, 2], "logprobs": [null, -1.0], "rewards": {"1": 0.5}}'
+    sequence = TokenSequence.model_validate_json(stored)
+    assert sequence.rewards == [(1, 0.5)]
+    assert TokenSequence.model_validate_json(sequence.model_dump_json()) == sequence
 
 
 MAIN_AND_SUB_AGENT = [
@@ -730,6 +754,48 @@ def test_a_cut_answer_that_cannot_be_trained_still_cuts_its_history() -> None:
     long = choice([1] * 50, [2]) | {"finish_reason": "length"}
     batch, _ = run([[choice([1], [2]), long]])
     assert [row.truncated for row in batch.groups[0].trajectories[0].sequences] == [True]
+
+
+def foreign(tokens: list[int], model: str | None, reason: str) -> dict[str, Any]:
+    """A choice that another model sampled behind [1, 2]; without a model's name one of a vendor's server."""
+    if model is None:
+        return {"message": {"role": "assistant", "content": "x"}, "finish_reason": reason}
+    return choice([1, 2], tokens, f"{tokens}", model) | {"finish_reason": reason}
+
+
+@pytest.mark.parametrize("model", ["p/opponent", None])
+@pytest.mark.parametrize(("mine", "theirs"), [("stop", "length"), ("length", "stop"), ("length", "length")])
+def test_a_cut_answer_of_an_opponent_does_not_cut_my_history(model: str | None, mine: str, theirs: str) -> None:
+    trajectories = [[choice([1], [2 + k]) | {"finish_reason": mine}, foreign([3 + k], model, theirs)] for k in (0, 1)]
+    batch, report = run(trajectories, config=TrainConfig(overlong="mask"))
+    assert [row.truncated for each in batch.groups[0].trajectories for row in each.sequences] == [False, False]
+    assert report.num_groups_trained == 1
+
+
+def test_requests_without_a_session_are_reported_where_the_rollouts_have_one() -> None:
+    """Since the first request of the job's sessions, without choices that the job has."""
+    records = {name: record(name, [5], [6 + k]) for k, name in enumerate(("a-0", "b-0", "c-0"))}
+    since: list[int] = []
+
+    def report_of(sessions: dict[str, str | None]) -> Any:
+        for name, session in sessions.items():
+            request = dataclasses.replace(records[name].request, session=session, requested_at=100 + ord(name[0]))
+            records[name] = dataclasses.replace(records[name], request=request)
+
+        def find_unnamed(time: int) -> list[str]:
+            since.append(time)
+            return ["a-0", "x-0", "x-1", "y-0"]
+
+        entries = [[bare(name)] for name in sessions]
+        return run(entries, find=records.get, given={"find_unnamed": find_unnamed})[1]
+
+    report = report_of({"a-0": None, "b-0": "s", "c-0": "t"})
+    assert report.num_unnamed_requests == 2 and since == [100 + ord("b")]
+    assert any(note.startswith("2 requests reached this model without a session") for note in report.notes)
+    report = report_of({"a-0": None, "b-0": None})
+    assert report.num_unnamed_requests == 0 and len(since) == 1, (
+        "a program without sessions puts choices into trajectories"
+    )
 
 
 def test_truncated_belongs_to_the_history_that_was_cut() -> None:

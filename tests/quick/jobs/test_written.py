@@ -72,6 +72,7 @@ def sources(family: Family) -> TokenSources:
         end_id=decoder.end_id,
         end_ids=decoder.end_ids,
         stop_ids=decoder.stop_ids,
+        find_unnamed=lambda since: [],
     )
 
 

@@ -3,93 +3,22 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
-from art_protocol.wire import SessionReply
 from art_server.api.openai.streaming import add_deltas
 from art_server.ledger import conversation
+from art_server.ledger import ledger as ledger_module
+from art_server.ledger import storage as storage_module
 from art_server.ledger.ledger import Ledger
-from art_server.ledger.records import Record, Request
-from art_server.ledger.sessions import (
-    ASKED_AGAIN,
-    NOT_DELIVERED,
-    PASSED_OVER,
-    session_trajectory,
-)
+from art_server.ledger.records import PRUNED, UNRECORDED, Record
+from art_server.ledger.sessions import ASKED_AGAIN, NOT_DELIVERED
+from art_server.ledger.speakers import PASSED_OVER
 from art_server.process.shared import clock
-from art_server.process.shared.engine_messages import FinishedChoice
-
-USER = {"role": "user", "content": "q"}
-
-
-class Agent:
-    """Asks, and is told what the test says."""
-
-    def __init__(self, path: Path, project: str = "p"):
-        self.ledger = Ledger(path / "l.sqlite")
-        self.project = project
-        self._numbers = itertools.count(1 if project == "p" else 1000)
-
-    def ask(
-        self,
-        messages: list[dict[str, Any]],
-        said: str,
-        delivered: bool = True,
-        received: dict[str, Any] | None = None,
-        unseen: str | None = None,
-        at: int | None = None,
-        constraints: dict[str, Any] | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        stops: Sequence[str] = (),
-    ) -> None:
-        """`at` is the time of the request; the answer is delivered at once."""
-        request_id = f"{next(self._numbers):032x}"
-        before = conversation.prefix_digests(messages)[-1]
-        request = Request(
-            *(request_id, "chat", self.project, "a", 0, self.project, "s", before),
-            requested_at=clock.tick() if at is None else at,
-        )
-        with self.ledger.open_request(request):
-            self.ledger.take_prompt(request_id, 0, [1, 2])
-            sample = FinishedChoice("x", 0, said, [3], [-1.0], "stop", None, {"n": 1})
-            self.ledger.take_samples([(request_id, 0, 0, sample)])
-            if unseen is not None:
-                sample = FinishedChoice("x", 1, unseen, [4], [-1.0], "stop", None, {"n": 2})
-                self.ledger.take_samples([(request_id, 1, 0, sample)])
-        choice = {
-            "index": 0,
-            "finish_reason": "stop",
-            "message": received or {"role": "assistant", "content": said},
-            "art": {"id": f"{request_id}-0"},
-        }
-        turn = {
-            "messages": messages,
-            "tools": tools,
-            "constraints": constraints or {},
-            "stops": stops,
-            "choices": {"0": choice},
-        }
-        self.ledger.keep_turn(request_id, turn)
-        if delivered:
-            self.ledger.mark_delivered(request_id)
-
-    def reply(self) -> SessionReply:
-        return session_trajectory(self.ledger.find_session(self.project, "a", "s"))
-
-
-def said(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
-
-
-def shape(reply: SessionReply) -> list[str]:
-    """Each conversation as its roles, choices written in capitals."""
-    return [
-        "".join("C" if "finish_reason" in e else e["role"][0] for e in h.messages_and_choices) for h in reply.histories
-    ]
+from tests.quick.ledger.scripted_agent import USER, Agent, answers, said, shape
 
 
 def test_a_conversation_that_goes_on_is_one_history(tmp_path: Path) -> None:
@@ -158,11 +87,6 @@ def test_a_choice_that_the_agent_did_not_see_end_is_left_out(tmp_path: Path) -> 
     agent.ask([USER], "seen", unseen="unseen")
     assert len(agent.ledger.find_session("p", "a", "s")) == 1
     assert agent.reply().num_choices == 1
-
-
-def answers(reply: SessionReply) -> list[list[str]]:
-    """The trained answers of each conversation."""
-    return [[e["message"]["content"] for e in h.messages_and_choices if "finish_reason" in e] for h in reply.histories]
 
 
 def test_of_a_last_turn_that_is_asked_again_only_the_last_answer_counts(tmp_path: Path) -> None:
@@ -462,3 +386,71 @@ def test_messages_stay_as_long_as_a_turn_needs_them(tmp_path: Path) -> None:
     assert answers(agent.reply()) == [["alone"]]
     drop(4)
     assert count() == 0
+
+
+def test_choices_whose_records_were_deleted_are_counted(tmp_path: Path) -> None:
+    """Also after all records of the session are gone, and under the model's later name."""
+    agent = Agent(tmp_path)
+    agent.ask([USER], "one")
+    agent.ask([USER, said("one"), USER], "two")
+    agent.ask([USER], "never came", delivered=False)
+    storage = agent.ledger._storage
+    storage.drop([1], [])
+    reply = agent.reply()
+    assert answers(reply) == [["two"]] and reply.unused == {PRUNED: 1, NOT_DELIVERED: 1}
+    storage.drop([2, 3], [])
+    agent.ledger.rename("p", "a", "renamed")
+    assert agent.reply().unused == {}
+    reply = agent.reply("renamed")
+    assert reply.num_choices == 0 and reply.unused == {PRUNED: 2}
+
+
+def test_the_number_of_sessions_with_deleted_records_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_module, "COUNTED_SESSIONS", 2)
+    agent = Agent(tmp_path)
+    for number in range(3):
+        agent.ledger._storage.count_lost(f"s{number}", "p", "a", PRUNED, 1)
+    agent.ask([USER], "one")
+    agent.ledger._storage.drop([1], [])
+    (num,) = agent.ledger._storage.db.execute("SELECT COUNT(*) FROM lost_choices").fetchone()
+    assert num == 2 and agent.reply().unused == {PRUNED: 1}
+
+
+def test_answers_that_could_not_be_recorded_are_counted(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.ask([USER], "one")
+    agent.ledger._storage.db.execute("DELETE FROM turns")  # as after a disk was full for a moment
+    assert agent.reply().unused == {UNRECORDED: 1}
+    request = agent.ledger._storage.select("TRUE")[0].request
+    with agent.ledger.open_request(request) as opened:
+        opened.lose(0, "the disk is full")
+        anyio.run(opened.mark_delivered)
+    assert agent.reply().unused == {UNRECORDED: 2}
+
+
+def test_requests_without_a_session_are_counted_where_the_session_has_none(tmp_path: Path) -> None:
+    """Those of the model that were answered; not those of long ago."""
+    agent = Agent(tmp_path)
+    agent.ask([USER], "long ago", session=None, at=clock.tick() - 601_000_000)
+    agent.ask([USER], "one", session=None, unseen="two")
+    agent.ask([USER], "lost", session=None, delivered=False)
+    agent.ask([USER], "of another", session=None, model="b")
+    agent.ask([USER], "of another session", session="t")
+    assert agent.reply().num_unnamed_requests == 1
+    agent.ask([USER], "mine")
+    assert agent.reply().num_unnamed_requests == 0
+
+
+def test_requests_without_a_session_are_found_since_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that came later and was answered earlier than others, and in a ledger that is read in many parts."""
+    monkeypatch.setattr(ledger_module, "CHANGED_AT_A_TIME", 2)
+    agent = Agent(tmp_path)
+    agent.ask([USER], "before", session=None)
+    since = clock.tick()
+    agent.ask([USER], "begins", at=since)
+    for text in "abc":
+        agent.ask([USER], text, session=None)
+    found = agent.ledger.find_unnamed("p", "a", since)
+    assert sorted(found) == [f"{number:032x}-0" for number in (3, 4, 5)]

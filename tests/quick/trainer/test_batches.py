@@ -109,8 +109,8 @@ def test_given_advantages_hold_at_their_positions_and_make_a_group_live() -> Non
 
 def test_turn_rewards_reach_the_tokens_up_to_their_turn() -> None:
     # Turns end at 2 and 4 of the first sequence and at 2 of the second: their rewards 4, 0 and 2 have mean 2.
-    first = TokenSequence(token_ids=[5, 6, 7, 8, 9], logprobs=[None, -1, -1, -1, -1], rewards={2: 4.0, 4: 0.0})
-    second = TokenSequence(token_ids=[5, 6, 7], logprobs=[None, -1, -1], rewards={2: 2.0})
+    first = TokenSequence(token_ids=[5, 6, 7, 8, 9], logprobs=[None, -1, -1, -1, -1], rewards=[(2, 4.0), (4, 0.0)])
+    second = TokenSequence(token_ids=[5, 6, 7], logprobs=[None, -1, -1], rewards=[(2, 2.0)])
     config = TrainConfig(scaling="none")
     other = (1.0, [TokenSequence(token_ids=[5, 6], logprobs=[None, -1])])
     batch = Batch(groups=[group((1.0, [first, second]), other)])
@@ -204,7 +204,7 @@ def test_micro_batches_hold_each_trained_token_once_within_the_budget(
 
 def test_group_without_any_tokens_advantage_is_dead() -> None:
     """Equal rewards and equal turn rewards: its tokens are in no denominator."""
-    sequence = TokenSequence(token_ids=[5, 6, 7], logprobs=[None, -1, -1], rewards={2: 0.1})
+    sequence = TokenSequence(token_ids=[5, 6, 7], logprobs=[None, -1, -1], rewards=[(2, 0.1)])
     equal = group(*[(1.0, [sequence])] * 3)
     live = group((1.0, [SEQUENCE]), (0.0, [SEQUENCE]))
     trained = make_train_batch(Batch(groups=[equal, live]))
@@ -261,7 +261,7 @@ def test_groups_that_are_left_out_do_not_count_in_the_scale_of_a_batch() -> None
 
 def test_a_penalty_lowers_rewards_also_where_only_turns_give_a_signal() -> None:
     """By hand: outcomes -0 and -5 are +1 and -1 in standard deviations, turns are +1 and -1."""
-    turns = [SEQUENCE.model_copy(update={"rewards": {3: reward}}) for reward in (1.0, 0.0)]
+    turns = [SEQUENCE.model_copy(update={"rewards": [(3, reward)]}) for reward in (1.0, 0.0)]
     batch = Batch(groups=[group((0.0, [turns[0]]), (0.0, [turns[1]]))])
     for penalties, expected in (([0.0, 5.0], (2.0, -2.0)), ([5.0, 0.0], (0.0, 0.0))):
         made = make_train_batch(batch, TrainConfig(), penalties)

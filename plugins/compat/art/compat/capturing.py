@@ -35,7 +35,7 @@ async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
     session = uuid.uuid4().hex
     scope = other_providers.Capture(session)
     captured = scope.trajectory
-    with entered(scope):
+    with captured_in(scope):
         await coroutine
     replies: dict[str, SessionReply] = {}
     for server in scope.servers:
@@ -55,8 +55,18 @@ def capture(
     trainable models mean `step`, or with "base" the base model. With a `seed`, requests that have none of their own get the
     next number that it begins."""
     patches.patch_http_clients()
-    with entered(other_providers.Capture(session, step, None if seed is None else seeds_from(seed))):
+    with captured_in(other_providers.Capture(session, step, None if seed is None else seeds_from(seed))):
         yield
+
+
+@contextmanager
+def captured_in(scope: other_providers.Capture) -> Generator[None]:
+    """Makes the scope the current one inside the `with` block, and ends it behind the block."""
+    try:
+        with entered(scope):
+            yield
+    finally:
+        scope.is_ended = True
 
 
 capture_auto_trajectory = trajectory

@@ -62,7 +62,8 @@ class ArtTrainerAdapter(TrainerAdapter):
             result = await self._training
         except (art.ArtJobError, art.ArtStatusError) as error:
             return TrainingJobStatus(ref.run_id, TrainingStatusEnum.FAILED, message=str(error))
-        metadata: dict[str, Any] = {"step": result.step, "metrics": result.metrics}
+        num_unnamed = result.report.num_unnamed_requests
+        metadata: dict[str, Any] = {"step": result.step, "metrics": result.metrics, "num_unnamed_requests": num_unnamed}
         return TrainingJobStatus(ref.run_id, TrainingStatusEnum.COMPLETED, progress=100.0, metadata=metadata)
 
 
@@ -134,7 +135,8 @@ class ArtTrainer(Trainer):
         run.folder.save(epochs=[*run.folder.state.epochs, row], step=None, num_failed_jobs=0)
         figures = {**status.metadata.get("metrics", {}), "epoch": row.epoch, "epoch/reward": row.avg_reward}
         self.log_progress(row.epoch, figures, str(run.folder.path))
-        say(_epoch_line(row, run.config.finetuning.num_epochs, status.message))
+        num_unnamed = status.metadata.get("num_unnamed_requests", 0)
+        say(_epoch_line(row, run.config.finetuning.num_epochs, status.message, num_unnamed))
 
     def _epoch_row(self, step: int) -> EpochRow:
         run, groups, meta = self.context, self._sampled.trajectories, self._sampled.meta
@@ -220,8 +222,9 @@ def _have_signal(groups: list[art.TrajectoryGroup]) -> bool:
     return any(map(is_informative, groups))
 
 
-def _epoch_line(row: EpochRow, num_epochs: int, message: str | None) -> str:
+def _epoch_line(row: EpochRow, num_epochs: int, message: str | None, num_unnamed: int) -> str:
     reward = "no reward" if row.avg_reward is None else f"reward {row.avg_reward:.4f}"
     failed = f", {row.num_failed} rollouts failed" if row.num_failed else ""
+    unnamed = f", {num_unnamed} requests came without their rollout: docs/finetune.md, Workflows" if num_unnamed else ""
     trained = message or f"{row.filtered_trajectories} of {row.num_trajectories} trajectories trained"
-    return f"epoch {row.epoch + 1}/{num_epochs}: {reward}, {trained}, step {row.step}{failed}"
+    return f"epoch {row.epoch + 1}/{num_epochs}: {reward}, {trained}, step {row.step}{failed}{unnamed}"

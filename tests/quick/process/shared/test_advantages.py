@@ -26,7 +26,7 @@ def group(*rewards_of_turns: list[float], rewards: list[float] | None = None) ->
         return TokenSequence(
             token_ids=[5] * num_tokens,
             logprobs=[None, *[-1.0] * (num_tokens - 1)],
-            rewards={2 * (turn + 1): reward for turn, reward in enumerate(of_turns)},
+            rewards=[(2 * (turn + 1), reward) for turn, reward in enumerate(of_turns)],
         )
 
     return TrainableGroup(

@@ -1,0 +1,176 @@
+"""What the agent's conversations say of a model's answers where others speak in them, too: other models of the server, models
+elsewhere, and the program itself. Answers of the latter two are seen only as assistant's messages of later requests.
+
+An answer from which no request of its own model went on was discarded for another speaker's if
+
+    replaced         a request goes on, behind the same conversation, with another assistant's message, which no request
+                     before the answer contained (such a message is an example)
+    asked another    another model of the server was asked the same conversation after the agent had the answer
+
+Neither is so if the agent used the answer: the message is the answer with changes (`edits.py`); a request quotes it, as
+those of critics, judges and debates do; another model's request contains it, and the answer's own model does not go on
+without it. Nor if message or request belong to another conversation that reads alike: the message answers the same text
+with other tools or another schema, or a model continues its own answer, as each player of a game does. What runs elsewhere
+is not seen, so the rule is the same for a model of the server and for one elsewhere, except that only the former is seen
+being asked.
+"""
+
+import bisect
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from art_server.ledger import conversation
+from art_server.ledger.conversation import Conversation, Message
+from art_server.ledger.edits import spoken, words_of
+from art_server.ledger.session_turns import MAX_COMPARED, SessionTurn
+
+PASSED_OVER = "the agent continued with another answer to the same conversation"
+REPLACED = "the agent continued with another speaker's answer to the same conversation"
+ASKED_ANOTHER = "the agent asked another model the same conversation after it had the answer"
+
+MAX_LATER = 512
+"""Messages behind an answer in which a quotation is looked for."""
+
+PLAIN_TEXT = ({"type": "text"}, {"format": {"type": "text"}})
+"""Values of a request's fields that constrain nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class Heard:
+    """A message of one model's requests."""
+
+    beginning: Conversation
+    """The conversation that ends with the message."""
+    first: SessionTurn
+    """The first request that contains it."""
+    last: SessionTurn
+
+    def is_answer(self, turn: SessionTurn) -> bool:
+        """Whether the message is a turn's answer, unchanged."""
+        return turn.is_repeated_as(self.beginning, self.first.stops)
+
+
+class Speakers:
+    """The messages and answers of a session. `own` are the turns of one model, `others` those of the server's other models;
+    both are in the order of their requests, and linked."""
+
+    def __init__(self, own: Sequence[SessionTurn], others: Sequence[SessionTurn]):
+        turns = sorted([*own, *others], key=lambda turn: turn.requested_at)
+        self._heard = list(heard(turns))
+        self._behind: dict[bytes, list[Heard]] = {}
+        """The assistant's messages, by the conversation before them."""
+        for message in self._heard:
+            if message.beginning.message.get("role") == "assistant" and message.beginning.before is not None:
+                self._behind.setdefault(message.beginning.before.exact, []).append(message)
+        self._texts: dict[int, str] = {}
+        """The messages' words, by `id` of their conversation."""
+        self._answers: dict[int, list[SessionTurn]] = {}
+        """The turns whose answer a message is, by `id` of the message."""
+        self._asked: dict[bytes, list[SessionTurn]] = {}
+        for turn in turns:
+            self._asked.setdefault(turn.asked[0], []).append(turn)
+
+    def why_discarded(self, turn: SessionTurn) -> str | None:
+        """Why the agent discarded an answer for another speaker's; None if it did not."""
+        if turn.delivered_at is None or turn.followers or turn.conversation is None:
+            return None
+        used_at: int | None = None
+        replacing: list[tuple[Heard, str]] = []
+        known: set[bytes] = set()
+        for message in self._behind.get(turn.conversation.exact, [])[-MAX_COMPARED:]:
+            answers = self._turns_that_answered(message, turn.asked[0])
+            if turn in answers or (not answers and turn.is_edited_as(message.beginning.message)):
+                used_at = max(used_at or 0, message.last.requested_at)
+            elif message.first.requested_at < turn.requested_at:
+                known.add(message.beginning.digest)
+            elif reason := replaces(message, answers, turn):
+                replacing.append((message, reason))
+        for message, reason in replacing:
+            goes_on = used_at is None or (
+                message.first.speaker == turn.speaker and message.first.requested_at > used_at
+            )
+            if goes_on and message.beginning.digest not in known and not self._is_quoted(turn, message.first):
+                return reason
+        had_at = max(used_at or 0, turn.delivered_at)
+        is_asked = any(self._asks_again(other, turn, had_at) for other in self._asked[turn.asked[0]])
+        return ASKED_ANOTHER if is_asked and not self._is_quoted(turn) else None
+
+    def _turns_that_answered(self, message: Heard, asked: bytes) -> list[SessionTurn]:
+        """The turns whose answer an assistant's message is. `asked` is the conversation before it."""
+        name = id(message)
+        if name not in self._answers:
+            self._answers[name] = [turn for turn in self._asked[asked] if message.is_answer(turn)]
+        return self._answers[name]
+
+    def _asks_again(self, other: SessionTurn, turn: SessionTurn, had_at: int) -> bool:
+        """Whether another model's answered request asks a turn's conversation after the agent had the turn's answer."""
+        if other.speaker == turn.speaker or other.asked != turn.asked or other.delivered_at is None:
+            return False
+        # Both models gave the last answer in it, so it is a conversation of each.
+        is_alike = turn.parent and other.parent and not turn.parent.ends.isdisjoint(other.parent.ends)
+        return other.requested_at > had_at and not is_alike
+
+    def _is_quoted(self, turn: SessionTurn, by: SessionTurn | None = None) -> bool:
+        """Whether the answer's words stand in a message of a later request: of any model, or with `by` in that request or
+        one of the turn's own model."""
+        words = words_of(turn.choice["message"])
+        asked = {beginning.digest for beginning in turn.conversation or ()}
+        start = bisect.bisect_right(self._heard, turn.requested_at, key=lambda message: message.first.requested_at)
+        for message in self._heard[start : start + MAX_LATER]:
+            is_reader = by is None or message.first is by or message.first.speaker == turn.speaker
+            if is_reader and words and message.beginning.digest not in asked and spoken(words) in self._text(message):
+                return True
+        return False
+
+    def _text(self, message: Heard) -> str:
+        name = id(message.beginning)
+        if name not in self._texts:
+            self._texts[name] = spoken(words_of(message.beginning.message))
+        return self._texts[name]
+
+
+def heard(turns: Sequence[SessionTurn]) -> Iterator[Heard]:
+    """Each message of the turns' requests once for each model, in the order in which the requests contain it first."""
+    known: dict[tuple[tuple[str | None, str | None], int], Heard] = {}
+    for turn in turns:
+        for beginning in turn.conversation or ():
+            name = (turn.speaker, id(beginning))
+            if name in known:
+                break
+            known[name] = Heard(beginning, turn, turn)
+            yield known[name]
+    is_last: set[int] = set()
+    for turn in reversed(turns):
+        for beginning in turn.conversation or ():
+            message = known[turn.speaker, id(beginning)]
+            if id(message) in is_last:
+                break
+            is_last.add(id(message))
+            message.last = turn
+
+
+def replaces(message: Heard, answers: Sequence[SessionTurn], turn: SessionTurn) -> str | None:
+    """The reason if an assistant's message behind a turn's conversation is another answer to it, else None. `answers` are the
+    turns behind the conversation whose answer the message is."""
+    if not answers:
+        return REPLACED if not is_constrained(turn) or is_json(message.beginning.message) else None
+    speakers = {other.speaker for other in answers}
+    is_conversation_of_another = speakers == {message.first.speaker} != {turn.speaker}
+    if is_conversation_of_another or all(other.asked != turn.asked for other in answers):
+        return None
+    return PASSED_OVER if turn.speaker in speakers else REPLACED
+
+
+def is_constrained(turn: SessionTurn) -> bool:
+    """Whether an answer had to have a form."""
+    return any(value not in PLAIN_TEXT for value in turn.constraints.values() if value)
+
+
+def is_json(message: Message) -> bool:
+    """Whether a message is a JSON object or list, as answers with a schema are."""
+    try:
+        value = json.loads(conversation.content_text(message.get("content")))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict | list)
