@@ -3,15 +3,23 @@
 import argparse
 import asyncio
 import json
+import os
+import shlex
+import signal
 import sys
+import threading
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 EXIT_CODES = """\
 exit codes: 0 trained, or complete already; 1 rollouts or training failed; 2 wrong file, data or flag; 3 no epoch had a group
-with signal; 4 no server; 130 Ctrl-C"""
-INTERRUPTED = 130
+with signal; 4 no server; 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP"""
+SIGNALLED = 128
+"""Is added to a signal's number, as shells do."""
+LEAVE_SECONDS = 5.0
+"""For the end of the loop, and for that of the process."""
 OF_FILES = {
     "dataset": "eval.general.dataset.file_path",
     "validation_dataset": "finetuning.validation.dataset",
@@ -111,15 +119,68 @@ def _end(call: Coroutine[Any, Any, None]) -> None:
     """Runs a command. An error's last line goes to stderr, and its code is the process's."""
     from art.finetune.errors import FinetuneError
 
+    code = 0
+    runner = asyncio.Runner()
     try:
-        asyncio.run(call)
+        if stopped_by := _run(runner, call):
+            code = SIGNALLED + stopped_by
+            command = shlex.join(["art", *sys.argv[1:]])
+            print(f"\nart: stopped. Finished rollouts are kept; this continues: {command}", file=sys.stderr)
     except FinetuneError as error:
+        code = error.exit_code
         print(f"art: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    finally:
+        closed = _end_soon(code)
+        runner.close()
+        closed.set()
+    if code:
+        sys.exit(code)
+
+
+def _run(runner: asyncio.Runner, call: Coroutine[Any, Any, None]) -> int | None:
+    """Runs a command until it ends, or Ctrl-C, SIGTERM or SIGHUP stops the command: that signal's number. Programs and connections of its workflow are
+    closed then."""
+    received: list[int] = []
+
+    async def run() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+
+        def stop(number: int) -> None:
+            received.append(number)
+            task.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` has SIGHUP ignored
+                loop.add_signal_handler(number, stop, number)
+        await call
+
+    try:
+        runner.run(run())
     except KeyboardInterrupt:
-        command = " ".join(["art", *sys.argv[1:]])
-        print(f"\nart: stopped. Finished rollouts are kept; this continues: {command}", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        return signal.SIGINT
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        return received[0]
+    return None
+
+
+def _end_soon(code: int) -> threading.Event:
+    """Ends the process some seconds after the last of its work, also if threads or tasks that a workflow has left go on:
+    Python waits for them. The event says that the loop is closed."""
+    closed = threading.Event()
+
+    def watch() -> None:
+        if closed.wait(LEAVE_SECONDS):
+            threading.main_thread().join()  # which ends before other threads are waited for
+            time.sleep(LEAVE_SECONDS)
+        sys.stderr.flush()
+        os._exit(code)
+
+    sys.stdout.flush()
+    threading.Thread(target=watch, name="end", daemon=True).start()
+    return closed
 
 
 def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:

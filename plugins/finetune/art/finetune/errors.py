@@ -28,3 +28,7 @@ class NoSignal(FinetuneError):
 
 class NoServer(FinetuneError):
     exit_code = 4
+
+
+class RolloutFailed(Exception):
+    """A rollout without a reward; the message has the reason and the remedy."""

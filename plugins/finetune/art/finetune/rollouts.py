@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import art
-from art.finetune.agent import RolloutFailed, reason_of, seed_of
+from art.finetune.agent import reason_of, seed_of
+from art.finetune.errors import RolloutFailed
 from art.finetune.history import RolloutRow
 from art.finetune.interfaces import Run, TrajectoryBuilder, TrajectoryCollection
 

@@ -3,19 +3,23 @@
 A failure is never a reward. An evaluator that raises, or returns None, NaN or something that is no score, fails the rollout.
 """
 
+import functools
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeAlias, TypeVar, cast
 
 import art
 from art.finetune import components
+from art.finetune.errors import RolloutFailed
+from art.finetune.limits import TimeUp, in_thread, limited
 from art.finetune.rows import Row
 from art.finetune.sections import Component, Config, RewardFunction
 
 SCORE_FIELDS = frozenset({"score", "turn_rewards", "metrics"})
 
-Evaluator: TypeAlias = Callable[[Row, Any, art.Trajectory], Awaitable[Any]]
+T = TypeVar("T")
+Evaluator: TypeAlias = Callable[[Row, Any, art.Trajectory], Coroutine[Any, Any, Any]]
 """Of a row, the output and the trajectory: a number, a bool, or `{score, turn_rewards, metrics}`."""
 
 
@@ -30,6 +34,7 @@ class Reward:
         self._weights = reward.weights
         self._evaluators: dict[str, Evaluator] = {}
         self._ruler = ""
+        self._timeout_seconds = config.eval.general.rollout_timeout_seconds
         for name in reward.weights or [str(reward.name)]:
             section = config.eval.evaluators[name]
             if section.type == "ruler":
@@ -50,7 +55,7 @@ class Reward:
         """
         parts: dict[str, float] = {}
         for name, evaluator in self._evaluators.items():
-            found = await evaluator(row, output, trajectory)
+            found = await self._limited(name, evaluator(row, output, trajectory))
             fields = dict(cast("Mapping[str, Any]", found)) if isinstance(found, Mapping) else {"score": found}
             if unknown := fields.keys() - SCORE_FIELDS:
                 raise ValueError(
@@ -72,13 +77,21 @@ class Reward:
         options = dict(self._ruler_options)
         judge = {name: options.pop(name) for name in ("base_url", "api_key") if name in options}
         with art.no_capture():
-            scored: art.TrajectoryGroup = await art.rewards.ruler_score_group(
-                group, extra_litellm_params=judge, **options
-            )
+            judging = art.rewards.ruler_score_group(group, extra_litellm_params=judge, **options)
+            scored: art.TrajectoryGroup = await self._limited(self._ruler, judging)
         for each in scored:
             known = {name: each.metrics[f"reward/{name}"] for name in self._evaluators}
             self._set(each, known | {self._ruler: each.reward})
         return scored
+
+    async def _limited(self, name: str, work: Coroutine[Any, Any, T]) -> T:
+        """The result of an evaluator, which has as much time as a rollout."""
+        try:
+            return await limited(work, self._timeout_seconds)
+        except TimeUp as error:
+            raise RolloutFailed(
+                f"evaluator {name!r} took {error}: raise eval.general.rollout_timeout_seconds"
+            ) from error
 
     def _set(self, trajectory: art.Trajectory, parts: dict[str, float]) -> None:
         if self._weights is None:
@@ -102,10 +115,12 @@ def _make_evaluator(name: str, section: Component) -> Evaluator:
         return _built_in(name, section.type, section.fields())
     given = components.load("evaluator", section.type)
     parameters = list(inspect.signature(given).parameters)
+    is_async = components.is_async(given)
 
     async def evaluate(row: Row, output: Any, trajectory: art.Trajectory) -> Any:
         known = {"row": dict(row.columns), "output": output, "trajectory": trajectory}
-        result = given(**{name: known[name] for name in parameters if name in known})
+        call = functools.partial(given, **{name: known[name] for name in parameters if name in known})
+        result = call() if is_async else await in_thread(call)
         return await result if inspect.isawaitable(result) else result
 
     return evaluate

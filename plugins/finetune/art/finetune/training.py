@@ -14,9 +14,9 @@ from typing import Any
 
 import art
 from art.finetune import curriculum
-from art.finetune.agent import RolloutFailed, reason_of, reason_of_failure
+from art.finetune.agent import reason_of, reason_of_failure
 from art.finetune.curriculum import Chosen
-from art.finetune.errors import FinetuneError
+from art.finetune.errors import FinetuneError, RolloutFailed
 from art.finetune.history import EpochRow, RolloutRow, ValidationRow, reward_figures, validation_row
 from art.finetune.interfaces import (
     Trainer,
@@ -142,7 +142,7 @@ class ArtTrainer(Trainer):
         selected = [
             groups[each.group].trajectories[place].reward for each in self._chosen for place in each.trajectories
         ]
-        failures = Counter(f"{each.type}: {each.message}" for group in groups for each in group.exceptions)
+        failures = Counter(reason_of_failure(failure) for group in groups for failure in group.exceptions)
         percentile = curriculum.percentile(run.curriculum, meta["epoch"])
         state: dict[str, Any] = {
             "current_percentile": percentile,
