@@ -12,6 +12,7 @@ import art
 from art.errors import error_text
 from art.finetune.errors import RolloutFailed
 from art.finetune.limits import TimeUp, limited
+from art.finetune.masking import masked
 from art.finetune.rows import Row
 from art.finetune.scoring import Reward
 from art.finetune.sections import LLM
@@ -145,4 +146,4 @@ def _in_one_line(kind: str, message: str) -> str:
     """Our own errors are sentences, whose class says nothing more."""
     lines = message.strip().splitlines() or [""]
     name = "" if kind.startswith("art.") else f"{kind.rpartition('.')[2]}: "
-    return f"{name}{lines[0]}"[:REASON_CHARACTERS]
+    return masked(f"{name}{lines[0]}"[:REASON_CHARACTERS])

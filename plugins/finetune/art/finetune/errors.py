@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 
+from art.finetune.masking import masked
 
 class FinetuneError(Exception):
-    """The message has the reason and the remedy."""
+    """The message has the reason and the remedy, and no secrets."""
 
     exit_code = 1
     """1: rollouts or training failed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(masked(message))
 
 
 class WrongInput(FinetuneError):
@@ -16,8 +20,8 @@ class WrongInput(FinetuneError):
     exit_code = 2
 
     def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = list(problems)
+        self.problems = [masked(problem) for problem in problems]
+        super().__init__("\n".join(self.problems))
 
 
 class NoSignal(FinetuneError):

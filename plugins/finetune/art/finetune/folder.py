@@ -6,7 +6,6 @@ dies. All other files are made from the record, and again at the next start. Dra
 
 import contextlib
 import json
-import re
 from collections.abc import Generator, Iterator, Mapping
 from io import BytesIO
 from itertools import count
@@ -19,6 +18,7 @@ from ruamel.yaml import YAML
 from art.files import write_whole
 from art.finetune.errors import WrongInput
 from art.finetune.history import METRICS_FILE, REWARDS_FILE, RolloutRow, State, make_files
+from art.finetune.masking import without_secrets
 
 STATE_FILE = "state.json"
 ROLLOUTS_FILE = "rollouts.jsonl"
@@ -30,10 +30,6 @@ FREE_FIELDS = {"finetuning.num_epochs", "finetuning.output_dir"}
 MAX_DIFFERENCES = 5
 """Fields that a refusal lists."""
 REMEDY = "set another finetuning.output_dir, or add --fresh, which renames this folder"
-SECRET = re.compile(
-    r".*api_?key|.*password|.*secret.*|authorization|((access|api|auth|bearer|hf)_)?token", re.IGNORECASE
-)
-"""Names of fields that are never written. max_tokens and pad_token are not among them."""
 
 
 class Folder:
@@ -83,7 +79,7 @@ def opened(path: Path, config: dict[str, Any], *, fresh: bool = False) -> Genera
             those of another program, or they cannot be written.
     """
     path = path.absolute()
-    config = _without_secrets(config)
+    config = without_secrets(config)
     with contextlib.ExitStack() as locks:
         try:
             locks.enter_context(_locked(path))
@@ -170,15 +166,6 @@ def _read_rollouts(file: Path, epoch: int) -> dict[tuple[str, str, int], Rollout
 
 
 # --- configurations -----------------------------------------------------------------------------------------------
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_secrets(each) for each in cast(list[Any], value)]
-    if not isinstance(value, dict):
-        return value
-    fields = cast(dict[str, Any], value)
-    return {name: _without_secrets(each) for name, each in fields.items() if not SECRET.fullmatch(name)}
 
 
 def _yaml(config: Mapping[str, Any]) -> bytes:
