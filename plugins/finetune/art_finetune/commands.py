@@ -3,13 +3,14 @@
 import argparse
 import asyncio
 import json
+import logging
 import os
 import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,22 @@ NEEDED = ("dataset", "reward", "base_model")
 """By a command without a file."""
 
 
+REFUSED = {
+    "endpoint": "the workflow runs in this process: one behind HTTP is a function that passes the rollout's address on "
+    "(docs/finetune.md, Workflows)",
+    "endpoint_timeout": "set eval.general.rollout_timeout_seconds",
+    "result_json_path": "return the part that is scored from the workflow, or take it from `output` in the evaluator",
+    "validation_config_file": "set finetuning.validation (dataset, interval, reps, reward), or run `art eval` with the other "
+    "file",
+}
+"""Flags of the toolkit, with what to do instead."""
+
+
+class _Refuse(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, _: object, __: object, option: str | None = None) -> None:
+        parser.error(f"{option} is refused: {REFUSED[self.dest]}")
+
+
 def add_commands(commands: Any) -> None:  # Any: argparse's class for it is private
     """Adds the two parsers."""
     finetune = commands.add_parser(
@@ -60,6 +77,8 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     finetune.add_argument("--check", action="store_true", help="check all, roll out and score one row; train nothing")
     finetune.add_argument("--fresh", action="store_true", help="rename the output folder to DIR.1 and begin again")
     finetune.add_argument("--schema", action="store_true", help="print the JSON schema of the file")
+    for name in REFUSED:
+        _add_flag(finetune, name, action=_Refuse, nargs="?", help=argparse.SUPPRESS)
     finetune.set_defaults(run=run_finetune)
     evaluate = commands.add_parser("eval", help="evaluate a finetuned workflow", epilog=EXIT_CODES)
     evaluate.add_argument("target", metavar="FILE", help="the file of `art finetune`")
@@ -120,11 +139,13 @@ def _end(call: Coroutine[Any, Any, None]) -> None:
     from art.finetune.errors import FinetuneError
 
     code = 0
+    if logging.lastResort is not None:  # warnings, unless the workflow's modules configure logging
+        logging.lastResort.setFormatter(_WithoutSecrets())
     runner = asyncio.Runner()
     try:
         if stopped_by := _run(runner, call):
             code = SIGNALLED + stopped_by
-            command = shlex.join(["art", *sys.argv[1:]])
+            command = continuing_command(sys.argv[1:])
             print(f"\nart: stopped. Finished rollouts are kept; this continues: {command}", file=sys.stderr)
     except FinetuneError as error:
         code = error.exit_code
@@ -164,6 +185,34 @@ def _run(runner: asyncio.Runner, call: Coroutine[Any, Any, None]) -> int | None:
             raise
         return received[0]
     return None
+
+
+class _WithoutSecrets(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        from art.finetune.masking import masked
+
+        return masked(super().format(record))
+
+
+def continuing_command(arguments: Sequence[str]) -> str:
+    """The command with these arguments for a shell, as it continues: without `--fresh`, which would begin again. Overrides
+    that hold secrets are named only."""
+    from art.finetune.masking import is_secret, masked
+
+    words, hidden = ["art"], list[str]()
+    rest = iter(arguments)
+    for word in rest:
+        if word == "--fresh":
+            continue
+        if word not in ("-o", "--override"):
+            words.append(masked(word))
+            continue
+        key, value = next(rest, ""), next(rest, "")
+        if is_secret(key.rpartition(".")[2]) or masked(value) != value:
+            hidden.append(key)
+        else:
+            words += [word, key, value]
+    return shlex.join(words) + (f" with -o {' and -o '.join(hidden)} as before" if hidden else "")
 
 
 def _end_soon(code: int) -> threading.Event:

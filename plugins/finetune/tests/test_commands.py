@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from art.finetune.checking import check
 from art.finetune.reading import of_dict
-from art_finetune.commands import add_commands, run_finetune
+from art_finetune.commands import add_commands, continuing_command, run_finetune
 
 MISSING = "import sys; sys.modules.update(dict.fromkeys(['ruamel', 'ruamel.yaml', 'matplotlib'])); "
 
@@ -124,3 +125,32 @@ def test_a_wrong_file_ends_with_2_and_its_place(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2 and "wrong.yml:3:1: finetunning" in done.stderr and "Traceback" not in done.stderr
     assert [each.name for each in tmp_path.iterdir()] == ["wrong.yml"]
+
+
+def test_the_command_that_continues_can_be_pasted_and_has_no_secrets() -> None:
+    typed = ["finetune", "my file.yml", "--fresh", "-o", "finetuning.target_functions", '["<workflow>"]']
+    command = "art finetune 'my file.yml' -o finetuning.target_functions '[\"<workflow>\"]'"
+    assert continuing_command(typed) == command
+    assert shlex.split(command) == ["art", *(word for word in typed if word != "--fresh")]
+    typed += ["-o", "llms.policy.api_key", "sk-typed", "--override", "trainer_adapters.a.backend.url", "http://a:pw@host"]
+    hidden = "-o llms.policy.api_key and -o trainer_adapters.a.backend.url"
+    assert continuing_command(typed) == f"{command} with {hidden} as before"
+
+
+@pytest.mark.parametrize(
+    ("flag", "alternative"),
+    [
+        ("--endpoint", "passes the rollout's address"),
+        ("--endpoint_timeout", "rollout_timeout_seconds"),
+        ("--result_json_path", "evaluator"),
+        ("--result-json-path", "evaluator"),
+        ("--validation_config_file", "finetuning.validation"),
+    ],
+)
+def test_flags_of_the_toolkit_that_are_refused_name_the_alternative(
+    flag: str, alternative: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed("finetune", "a.yml", flag, "value")
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and alternative in line and flag in line

@@ -10,6 +10,7 @@ import pytest
 import art.finetune
 from art.finetune import FinetuneError, NoServer, WrongInput
 from art.finetune.masking import is_secret, masked, without_secrets
+from plugins.finetune.tests.commands import end, start
 from plugins.finetune.tests.policy_server import PolicyServer
 
 SECRETS = (
@@ -93,6 +94,8 @@ async def test_a_run_writes_and_prints_no_secret(
     kept = json.loads((folder / "out" / "state.json").read_text())["config"]
     assert kept["llms"]["policy"]["extra_headers"] == {"trace": "on"}
     assert kept["llms"]["judge"]["base_url"] == "http://judge/v1"
+    code_of_exit, text = await end(await start(folder, file, "--fresh"))
+    assert code_of_exit == 0 and SECRET not in text and "postgres://***@db/x" in text
     await policy.stop()
     with pytest.raises(NoServer) as lost:
         await art.finetune.run(file, {"finetuning.num_epochs": 3})
