@@ -132,7 +132,14 @@ def test_the_command_that_continues_can_be_pasted_and_has_no_secrets() -> None:
     command = "art finetune 'my file.yml' -o finetuning.target_functions '[\"<workflow>\"]'"
     assert continuing_command(typed) == command
     assert shlex.split(command) == ["art", *(word for word in typed if word != "--fresh")]
-    typed += ["-o", "llms.policy.api_key", "sk-typed", "--override", "trainer_adapters.a.backend.url", "http://a:pw@host"]
+    typed += [
+        "-o",
+        "llms.policy.api_key",
+        "sk-typed",
+        "--override",
+        "trainer_adapters.a.backend.url",
+        "http://a:pw@host",
+    ]
     hidden = "-o llms.policy.api_key and -o trainer_adapters.a.backend.url"
     assert continuing_command(typed) == f"{command} with {hidden} as before"
 

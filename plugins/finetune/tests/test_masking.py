@@ -15,7 +15,16 @@ from plugins.finetune.tests.policy_server import PolicyServer
 
 SECRETS = (
     *("api_key", "apikey", "API-Key", "X-API-Key", "openai_key", "OPENAI_API_KEY", "access_key", "private_key"),
-    *("password", "db_password", "client_secret", "secret_key", "Authorization", "Proxy-Authorization", "auth", "token"),
+    *(
+        "password",
+        "db_password",
+        "client_secret",
+        "secret_key",
+        "Authorization",
+        "Proxy-Authorization",
+        "auth",
+        "token",
+    ),
     *("hf_token", "github_token", "Set-Cookie", "credentials", "aws_secret_access_key", "ssh_private_key", "bearer"),
 )
 PLAIN = (
@@ -36,12 +45,21 @@ def test_names_of_secrets() -> None:
         ("http://sk-only@host", "http://***@host"),
         ("not the text 'user:pw@host'", "not the text '***@host'"),
         ("https://host/v1?api_key=abc&model=m", "https://host/v1?api_key=***&model=m"),
-        ("OPENAI_API_KEY=abc python agent.py --api-key abc -n 3", "OPENAI_API_KEY=*** python agent.py --api-key *** -n 3"),
+        (
+            "OPENAI_API_KEY=abc python agent.py --api-key abc -n 3",
+            "OPENAI_API_KEY=*** python agent.py --api-key *** -n 3",
+        ),
         ("answered: wrong key sk-abcdef", "answered: wrong key ***"),
         ("{'Authorization': 'Bearer abcdefgh', 'X-API-Key': 'abc', 'n': 1}", None),
         ("X-API-Key: abc", "X-API-Key: ***"),
-        ("the token limit: raise max_tokens=5 or password rules", "the token limit: raise max_tokens=5 or password rules"),
-        ("out/config.yml:3:5: llms.policy.api_key: must be a text", "out/config.yml:3:5: llms.policy.api_key: must be a text"),
+        (
+            "the token limit: raise max_tokens=5 or password rules",
+            "the token limit: raise max_tokens=5 or password rules",
+        ),
+        (
+            "out/config.yml:3:5: llms.policy.api_key: must be a text",
+            "out/config.yml:3:5: llms.policy.api_key: must be a text",
+        ),
         ("a@b.example", "a@b.example"),
     ],
 )

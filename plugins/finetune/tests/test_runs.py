@@ -267,6 +267,124 @@ async def test_another_configuration_is_refused_and_more_epochs_are_not(
     assert (folder / "out.1" / "state.json").exists() and policy.steps["demo/agent"] == 5
 
 
+FREE = {
+    "eval.general.rollout_timeout_seconds": 100,
+    "eval.general.max_concurrency": 3,
+    "finetuning.max_exceptions": 0.5,
+    "finetuning.validation.interval": 5,
+    "finetuning.validation.reps": 2,
+    "finetuning.validation.dataset": "rows.json",
+    "finetuning.target_functions": ["<workflow>"],
+    "finetuning.curriculum_learning.enabled": False,
+    "trajectory_builders.b.num_generations": 2,
+    "trainer_adapters.a.backend.delete_old_checkpoints": True,
+    "trainer_adapters.a.backend.server_config": {"a": 1},
+    "trainer_adapters.a.training.learning_rate": 5e-6,
+    "eval.evaluators.other": {"_type": "exact_match"},
+    "eval.general.output_dir": "elsewhere",
+    "eval.general.dataset.id_key": "id",
+    "eval.general.dataset.file_path": "moved.json",
+    "workflow.llm": "policy",
+}
+
+
+async def test_what_does_not_change_what_is_trained_refuses_no_folder(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    file = make_file()
+    await art.finetune.run(file)
+    (folder / "moved.json").write_text((folder / "rows.json").read_text())
+    for name, value in FREE.items():
+        assert not await art.finetune.run(file, {name: value}), f"{name}: complete already"
+    backend = {key: value for key, value in file["trainer_adapters"]["a"]["backend"].items() if key != "url"}
+    moved = {"trainer_adapters.a.backend": {**backend, "ip": "localhost", "port": policy.port}}
+    assert len(await art.finetune.run(file, {"finetuning.num_epochs": 3, **moved})) == 1
+
+
+TRAINED = {
+    "trajectory_builders.b.num_generations": 3,
+    "finetuning.seed": 3,
+    "trainer_adapters.a.training.learning_rate": 1e-3,
+    "trainer_adapters.a.training.preset": "dapo",
+    "trainer_adapters.a.backend.name": "other",
+    "eval.evaluators.reward._type": "exact_match",
+    "finetuning.curriculum_learning.enabled": True,
+    "workflow._type": "agent.py:other",
+}
+
+
+async def test_what_changes_what_is_trained_refuses_the_folder(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    file = make_file("async def other(question): ...\n")
+    await art.finetune.run(file)
+    for name, value in TRAINED.items():
+        with pytest.raises(WrongInput) as refused:
+            await art.finetune.run(file, {name: value})
+        assert name in str(refused.value) and "--fresh" in refused.value.problems[-1]
+
+
+async def test_a_remedy_for_rollouts_that_take_too_long_can_be_followed(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    code = """
+        import asyncio
+        async def slow(question):
+            await asyncio.sleep(0 if os.path.exists("fast") else 3600)
+            return await answer(question)
+    """
+    file = make_file(code, workflow___type="agent.py:slow", eval__general__rollout_timeout_seconds=0.1)
+    with pytest.raises(FinetuneError, match="rollout_timeout_seconds"):
+        await art.finetune.run(file)
+    (folder / "fast").touch()
+    assert len(await art.finetune.run(file, {"eval.general.rollout_timeout_seconds": 100})) == 2
+
+
+def write_rows(folder: Path, questions: list[str], *, has_ids: bool) -> None:
+    rows = [{"question": each, "answer": "yes"} for each in questions]
+    if has_ids:
+        rows = [{"id": f"row {number}", **row} for number, row in enumerate(rows)]
+    (folder / "rows.json").write_text(json.dumps(rows))
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+async def test_rows_that_changed_under_a_run_are_noticed_by_their_content(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, has_ids: bool
+) -> None:
+    before = ["a", "b", "c", "d"]
+    write_rows(folder, before, has_ids=has_ids)
+    file = make_file(eval__general__max_concurrency=1)
+    await run_until(policy, file, 5)
+    for after in (["e", "f", "g", "h"], ["x", *before], before[:3]):
+        write_rows(folder, after, has_ids=has_ids)
+        with pytest.raises(WrongInput, match="rows are not those that the run in the folder began with"):
+            await art.finetune.run(file)
+    assert len(policy.asked) == 5
+    write_rows(folder, before, has_ids=has_ids)
+    assert len(await art.finetune.run(file)) == 2
+    contents = [
+        sorted({each["messages_and_choices"][0]["content"] for each in group["trajectories"]})
+        for group in policy.trained[0]["groups"]
+    ]
+    assert contents == [["a"], ["b"], ["c"], ["d"]]
+
+
+async def test_a_validation_with_other_rows_begins_anew(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    file = make_file(eval__general__max_concurrency=1, finetuning__validation={"dataset": "val.json"})
+    (folder / "val.json").write_text(
+        json.dumps([{"question": f"old {number}", "answer": "yes"} for number in range(4)])
+    )
+    await run_until(policy, file, 3)
+    (folder / "val.json").write_text(
+        json.dumps([{"question": f"new {number}", "answer": "yes"} for number in range(4)])
+    )
+    await art.finetune.run(file)
+    asked = [each["messages"][-1]["content"] for each in policy.asked[3:7]]
+    assert asked == [f"new {number}" for number in range(4)]
+
+
 async def test_equal_rewards_in_all_epochs_are_an_error(
     policy: PolicyServer, folder: Path, make_file: MakeFile
 ) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from art.finetune.masking import masked
 
+
 class FinetuneError(Exception):
     """The message has the reason and the remedy, and no secrets."""
 

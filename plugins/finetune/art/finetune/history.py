@@ -105,6 +105,10 @@ class State(Record):
     seed: int = Field(default_factory=lambda: random.randrange(2**31))
     config: dict[str, Any]
     """Without secrets."""
+    rows: str = ""
+    """A digest of the rows that are trained on; empty: of an earlier version."""
+    validation: str = ""
+    """A digest of the rows of validations, and of their reward."""
     epochs: list[EpochRow] = []
     """From 0 without a gap."""
     validations: list[ValidationRow] = []

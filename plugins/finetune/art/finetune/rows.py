@@ -1,9 +1,11 @@
 """The rows of a data set: json, jsonl, csv, parquet, or what a function returns."""
 
 import csv
+import hashlib
 import importlib
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,25 @@ class Rows:
     rows: list[Row]
     left_out: int
     """Rows without a question."""
+
+
+def digest(rows: Iterable[Row], *more: Any) -> str:
+    """A text that is another one for other rows, or more values."""
+    sha = hashlib.sha256()
+    for value in (*([row.id, row.question, row.answer, row.columns] for row in rows), *more):
+        try:
+            text = json.dumps(value, default=_stable)
+        except (TypeError, ValueError, RecursionError):  # keys of any type, or a circle: a function may return anything
+            text = _stable(value)
+        sha.update(text.encode(errors="backslashreplace") + b"\0")
+    return sha.hexdigest()[:16]
+
+
+def _stable(value: Any) -> Any:
+    """A value that is no JSON, the same in each process: without addresses, and a set in order."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, cast("set[Any]", value)))
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
 def load_rows(dataset: Dataset) -> Rows:

@@ -17,7 +17,7 @@ from art.finetune import checking, components, folder, reading, toolkit
 from art.finetune.agent import Agent, num_answers
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
 from art.finetune.interfaces import Run, Trainer, TrainingJobStatus, say
-from art.finetune.rows import Row, load_rows
+from art.finetune.rows import Row, digest, load_rows
 from art.finetune.scoring import Reward
 from art.finetune.sections import Backend, Config, Dataset
 from art.finetune.workflows import make_workflow
@@ -174,12 +174,20 @@ async def run(
     job = prepare(file, overrides)
     num_epochs = job.config.finetuning.num_epochs
     dumped = job.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    with folder.opened(job.config.finetuning.output_dir, dumped, fresh=fresh) as output:
+    digests = {"rows": digest(job.rows), "validation": digest(job.validation_rows, _scoring_of_validations(job.config))}
+    with folder.opened(job.config.finetuning.output_dir, dumped, **digests, fresh=fresh) as output:
         if len(output.state.epochs) >= num_epochs:
             say(f"{output.path}: all {num_epochs} epochs are trained already")
             return []
         async with connected(job) as made:
             return await _train(job, output, made)
+
+
+def _scoring_of_validations(config: Config) -> Any:
+    """What the rewards of validations depend on."""
+    reward = config.finetuning.validation.reward or config.finetuning.reward_function
+    evaluators = {name: config.eval.evaluators[name].model_dump() for name in reward.weights or [str(reward.name)]}
+    return [reward.model_dump(), evaluators]
 
 
 async def _train(job: Job, output: folder.Folder, made: Connected) -> list[TrainingJobStatus]:
