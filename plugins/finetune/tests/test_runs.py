@@ -10,10 +10,10 @@ import pytest
 
 import art
 import art.finetune
-from art.finetune import FinetuneError, NoServer, NoSignal, WrongInput
+from art.finetune import FinetuneError, NoServer, NoSignal, WrongInput, losing
 from art.finetune.folder import Folder
 from plugins.finetune.tests.policy_server import PolicyServer
-from tests.fake_server import Answer
+from tests.fake_server import Answer, Request
 from tests.processes import wait_until_gone
 
 pytestmark = pytest.mark.anyio
@@ -414,6 +414,56 @@ async def test_no_server_and_a_failed_job_have_their_own_errors(policy: PolicySe
     with pytest.raises(NoServer, match="art-server") as lost:
         await art.finetune.run(make_file(finetuning__num_epochs=3))
     assert lost.value.exit_code == 4
+
+
+@pytest.mark.parametrize("is_validated", [False, True], ids=["rollouts", "validation"])
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["dead", "frozen"])
+async def test_a_server_that_is_lost_at_any_moment_has_its_own_error(
+    policy: PolicyServer,
+    folder: Path,
+    make_file: MakeFile,
+    monkeypatch: pytest.MonkeyPatch,
+    is_frozen: bool,
+    is_validated: bool,
+) -> None:
+    monkeypatch.setattr(losing, "HEALTH_SECONDS", 1.0)
+    code = """
+        import openai
+        async def asks(question):
+            messages = [{"role": "user", "content": question}]
+            async with AsyncOpenAI(max_retries=0) as client:
+                completion = await client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
+            return completion.choices[0].message.content
+    """
+    validation = {"dataset": "rows.json"} if is_validated else {}
+    file = make_file(
+        code,
+        workflow___type="agent.py:asks",
+        finetuning__validation=validation,
+        eval__general__rollout_timeout_seconds=5.0 if is_frozen else 600.0,
+        finetuning__max_exceptions=0,
+    )
+    lost = Answer(hang_up=True) if not is_frozen else Answer(after=asyncio.Event())
+    num_registered = len(policy.requests)
+
+    def answer(request: Request) -> Answer:
+        is_registering = len(policy.requests) < num_registered + 3
+        return Answer(body={"status": "ok"}) if is_registering else lost
+
+    def complete(_: Request) -> Answer:
+        return lost
+
+    policy.on("GET", "/health", answer)
+    policy.on("POST", "/v1/chat/completions", complete)
+    with pytest.raises(NoServer, match=f"the server at {policy.url} does not answer .*curl") as caught:
+        await art.finetune.run(file)
+    assert caught.value.exit_code == 4
+    policy.routes.clear()
+    policy.on("GET", "/health", Answer(body={"status": "ok"}))
+    assert len(await art.finetune.run(file, {"eval.general.rollout_timeout_seconds": 600})) == 2
+    if is_validated:
+        validations = json.loads((folder / "out" / "validation_history.json").read_text())
+        assert not any("error" in row for row in validations)
 
 
 async def test_validation_before_at_intervals_and_at_the_end(

@@ -14,9 +14,10 @@ from typing import Any
 
 import art
 from art.finetune import checking, components, folder, reading, toolkit
-from art.finetune.agent import Agent, num_answers
+from art.finetune.agent import Agent, num_answers, reason_of
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
 from art.finetune.interfaces import Run, Trainer, TrainingJobStatus, say
+from art.finetune.losing import is_lost, server_lost
 from art.finetune.rows import Row, digest, load_rows
 from art.finetune.scoring import Reward
 from art.finetune.sections import Backend, Config, Dataset
@@ -141,11 +142,11 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
             yield Connected(model, agent, validation_agent)
         except FinetuneError:
             raise
-        except art.ArtConnectionError as error:
-            raise NoServer(f"the server was lost: {error}. The same command continues when it is back") from error
         except Exception as error:  # the first failure of a rollout, which gather raises
+            if isinstance(error, art.ArtConnectionError) or await is_lost(model):
+                raise server_lost(model, error) from error
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-            raise FinetuneError(f"rollouts failed: {type(error).__name__}: {error}{notes}") from error
+            raise FinetuneError(f"rollouts failed: {reason_of(error)}{notes}") from error
 
 
 def _backend(section: Backend) -> art.Backend:

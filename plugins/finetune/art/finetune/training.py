@@ -27,6 +27,7 @@ from art.finetune.interfaces import (
     TrajectoryCollection,
     say,
 )
+from art.finetune.losing import is_lost, server_lost
 from art.finetune.rollouts import play_once
 from art.finetune.rows import Row
 from art.gather import is_informative
@@ -198,6 +199,9 @@ class ArtTrainer(Trainer):
         except art.ArtConnectionError:
             raise
         except Exception as error:
+            if await is_lost(run.model):
+                run.folder.forget_failed_rollouts()
+                raise server_lost(run.model, error) from error
             row = ValidationRow(epoch=epoch, step=await run.model.get_step(), error=reason_of(error))
         else:
             row = validation_row(epoch, found)
