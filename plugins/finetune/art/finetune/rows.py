@@ -1,13 +1,15 @@
 """The rows of a data set: json, jsonl, csv, parquet, or what a function returns."""
 
+import contextlib
 import csv
 import hashlib
 import importlib
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -30,6 +32,8 @@ class Row:
     """None: the row has no such column."""
     columns: dict[str, Any]
     """The whole row."""
+    place: str = field(default="", compare=False)
+    """Where the row stands: "line 3" or "row 3"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ def _select(dataset: Dataset, found: Sequence[Found]) -> Rows:
                 f"{place} has the id {key!r} of {first[key]}: make the values of {dataset.id_key!r} different"
             )
         first[key] = place
-        rows.append(Row(key, question, row.get(dataset.structure.answer_key), row))
+        rows.append(Row(key, question, row.get(dataset.structure.answer_key), row, place))
     if not rows:
         raise ValueError(f"all {len(kept)} rows have an empty question: fill the column {question_key!r}")
     return Rows(rows, len(kept) - len(rows))
@@ -135,7 +139,8 @@ def _read(dataset: Dataset) -> list[Found]:
         return _numbered(_parse_parquet(read_bytes(path)))
     text = read_text(path)
     if dataset.type == "csv":
-        return list(_parse_csv(text))
+        with _long_fields():
+            return list(_parse_csv(text))
     if dataset.type == "jsonl":
         return list(_parse_jsonl(text))
     rows: Any = _parse_json(text, 1) if text.strip() else []
@@ -170,6 +175,16 @@ def _parse_jsonl(text: str) -> Iterator[Found]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"line {number}", _object(f"line {number}", _parse_json(line, number))
+
+
+@contextlib.contextmanager
+def _long_fields() -> Generator[None]:
+    """Fields of any length: Python's limit of 131,072 characters is less than a document. The limit is the process's."""
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _parse_csv(text: str) -> Iterator[Found]:

@@ -19,8 +19,8 @@ from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
 from art.finetune.interfaces import Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rows import Row, digest, load_rows
-from art.finetune.scoring import Reward
-from art.finetune.sections import Backend, Config, Dataset
+from art.finetune.scoring import Reward, rows_that_cannot_be_judged
+from art.finetune.sections import Backend, Config, Dataset, RewardFunction
 from art.finetune.workflows import make_workflow
 
 Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
@@ -54,9 +54,23 @@ def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
         same = {"id_key", "structure", "filter"} - validation.model_fields_set
         validation = validation.model_copy(update={name: getattr(training, name) for name in same})
     validation_rows = _load("finetuning.validation.dataset", validation, problems)
+    finetuning = config.finetuning
+    problems += _unjudged("eval.general.dataset", config, finetuning.reward_function, rows, training)
+    if validation is None:  # `art eval` takes the rows of training
+        problems += _unjudged("eval.general.dataset", config, finetuning.validation.reward, rows, training)
+    else:
+        reward = finetuning.validation.reward or finetuning.reward_function
+        problems += _unjudged("finetuning.validation.dataset", config, reward, validation_rows, validation)
     if problems:
         raise WrongInput(problems)
     return Job(config, _train_config(config), rows, validation_rows)
+
+
+def _unjudged(name: str, config: Config, reward: RewardFunction | None, rows: list[Row], dataset: Dataset) -> list[str]:
+    if reward is None:
+        return []
+    problems = rows_that_cannot_be_judged(config, reward, rows, dataset.structure.answer_key)
+    return [f"{name}: {dataset.file_path or dataset.function}: {problem}" for problem in problems]
 
 
 def _load(name: str, dataset: Dataset | None, problems: list[str]) -> list[Row]:
