@@ -25,6 +25,9 @@ class PolicyServer(FakeArt):
         """The body that each key came with at first."""
         self.failed: set[str] = set()
         """Keys of jobs that failed: they fail again."""
+        self.report: dict[str, Any] | None = None
+        """Of each job."""
+        self.finish_reason = "stop"
         self.trained: list[dict[str, Any]] = []
         self.logged: list[dict[str, Any]] = []
         self._counts: Counter[str] = Counter()
@@ -56,6 +59,9 @@ class PolicyServer(FakeArt):
         if answer.status == 200 and self.job_error is None:
             self.jobs[key] = self.steps[model]
             self.trained.append(request.json())
+            if self.report is not None:
+                *lines, last = answer.lines or ()
+                answer.lines = [*lines, {**last, "report": self.report}]
         return answer
 
     def _completion(self, request: Request) -> dict[str, Any]:
@@ -67,6 +73,7 @@ class PolicyServer(FakeArt):
         found = IN_PATH.match(request.path)
         session = found[1] if found else request.headers.get("x-art-session")
         body = super()._completion(request)
+        body["choices"][0]["finish_reason"] = self.finish_reason
         if session is not None:
             entries = [*asked["messages"], body["choices"][0] | {"token_ids": [7, 8]}]
             self.sessions.setdefault(session, []).append({"messages_and_choices": entries})

@@ -4,7 +4,7 @@ session beside it."""
 import hashlib
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Container, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,10 +112,20 @@ def _why_empty(model: art.TrainableModel, others: set[str]) -> str:
     )
 
 
+def answers(trajectory: art.Trajectory) -> Iterator[Any]:
+    """The sampled answers of all conversations, as `openai` has them."""
+    for history in (trajectory, *trajectory.additional_histories):
+        yield from (entry for entry in history.messages_and_choices if not isinstance(entry, dict))
+
+
 def num_answers(trajectory: art.Trajectory) -> int:
-    """The sampled answers of all conversations."""
-    histories = [trajectory, *trajectory.additional_histories]
-    return sum(not isinstance(entry, dict) for each in histories for entry in each.messages_and_choices)
+    """The number of sampled answers."""
+    return sum(1 for _ in answers(trajectory))
+
+
+def num_cut_answers(trajectory: art.Trajectory) -> int:
+    """The number of answers that the token limit cut."""
+    return sum(answer.finish_reason == "length" for answer in answers(trajectory))
 
 
 def step_of(model: art.TrainableModel) -> str | None:

@@ -34,12 +34,13 @@ FREE_FIELDS = (
     *("finetuning.validation.*", "eval.general.max_concurrency", "eval.general.rollout_timeout_seconds"),
     *("trainer_adapters.*.backend.url", "trainer_adapters.*.backend.ip", "trainer_adapters.*.backend.port"),
     *("trainer_adapters.*.backend.delete_old_checkpoints", "trainer_adapters.*.backend.engine_args.max_num_seqs"),
-    "trainer_adapters.*.backend.engine_args.gpu_memory_utilization",
+    *("trainer_adapters.*.backend.lora*", "trainer_adapters.*.backend.engine_args.gpu_memory_utilization"),
     "trainer_adapters.*.backend.engine_args.tensor_parallel_size",
     *("llms.*.base_url", "llms.*.timeout", "llms.*.request_timeout", "llms.*.max_retries"),
     *("eval.evaluators.*.base_url", "general.*"),
 )
-"""Fields that may change in a run, because they do not change what is trained: its length, limits, addresses, validations."""
+"""Fields that may change in a run, because they do not change what is trained: its length, limits, addresses, validations;
+and the LoRA, which the server compares with the model's."""
 MAX_DIFFERENCES = 5
 """Fields that a refusal lists."""
 REMEDY = "set another finetuning.output_dir, or add --fresh, which renames this folder"

@@ -51,4 +51,6 @@ def without_secrets(value: Any) -> Any:
     if isinstance(value, dict):
         fields = cast("dict[str, Any]", value).items()
         return {name: without_secrets(field) for name, field in fields if not is_secret(name)}
-    return masked(USER.sub("", value)) if isinstance(value, str) and "\n" not in value else value
+    if not isinstance(value, str):
+        return value
+    return str(value if "\n" in value else masked(USER.sub("", value)))

@@ -21,7 +21,7 @@ from art.finetune.losing import is_lost, server_lost
 from art.finetune.rows import Row, digest, load_rows
 from art.finetune.scoring import Reward, rows_that_cannot_be_judged
 from art.finetune.sections import Backend, Config, Dataset, RewardFunction
-from art.finetune.workflows import make_workflow
+from art.finetune.workflows import make_workflow, unused_llm_fields
 
 Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
@@ -119,7 +119,7 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
     fields = section.model_dump(include={"name", "project", "base_model"})
     if internal := section.model_dump(include={"init_args", "engine_args"}, exclude_none=True):
         fields["_internal_config"] = internal
-    model = art.TrainableModel(**fields)
+    model = art.TrainableModel(**fields, lora=section.lora)
     async with contextlib.AsyncExitStack() as opened:
         await opened.enter_async_context(backend)
         try:
@@ -130,7 +130,11 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
                 f"backend: `curl {backend.base_url}/health` shows whether it answers"
             ) from error
         except art.ArtStatusError as error:
-            raise FinetuneError(f"the server refuses the model: {error}") from error
+            remedy = ""
+            if error.code == "lora_differs":
+                adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
+                remedy = f". Set another {adapter}.backend.name, or leave {adapter}.backend.lora out"
+            raise FinetuneError(f"the server refuses the model: {error}{remedy}") from error
         except art.ArtError as error:  # of a server that this program starts
             raise NoServer(str(error)) from error
         policy, finetuning = checking.policy_llm(config), config.finetuning
@@ -138,8 +142,15 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
             random.seed(finetuning.seed)  # which workflows draw from
         try:
             workflow, evaluators = await opened.enter_async_context(toolkit.building(config, policy, model))
+            if workflow is None:
+                workflow = make_workflow(config.workflow, model)
+                if unused := unused_llm_fields(config.workflow, config.llms, policy):
+                    say(
+                        f"without effect here: {', '.join(unused)}: the workflow asks OPENAI_MODEL with its own parameters; a "
+                        "function with a parameter `llms` gets them"
+                    )
             agent = Agent(
-                workflow=workflow or make_workflow(config.workflow, model),
+                workflow=workflow,
                 reward=Reward(config, finetuning.reward_function, evaluators),
                 llms=config.llms,
                 policy=policy,

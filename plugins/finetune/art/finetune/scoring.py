@@ -68,11 +68,15 @@ class Reward:
                 raise ValueError(
                     f"evaluator {name!r} returned {min(unknown)!r}: allowed are {', '.join(sorted(SCORE_FIELDS))}"
                 )
-            parts[name] = _finite(name, fields.get("score"))
+            parts[name] = finite(f"evaluator {name!r}", fields.get("score"))
             metrics: Mapping[str, Any] = fields.get("metrics") or {}
-            trajectory.metrics.update({metric: _finite(name, value) for metric, value in metrics.items()})
+            trajectory.metrics.update(
+                {metric: finite(f"evaluator {name!r}", value) for metric, value in metrics.items()}
+            )
             if (turns := fields.get("turn_rewards")) is not None:
-                trajectory.turn_rewards = [None if each is None else _finite(name, each) for each in turns]
+                trajectory.turn_rewards = [
+                    None if each is None else finite(f"evaluator {name!r}", each) for each in turns
+                ]
         self._set(trajectory, parts)
 
     async def score_group(self, group: art.TrajectoryGroup) -> art.TrajectoryGroup:
@@ -107,13 +111,18 @@ class Reward:
             art.rewards.set_reward(trajectory, parts, {name: self._weights[name] for name in parts})
 
 
-def _finite(name: str, value: Any) -> float:  # Any: an evaluator may return anything
+def finite(what: str, value: Any) -> float:  # Any: a user's code may return anything
+    """A score, which is a finite number or a bool.
+
+    Raises:
+        ValueError: the value is something else.
+    """
     try:
         number = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"evaluator {name!r} returned {value!r}: a score is a finite number or a bool")
+        raise ValueError(f"{what} returned {value!r}: a score is a finite number or a bool")
     return number
 
 

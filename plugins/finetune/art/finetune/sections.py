@@ -4,16 +4,18 @@ A rule for one section stands here; `checking` has the rules for several. Source
 `nat.data_models.finetuning`, `nat.data_models.evaluate_config` and the plugin `nvidia-nat-openpipe-art`, all of version 1.9.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 import art
 from art.finetune import components
+from art.finetune.reading import typed
 
 Percentile: TypeAlias = Annotated[float, Field(gt=0, le=1)]
-Fields: TypeAlias = dict[str, Any]
+Fields: TypeAlias = Annotated[dict[str, Any], BeforeValidator(typed)]
 UNUSED = "unused"
 Unused: TypeAlias = Annotated[Any, UNUSED]
 """A field of the toolkit without effect here."""
@@ -41,6 +43,19 @@ class OpenSection(Section):
     """A section that can have other fields."""
 
     model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_types(cls, given: Any) -> Any:  # Any: the input is not validated yet
+        """The other fields with the types that their variables stand for. The types of known fields are known."""
+        if not isinstance(given, Mapping):
+            return given
+        known = set(cls.model_fields)
+        for field in cls.model_fields.values():
+            choices = field.validation_alias
+            known |= {str(each) for each in choices.choices} if isinstance(choices, AliasChoices) else {str(choices)}
+        fields = cast("Mapping[str, Any]", given)
+        return {name: value if name in known else typed(value) for name, value in fields.items()}
 
     def fields(self) -> Fields:
         """The other fields."""
@@ -193,6 +208,8 @@ class Backend(Section):
     base_model: str = "Qwen/Qwen2.5-7B-Instruct"
     api_key: str | None = Field(default=None, repr=False)
     """Default: ART_API_KEY. NVIDIA's "default" means no key."""
+    lora: art.LoRAConfig | None = None
+    """Of a new model: `rank` (8), `alpha` (16) and `target_modules` (all linear layers). An existing model keeps its own."""
     delete_old_checkpoints: bool = False
     init_args: InitArgs | None = None
     engine_args: EngineArgs | None = None

@@ -92,6 +92,15 @@ def make_workflow(section: Component, model: art.TrainableModel) -> Workflow:
     return _of_function(components.load("workflow", section.type))
 
 
+def unused_llm_fields(section: Component, llms: Mapping[str, LLM], policy: str | None) -> list[str]:
+    """What a workflow does not see of `llms`: all but the policy's address, key and model, unless it is a function that takes
+    `llms`."""
+    if section.type != "command" and "llms" in inspect.signature(components.load("workflow", section.type)).parameters:
+        return []
+    others = [f"llms.{name}" for name in llms if name != policy]
+    return [*others, *(f"llms.{policy}.{name}" for name in (llms[policy].fields() if policy in llms else ()))]
+
+
 def _of_function(given: Callable[..., Any]) -> Workflow:
     """A function, async or plain, gets what its parameters name. A single parameter of another name gets the question. Plain
     functions run in threads."""
