@@ -107,10 +107,10 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, **options: Any) -> Non
 def run_finetune(flags: argparse.Namespace) -> None:
     """Runs `art finetune`; it ends the process unless it trained."""
     from art.finetune import runs
-    from art.finetune.sections import Config
+    from art.finetune.schema import make_schema
 
     if flags.schema:
-        return print(json.dumps(Config.model_json_schema(by_alias=True), indent=2))
+        return print(json.dumps(make_schema(), indent=2))
 
     async def call() -> None:
         file, overrides = _input(flags)

@@ -13,6 +13,7 @@ import pytest
 from art.finetune.checking import check
 from art.finetune.reading import of_dict
 from art_finetune.commands import add_commands, continuing_command, run_finetune
+from tests.finetune_file import finetune_file
 
 MISSING = "import sys; sys.modules.update(dict.fromkeys(['ruamel', 'ruamel.yaml', 'matplotlib'])); "
 
@@ -29,12 +30,46 @@ def test_without_its_packages_the_extra_is_named() -> None:
     assert done.returncode == 2 and "agent-reinforcement-trainer[finetune]" in done.stderr
 
 
-def test_the_schema_has_all_sections() -> None:
-    command = [sys.executable, "-m", "art_watch.terminal.cli"]
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
     code = "from art_watch.terminal.cli import main; main(['finetune', '--schema'])"
-    done = subprocess.run([*command[:1], "-c", code], capture_output=True, text=True, check=True)
-    schema = json.loads(done.stdout)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_the_schema_has_all_sections_and_says_what_fields_mean(schema: dict[str, Any]) -> None:
     assert {"llms", "workflow", "eval", "finetuning"} <= schema["properties"].keys()
+    sections = {**schema["$defs"], "the file": schema}
+    silent = [
+        f"{name}.{field}"
+        for name, section in sections.items()
+        for field, about in section.get("properties", {}).items()
+        if not about.get("description")
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("change", "is_valid"),
+    [
+        ({}, True),
+        ({"finetuning": {"num_epochs": "${N}", "enabled": "${E:-true}"}}, True),
+        ({"finetuning": {"num_epochs": "three"}}, False),
+        ({"finetuning": {"num_epoch": 3}}, False),
+        ({"trainer_adapters": {"a": {"_type": "openpipe_art_trainer_adapter", "backend": {"url": "${URL}"}}}}, True),
+        ({"trainer_adapters": {"a": {"_type": "x:y", "backend": {"url": "localhost"}}}}, False),
+        ({"eval": {"general": {"dataset": {"_type": "${KIND}", "file_path": "a"}}}}, True),
+    ],
+)
+def test_the_schema_takes_what_the_harness_takes(
+    schema: dict[str, Any], change: dict[str, Any], is_valid: bool
+) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft202012Validator(schema)
+    whole = finetune_file({"url": "http://localhost:1"})
+    assert validator.is_valid({**whole, **change}) is is_valid
+    assert validator.is_valid({"base": "other.yml", **change}) is is_valid
+    assert not validator.is_valid({name: whole[name] for name in ("llms", "eval") if name in whole})
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
