@@ -60,7 +60,8 @@ class PolicyServer(FakeArt):
             self.jobs[key] = self.steps[model]
             self.trained.append(request.json())
             if self.report is not None:
-                *lines, last = answer.lines or ()
+                assert answer.lines is not None, "a job is followed by its lines"
+                *lines, last = answer.lines
                 answer.lines = [*lines, {**last, "report": self.report}]
         return answer
 

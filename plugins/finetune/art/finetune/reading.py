@@ -263,7 +263,8 @@ def typed(value: Any) -> Any:
     if not isinstance(value, Expanded):
         return value
     with contextlib.suppress(YAMLError, ValueError):
-        number: Any = YAML(typ="safe", pure=True).load(str(value))
+        reader: Any = YAML(typ="safe", pure=True)  # Any: its members have no types
+        number: Any = reader.load(str(value))
         if isinstance(number, bool | int | float):
             return number
     return str(value)

@@ -35,8 +35,9 @@ def _describe(definition: dict[str, Any], model: type[BaseModel]) -> None:
             continue
         (statement,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
         for field, text in itertools.pairwise(cast(ast.ClassDef, statement).body):
-            is_documented = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-            if not (is_documented and isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+                continue
+            if not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)):
                 continue
             if (known := model.model_fields.get(field.target.id)) is not None:
                 property_ = definition["properties"][known.alias or field.target.id]

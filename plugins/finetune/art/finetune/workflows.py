@@ -98,7 +98,8 @@ def unused_llm_fields(section: Component, llms: Mapping[str, LLM], policy: str |
     if section.type != "command" and "llms" in inspect.signature(components.load("workflow", section.type)).parameters:
         return []
     others = [f"llms.{name}" for name in llms if name != policy]
-    return [*others, *(f"llms.{policy}.{name}" for name in (llms[policy].fields() if policy in llms else ()))]
+    own = llms[policy].fields() if policy is not None else {}
+    return [*others, *(f"llms.{policy}.{name}" for name in own)]
 
 
 def _of_function(given: Callable[..., Any]) -> Workflow:
