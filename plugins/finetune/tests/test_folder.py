@@ -11,6 +11,7 @@ import pytest
 from ruamel.yaml import YAML
 
 import art
+from art.files import write_whole
 from art.finetune.errors import WrongInput
 from art.finetune.folder import Folder, opened
 from art.finetune.history import EpochRow, RolloutRow, ValidationRow, validation_row
@@ -233,6 +234,24 @@ def test_files_of_another_program_are_not_replaced(path: Path) -> None:
     assert "training_metrics.jsonl is not of a run" in refused(path)
     start(path, fresh=True)
     assert (path.with_name("out.1") / "training_metrics.jsonl").read_text() == "{}\n"
+
+
+@pytest.mark.parametrize("num_written", range(4))
+def test_a_folder_can_be_used_after_a_kill_between_its_first_files(
+    path: Path, monkeypatch: pytest.MonkeyPatch, num_written: int
+) -> None:
+    left = iter(range(num_written))
+
+    def dies(file: Path, content: bytes) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        write_whole(file, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("art.finetune.folder.write_whole", dies)
+        with pytest.raises(KeyboardInterrupt):
+            start(path)
+    assert start(path).state.config
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"run_id": "a", "config": {}, "epochs": [{}]}'])

@@ -56,8 +56,8 @@ class Folder:
             known = {key: row for key, row in known.items() if row.split != "val"}
         self.rollouts = known
         """What an earlier process finished of the unfinished epoch, by split, row and generation."""
+        self.save(epochs=state.epochs)  # the record first: other files without it are those of another program
         write_whole(path / CONFIG_FILE, _yaml(state.config))
-        self.save(epochs=state.epochs)
 
     def save(self, **fields: Any) -> None:
         """Replaces fields of the record, and writes the files that are made from its epochs and validations."""
