@@ -569,6 +569,33 @@ async def test_failed_rollouts_are_tried_again_only_if_they_ended_the_run(
     assert lines(folder / "out" / "training_metrics.jsonl")[0]["num_failed"] == 0
 
 
+async def test_reasons_of_failures_are_the_same_after_a_kill(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+        async def bad(question):
+            if question in ("question 0", "question 1"):
+                raise ValueError(f"boom\\nsecond line of {question}")
+            if question == "question 2":
+                return "asked nothing"
+            return await answer(question)
+    """
+    file = make_file(code, workflow___type="agent.py:bad", finetuning__max_exceptions=100, finetuning__num_epochs=1)
+    kept: list[dict[str, int]] = []
+    for is_killed in (False, True):
+        file["finetuning"]["output_dir"] = f"out-{is_killed}"
+        with monkeypatch.context() as patch:
+            if is_killed:
+                patch.setattr(art.finetune.ArtTrainer, "_finish_epoch", die)
+                with pytest.raises(KeyboardInterrupt):
+                    await art.finetune.run(file)
+        await art.finetune.run(file)
+        kept.append(lines(folder / f"out-{is_killed}" / "training_metrics.jsonl")[0]["failures"])
+    assert kept[0] == kept[1]
+    assert kept[0]["ValueError: boom"] == 4 and sum(kept[0].values()) == 6
+    assert not any("RolloutFailed" in reason or "art.finetune" in reason for reason in kept[0])
+
+
 async def test_a_kill_between_the_servers_history_and_the_folder_repeats_the_same_calls(
     policy: PolicyServer, folder: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
