@@ -97,6 +97,7 @@ class LoRAConfig(Body):
     """Configuration of the trained adapter, fixed when a model is first registered."""
 
     rank: int = Field(default=8, ge=1, le=512)
+    """Columns of the matrices that are trained for a layer."""
     alpha: float = Field(default=16.0, gt=0, le=65_536)
     """The adapter's output is multiplied by alpha / rank."""
     target_modules: list[str] | None = None

@@ -3,15 +3,24 @@
 import argparse
 import asyncio
 import json
+import logging
+import os
+import shlex
+import signal
 import sys
-from collections.abc import Coroutine
+import threading
+import time
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 EXIT_CODES = """\
 exit codes: 0 trained, or complete already; 1 rollouts or training failed; 2 wrong file, data or flag; 3 no epoch had a group
-with signal; 4 no server; 130 Ctrl-C"""
-INTERRUPTED = 130
+with signal; 4 no server; 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP"""
+SIGNALLED = 128
+"""Is added to a signal's number, as shells do."""
+LEAVE_SECONDS = 5.0
+"""For the end of the loop, and for that of the process."""
 OF_FILES = {
     "dataset": "eval.general.dataset.file_path",
     "validation_dataset": "finetuning.validation.dataset",
@@ -29,6 +38,22 @@ OF_FUNCTIONS = {
 """Flags that set a field of the file that a command without one stands for."""
 NEEDED = ("dataset", "reward", "base_model")
 """By a command without a file."""
+
+
+REFUSED = {
+    "endpoint": "the workflow runs in this process: one behind HTTP is a function that passes the rollout's address on "
+    "(docs/finetune.md, Workflows)",
+    "endpoint_timeout": "set eval.general.rollout_timeout_seconds",
+    "result_json_path": "return the part that is scored from the workflow, or take it from `output` in the evaluator",
+    "validation_config_file": "set finetuning.validation (dataset, interval, reps, reward), or run `art eval` with the other "
+    "file",
+}
+"""Flags of the toolkit, with what to do instead."""
+
+
+class _Refuse(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, _: object, __: object, option: str | None = None) -> None:
+        parser.error(f"{option} is refused: {REFUSED[self.dest]}")
 
 
 def add_commands(commands: Any) -> None:  # Any: argparse's class for it is private
@@ -52,6 +77,8 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     finetune.add_argument("--check", action="store_true", help="check all, roll out and score one row; train nothing")
     finetune.add_argument("--fresh", action="store_true", help="rename the output folder to DIR.1 and begin again")
     finetune.add_argument("--schema", action="store_true", help="print the JSON schema of the file")
+    for name in REFUSED:
+        _add_flag(finetune, name, action=_Refuse, nargs="?", help=argparse.SUPPRESS)
     finetune.set_defaults(run=run_finetune)
     evaluate = commands.add_parser("eval", help="evaluate a finetuned workflow", epilog=EXIT_CODES)
     evaluate.add_argument("target", metavar="FILE", help="the file of `art finetune`")
@@ -80,10 +107,10 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, **options: Any) -> Non
 def run_finetune(flags: argparse.Namespace) -> None:
     """Runs `art finetune`; it ends the process unless it trained."""
     from art.finetune import runs
-    from art.finetune.sections import Config
+    from art.finetune.schema import make_schema
 
     if flags.schema:
-        return print(json.dumps(Config.model_json_schema(by_alias=True), indent=2))
+        return print(json.dumps(make_schema(), indent=2))
 
     async def call() -> None:
         file, overrides = _input(flags)
@@ -111,15 +138,98 @@ def _end(call: Coroutine[Any, Any, None]) -> None:
     """Runs a command. An error's last line goes to stderr, and its code is the process's."""
     from art.finetune.errors import FinetuneError
 
+    code = 0
+    if logging.lastResort is not None:  # warnings, unless the workflow's modules configure logging
+        logging.lastResort.setFormatter(_WithoutSecrets())
+    runner = asyncio.Runner()
     try:
-        asyncio.run(call)
+        if stopped_by := _run(runner, call):
+            code = SIGNALLED + stopped_by
+            command = continuing_command(sys.argv[1:])
+            print(f"\nart: stopped. Finished rollouts are kept; this continues: {command}", file=sys.stderr)
     except FinetuneError as error:
+        code = error.exit_code
         print(f"art: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    finally:
+        closed = _end_soon(code)
+        runner.close()
+        closed.set()
+    if code:
+        sys.exit(code)
+
+
+def _run(runner: asyncio.Runner, call: Coroutine[Any, Any, None]) -> int | None:
+    """Runs a command until it ends, or Ctrl-C, SIGTERM or SIGHUP stops the command: that signal's number. Programs and connections of its workflow are
+    closed then."""
+    received: list[int] = []
+
+    async def run() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+
+        def stop(number: int) -> None:
+            received.append(number)
+            task.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` has SIGHUP ignored
+                loop.add_signal_handler(number, stop, number)
+        await call
+
+    try:
+        runner.run(run())
     except KeyboardInterrupt:
-        command = " ".join(["art", *sys.argv[1:]])
-        print(f"\nart: stopped. Finished rollouts are kept; this continues: {command}", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        return signal.SIGINT
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        return received[0]
+    return None
+
+
+class _WithoutSecrets(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        from art.finetune.masking import masked
+
+        return masked(super().format(record))
+
+
+def continuing_command(arguments: Sequence[str]) -> str:
+    """The command with these arguments for a shell, as it continues: without `--fresh`, which would begin again. Overrides
+    that hold secrets are named only."""
+    from art.finetune.masking import is_secret, masked
+
+    words, hidden = ["art"], list[str]()
+    rest = iter(arguments)
+    for word in rest:
+        if word == "--fresh":
+            continue
+        if word not in ("-o", "--override"):
+            words.append(masked(word))
+            continue
+        key, value = next(rest, ""), next(rest, "")
+        if is_secret(key.rpartition(".")[2]) or masked(value) != value:
+            hidden.append(key)
+        else:
+            words += [word, key, value]
+    return shlex.join(words) + (f" with -o {' and -o '.join(hidden)} as before" if hidden else "")
+
+
+def _end_soon(code: int) -> threading.Event:
+    """Ends the process some seconds after the last of its work, also if threads or tasks that a workflow has left go on:
+    Python waits for them. The event says that the loop is closed."""
+    closed = threading.Event()
+
+    def watch() -> None:
+        if closed.wait(LEAVE_SECONDS):
+            threading.main_thread().join()  # which ends before other threads are waited for
+            time.sleep(LEAVE_SECONDS)
+        sys.stderr.flush()
+        os._exit(code)
+
+    sys.stdout.flush()
+    threading.Thread(target=watch, name="end", daemon=True).start()
+    return closed
 
 
 def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:

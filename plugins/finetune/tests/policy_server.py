@@ -26,6 +26,9 @@ class PolicyServer(FakeArt):
         """The body that each key came with at first."""
         self.failed: set[str] = set()
         """Keys of jobs that failed: they fail again."""
+        self.report: dict[str, Any] | None = None
+        """Of each job."""
+        self.finish_reason = "stop"
         self.trained: list[dict[str, Any]] = []
         self.logged: list[dict[str, Any]] = []
         self.num_base_answers = 0
@@ -63,8 +66,9 @@ class PolicyServer(FakeArt):
         if answer.status == 200 and self.job_error is None:
             self.jobs[key] = self.steps[model]
             self.trained.append(request.json())
-            *events, done = list(answer.lines or ())
-            report = {"num_unnamed_requests": self.num_unnamed}
+            assert answer.lines is not None, "a job is followed by its lines"
+            *events, done = answer.lines
+            report = {"num_unnamed_requests": self.num_unnamed, **(self.report or {})}
             return replace(answer, lines=[*events, done | {"report": report}])
         return answer
 
@@ -77,6 +81,7 @@ class PolicyServer(FakeArt):
         found = IN_PATH.match(request.path)
         session = found[1] if found else request.headers.get("x-art-session")
         body = super()._completion(request)
+        body["choices"][0]["finish_reason"] = self.finish_reason
         if session is None:
             self.num_unnamed += 1
         else:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from art.finetune.checking import check
 from art.finetune.reading import of_dict
-from art_finetune.commands import add_commands, run_finetune
+from art_finetune.commands import add_commands, continuing_command, run_finetune
+from tests.finetune_file import finetune_file
 
 MISSING = "import sys; sys.modules.update(dict.fromkeys(['ruamel', 'ruamel.yaml', 'matplotlib'])); "
 
@@ -28,12 +30,46 @@ def test_without_its_packages_the_extra_is_named() -> None:
     assert done.returncode == 2 and "agent-reinforcement-trainer[finetune]" in done.stderr
 
 
-def test_the_schema_has_all_sections() -> None:
-    command = [sys.executable, "-m", "art_watch.terminal.cli"]
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
     code = "from art_watch.terminal.cli import main; main(['finetune', '--schema'])"
-    done = subprocess.run([*command[:1], "-c", code], capture_output=True, text=True, check=True)
-    schema = json.loads(done.stdout)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_the_schema_has_all_sections_and_says_what_fields_mean(schema: dict[str, Any]) -> None:
     assert {"llms", "workflow", "eval", "finetuning"} <= schema["properties"].keys()
+    sections = {**schema["$defs"], "the file": schema}
+    silent = [
+        f"{name}.{field}"
+        for name, section in sections.items()
+        for field, about in section.get("properties", {}).items()
+        if not about.get("description")
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("change", "is_valid"),
+    [
+        ({}, True),
+        ({"finetuning": {"num_epochs": "${N}", "enabled": "${E:-true}"}}, True),
+        ({"finetuning": {"num_epochs": "three"}}, False),
+        ({"finetuning": {"num_epoch": 3}}, False),
+        ({"trainer_adapters": {"a": {"_type": "openpipe_art_trainer_adapter", "backend": {"url": "${URL}"}}}}, True),
+        ({"trainer_adapters": {"a": {"_type": "x:y", "backend": {"url": "localhost"}}}}, False),
+        ({"eval": {"general": {"dataset": {"_type": "${KIND}", "file_path": "a"}}}}, True),
+    ],
+)
+def test_the_schema_takes_what_the_harness_takes(
+    schema: dict[str, Any], change: dict[str, Any], is_valid: bool
+) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft202012Validator(schema)
+    whole = finetune_file({"url": "http://localhost:1"})
+    assert validator.is_valid({**whole, **change}) is is_valid
+    assert validator.is_valid({"base": "other.yml", **change}) is is_valid
+    assert not validator.is_valid({name: whole[name] for name in ("llms", "eval") if name in whole})
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -124,3 +160,39 @@ def test_a_wrong_file_ends_with_2_and_its_place(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2 and "wrong.yml:3:1: finetunning" in done.stderr and "Traceback" not in done.stderr
     assert [each.name for each in tmp_path.iterdir()] == ["wrong.yml"]
+
+
+def test_the_command_that_continues_can_be_pasted_and_has_no_secrets() -> None:
+    typed = ["finetune", "my file.yml", "--fresh", "-o", "finetuning.target_functions", '["<workflow>"]']
+    command = "art finetune 'my file.yml' -o finetuning.target_functions '[\"<workflow>\"]'"
+    assert continuing_command(typed) == command
+    assert shlex.split(command) == ["art", *(word for word in typed if word != "--fresh")]
+    typed += [
+        "-o",
+        "llms.policy.api_key",
+        "sk-typed",
+        "--override",
+        "trainer_adapters.a.backend.url",
+        "http://a:pw@host",
+    ]
+    hidden = "-o llms.policy.api_key and -o trainer_adapters.a.backend.url"
+    assert continuing_command(typed) == f"{command} with {hidden} as before"
+
+
+@pytest.mark.parametrize(
+    ("flag", "alternative"),
+    [
+        ("--endpoint", "passes the rollout's address"),
+        ("--endpoint_timeout", "rollout_timeout_seconds"),
+        ("--result_json_path", "evaluator"),
+        ("--result-json-path", "evaluator"),
+        ("--validation_config_file", "finetuning.validation"),
+    ],
+)
+def test_flags_of_the_toolkit_that_are_refused_name_the_alternative(
+    flag: str, alternative: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed("finetune", "a.yml", flag, "value")
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and alternative in line and flag in line

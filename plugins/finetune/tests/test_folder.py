@@ -11,6 +11,7 @@ import pytest
 from ruamel.yaml import YAML
 
 import art
+from art.files import write_whole
 from art.finetune.errors import WrongInput
 from art.finetune.folder import Folder, opened
 from art.finetune.history import EpochRow, RolloutRow, ValidationRow, validation_row
@@ -122,7 +123,7 @@ def test_the_metrics_file_has_all_of_nvidias_fields_and_ours(folder: Folder) -> 
         *("epoch", "timestamp", "run_id", "avg_reward", "min_reward", "max_reward", "num_trajectories", "num_groups"),
         *("filtered_trajectories", "filtered_groups", "filtered_avg_reward", "filtered_min_reward"),
         *("filtered_max_reward", "curriculum_percentile", "curriculum_state", "step"),
-        *("num_without_signal", "num_failed", "failures"),
+        *("num_without_signal", "num_failed", "num_cut", "failures"),
     ]
     assert first["curriculum_state"] == CURRICULUM and first["timestamp"].endswith("+00:00")
     assert set(first) - set(second) == {"curriculum_state"}
@@ -188,14 +189,15 @@ def test_another_secret_and_another_folder_are_the_same_configuration(path: Path
 def test_the_first_fields_that_differ_are_listed(path: Path) -> None:
     start(path)
     before = (path / "state.json").read_bytes()
-    lines = refused(path, changed(seed=2, max_exceptions=3, target_functions=["plan"])).splitlines()
-    assert "--fresh" in lines[0] and lines[1:] == [
+    *lines, last = refused(path, changed(seed=2, target_model="a", target_functions=["plan"])).splitlines()
+    assert "--fresh" in last and lines == [
         "finetuning.seed: 1 in the folder, 2 here",
-        "finetuning.max_exceptions: not set in the folder, 3 here",
+        'finetuning.target_model: not set in the folder, "a" here',
         'finetuning.target_functions.0: not set in the folder, "plan" here',
     ]
-    many = refused(path, changed(**{f"field_{number}": "x" * 100 for number in range(7)})).splitlines()
-    assert len(many) == 7 and many[-1] == "and 2 more" and all(len(line) < 150 for line in many[1:])
+    *many, last = refused(path, changed(**{f"field_{number}": "x" * 100 for number in range(7)})).splitlines()
+    assert len(many) == 6 and many[-1] == "and 2 more" and all(len(line) < 150 for line in many)
+    assert "--fresh" in last
     assert (path / "state.json").read_bytes() == before
 
 
@@ -232,6 +234,24 @@ def test_files_of_another_program_are_not_replaced(path: Path) -> None:
     assert "training_metrics.jsonl is not of a run" in refused(path)
     start(path, fresh=True)
     assert (path.with_name("out.1") / "training_metrics.jsonl").read_text() == "{}\n"
+
+
+@pytest.mark.parametrize("num_written", range(4))
+def test_a_folder_can_be_used_after_a_kill_between_its_first_files(
+    path: Path, monkeypatch: pytest.MonkeyPatch, num_written: int
+) -> None:
+    left = iter(range(num_written))
+
+    def dies(file: Path, content: bytes) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        write_whole(file, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("art.finetune.folder.write_whole", dies)
+        with pytest.raises(KeyboardInterrupt):
+            start(path)
+    assert start(path).state.config
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"run_id": "a", "config": {}, "epochs": [{}]}'])

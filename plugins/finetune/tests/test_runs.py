@@ -10,10 +10,10 @@ import pytest
 
 import art
 import art.finetune
-from art.finetune import FinetuneError, NoServer, NoSignal, WrongInput
+from art.finetune import FinetuneError, NoServer, NoSignal, WrongInput, losing
 from art.finetune.folder import Folder
 from plugins.finetune.tests.policy_server import PolicyServer
-from tests.fake_server import Answer
+from tests.fake_server import Answer, Request
 from tests.processes import wait_until_gone
 
 pytestmark = pytest.mark.anyio
@@ -365,6 +365,124 @@ async def test_another_configuration_is_refused_and_more_epochs_are_not(
     assert (folder / "out.1" / "state.json").exists() and policy.steps["demo/agent"] == 5
 
 
+FREE = {
+    "eval.general.rollout_timeout_seconds": 100,
+    "eval.general.max_concurrency": 3,
+    "finetuning.max_exceptions": 0.5,
+    "finetuning.validation.interval": 5,
+    "finetuning.validation.reps": 2,
+    "finetuning.validation.dataset": "rows.json",
+    "finetuning.target_functions": ["<workflow>"],
+    "finetuning.curriculum_learning.enabled": False,
+    "trajectory_builders.b.num_generations": 2,
+    "trainer_adapters.a.backend.delete_old_checkpoints": True,
+    "trainer_adapters.a.backend.server_config": {"a": 1},
+    "trainer_adapters.a.training.learning_rate": 5e-6,
+    "eval.evaluators.other": {"_type": "exact_match"},
+    "eval.general.output_dir": "elsewhere",
+    "eval.general.dataset.id_key": "id",
+    "eval.general.dataset.file_path": "moved.json",
+    "workflow.llm": "policy",
+}
+
+
+async def test_what_does_not_change_what_is_trained_refuses_no_folder(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    file = make_file()
+    await art.finetune.run(file)
+    (folder / "moved.json").write_text((folder / "rows.json").read_text())
+    for name, value in FREE.items():
+        assert not await art.finetune.run(file, {name: value}), f"{name}: complete already"
+    backend = {key: value for key, value in file["trainer_adapters"]["a"]["backend"].items() if key != "url"}
+    moved = {"trainer_adapters.a.backend": {**backend, "ip": "localhost", "port": policy.port}}
+    assert len(await art.finetune.run(file, {"finetuning.num_epochs": 3, **moved})) == 1
+
+
+TRAINED = {
+    "trajectory_builders.b.num_generations": 3,
+    "finetuning.seed": 3,
+    "trainer_adapters.a.training.learning_rate": 1e-3,
+    "trainer_adapters.a.training.preset": "dapo",
+    "trainer_adapters.a.backend.name": "other",
+    "eval.evaluators.reward._type": "exact_match",
+    "finetuning.curriculum_learning.enabled": True,
+    "workflow._type": "agent.py:other",
+}
+
+
+async def test_what_changes_what_is_trained_refuses_the_folder(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    file = make_file("async def other(question): ...\n")
+    await art.finetune.run(file)
+    for name, value in TRAINED.items():
+        with pytest.raises(WrongInput) as refused:
+            await art.finetune.run(file, {name: value})
+        assert name in str(refused.value) and "--fresh" in refused.value.problems[-1]
+
+
+async def test_a_remedy_for_rollouts_that_take_too_long_can_be_followed(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    code = """
+        import asyncio
+        async def slow(question):
+            await asyncio.sleep(0 if os.path.exists("fast") else 3600)
+            return await answer(question)
+    """
+    file = make_file(code, workflow___type="agent.py:slow", eval__general__rollout_timeout_seconds=0.1)
+    with pytest.raises(FinetuneError, match="rollout_timeout_seconds"):
+        await art.finetune.run(file)
+    (folder / "fast").touch()
+    assert len(await art.finetune.run(file, {"eval.general.rollout_timeout_seconds": 100})) == 2
+
+
+def write_rows(folder: Path, questions: list[str], *, has_ids: bool) -> None:
+    rows = [{"question": each, "answer": "yes"} for each in questions]
+    if has_ids:
+        rows = [{"id": f"row {number}", **row} for number, row in enumerate(rows)]
+    (folder / "rows.json").write_text(json.dumps(rows))
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+async def test_rows_that_changed_under_a_run_are_noticed_by_their_content(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, has_ids: bool
+) -> None:
+    before = ["a", "b", "c", "d"]
+    write_rows(folder, before, has_ids=has_ids)
+    file = make_file(eval__general__max_concurrency=1)
+    await run_until(policy, file, 5)
+    for after in (["e", "f", "g", "h"], ["x", *before], before[:3]):
+        write_rows(folder, after, has_ids=has_ids)
+        with pytest.raises(WrongInput, match="rows are not those that the run in the folder began with"):
+            await art.finetune.run(file)
+    assert len(policy.asked) == 5
+    write_rows(folder, before, has_ids=has_ids)
+    assert len(await art.finetune.run(file)) == 2
+    contents = [
+        sorted({each["messages_and_choices"][0]["content"] for each in group["trajectories"]})
+        for group in policy.trained[0]["groups"]
+    ]
+    assert contents == [["a"], ["b"], ["c"], ["d"]]
+
+
+async def test_a_validation_with_other_rows_begins_anew(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    file = make_file(eval__general__max_concurrency=1, finetuning__validation={"dataset": "val.json"})
+    (folder / "val.json").write_text(
+        json.dumps([{"question": f"old {number}", "answer": "yes"} for number in range(4)])
+    )
+    await run_until(policy, file, 3)
+    (folder / "val.json").write_text(
+        json.dumps([{"question": f"new {number}", "answer": "yes"} for number in range(4)])
+    )
+    await art.finetune.run(file)
+    asked = [each["messages"][-1]["content"] for each in policy.asked[3:7]]
+    assert asked == [f"new {number}" for number in range(4)]
+
+
 async def test_equal_rewards_in_all_epochs_are_an_error(
     policy: PolicyServer, folder: Path, make_file: MakeFile
 ) -> None:
@@ -394,6 +512,56 @@ async def test_no_server_and_a_failed_job_have_their_own_errors(policy: PolicySe
     with pytest.raises(NoServer, match="art-server") as lost:
         await art.finetune.run(make_file(finetuning__num_epochs=3))
     assert lost.value.exit_code == 4
+
+
+@pytest.mark.parametrize("is_validated", [False, True], ids=["rollouts", "validation"])
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["dead", "frozen"])
+async def test_a_server_that_is_lost_at_any_moment_has_its_own_error(
+    policy: PolicyServer,
+    folder: Path,
+    make_file: MakeFile,
+    monkeypatch: pytest.MonkeyPatch,
+    is_frozen: bool,
+    is_validated: bool,
+) -> None:
+    monkeypatch.setattr(losing, "HEALTH_SECONDS", 1.0)
+    code = """
+        import openai
+        async def asks(question):
+            messages = [{"role": "user", "content": question}]
+            async with AsyncOpenAI(max_retries=0) as client:
+                completion = await client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
+            return completion.choices[0].message.content
+    """
+    validation = {"dataset": "rows.json"} if is_validated else {}
+    file = make_file(
+        code,
+        workflow___type="agent.py:asks",
+        finetuning__validation=validation,
+        eval__general__rollout_timeout_seconds=5.0 if is_frozen else 600.0,
+        finetuning__max_exceptions=0,
+    )
+    lost = Answer(hang_up=True) if not is_frozen else Answer(after=asyncio.Event())
+    num_registered = len(policy.requests)
+
+    def answer(request: Request) -> Answer:
+        is_registering = len(policy.requests) < num_registered + 3
+        return Answer(body={"status": "ok"}) if is_registering else lost
+
+    def complete(_: Request) -> Answer:
+        return lost
+
+    policy.on("GET", "/health", answer)
+    policy.on("POST", "/v1/chat/completions", complete)
+    with pytest.raises(NoServer, match=f"the server at {policy.url} does not answer .*curl") as caught:
+        await art.finetune.run(file)
+    assert caught.value.exit_code == 4
+    policy.routes.clear()
+    policy.on("GET", "/health", Answer(body={"status": "ok"}))
+    assert len(await art.finetune.run(file, {"eval.general.rollout_timeout_seconds": 600})) == 2
+    if is_validated:
+        validations = json.loads((folder / "out" / "validation_history.json").read_text())
+        assert not any("error" in row for row in validations)
 
 
 async def test_validation_before_at_intervals_and_at_the_end(
@@ -497,6 +665,33 @@ async def test_failed_rollouts_are_tried_again_only_if_they_ended_the_run(
     (folder / "ill").unlink()
     await art.finetune.run(file)
     assert lines(folder / "out" / "training_metrics.jsonl")[0]["num_failed"] == 0
+
+
+async def test_reasons_of_failures_are_the_same_after_a_kill(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+        async def bad(question):
+            if question in ("question 0", "question 1"):
+                raise ValueError(f"boom\\nsecond line of {question}")
+            if question == "question 2":
+                return "asked nothing"
+            return await answer(question)
+    """
+    file = make_file(code, workflow___type="agent.py:bad", finetuning__max_exceptions=100, finetuning__num_epochs=1)
+    kept: list[dict[str, int]] = []
+    for is_killed in (False, True):
+        file["finetuning"]["output_dir"] = f"out-{is_killed}"
+        with monkeypatch.context() as patch:
+            if is_killed:
+                patch.setattr(art.finetune.ArtTrainer, "_finish_epoch", die)
+                with pytest.raises(KeyboardInterrupt):
+                    await art.finetune.run(file)
+        await art.finetune.run(file)
+        kept.append(lines(folder / f"out-{is_killed}" / "training_metrics.jsonl")[0]["failures"])
+    assert kept[0] == kept[1]
+    assert kept[0]["ValueError: boom"] == 4 and sum(kept[0].values()) == 6
+    assert not any("RolloutFailed" in reason or "art.finetune" in reason for reason in kept[0])
 
 
 async def test_a_kill_between_the_servers_history_and_the_folder_repeats_the_same_calls(

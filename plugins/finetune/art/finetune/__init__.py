@@ -5,8 +5,7 @@
 docs/finetune.md has the file, the commands, and how a part is replaced. `art_finetune` has the commands.
 """
 
-from art.finetune.agent import RolloutFailed
-from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
+from art.finetune.errors import FinetuneError, NoServer, NoSignal, RolloutFailed, WrongInput
 from art.finetune.evaluating import evaluate
 from art.finetune.interfaces import (
     Run,

@@ -1,28 +1,28 @@
 """One rollout with its reward. The requests of target functions belong to the rollout's session, those of other functions to a
 session beside it."""
 
-import asyncio
 import hashlib
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Container, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import art
+from art.errors import error_text
+from art.finetune.errors import RolloutFailed
+from art.finetune.limits import TimeUp, limited
+from art.finetune.masking import masked
 from art.finetune.rows import Row
 from art.finetune.scoring import Reward
 from art.finetune.sections import LLM
 from art.finetune.toolkit import innermost_function
 from art.finetune.workflows import WORKFLOW, Call, Workflow, addresses
 from art.sessions import NO_REQUEST
+from art_protocol.wire import FailureBody
 
 OTHER = ".other"
 REASON_CHARACTERS = 300
-
-
-class RolloutFailed(Exception):
-    """A rollout without a reward; the message has the reason and the remedy."""
 
 
 Kept = Callable[
@@ -66,17 +66,11 @@ class Agent:
         step = step_of(model)
         async with art.rollout(model, session if is_own else session + OTHER) as rollout:
             call = Call(row, rollout, seed, addresses(self.llms, self.policy, model))
-            limit = asyncio.timeout(self.timeout_seconds)
             try:
                 with art.capture(session_of_request, step, seed if self.is_seeded else None):
-                    async with limit:
-                        output = await self.workflow(call)
-            except TimeoutError as error:
-                if not limit.expired():
-                    raise
-                raise RolloutFailed(
-                    f"the rollout took longer than {self.timeout_seconds:g} s: raise eval.general.rollout_timeout_seconds"
-                ) from error
+                    output = await limited(self.workflow(call), self.timeout_seconds)
+            except TimeUp as error:
+                raise RolloutFailed(f"the rollout took {error}: raise eval.general.rollout_timeout_seconds") from error
         trained = rollout if is_own else art.rollout(model, session)
         trajectory = await trained.trajectory(metadata={"row": row.id})
         if others:
@@ -123,10 +117,20 @@ def _why_empty(model: art.TrainableModel, others: set[str], logs: list[str]) -> 
     )
 
 
+def answers(trajectory: art.Trajectory) -> Iterator[Any]:
+    """The sampled answers of all conversations, as `openai` has them."""
+    for history in (trajectory, *trajectory.additional_histories):
+        yield from (entry for entry in history.messages_and_choices if not isinstance(entry, dict))
+
+
 def num_answers(trajectory: art.Trajectory) -> int:
-    """The sampled answers of all conversations."""
-    histories = [trajectory, *trajectory.additional_histories]
-    return sum(not isinstance(entry, dict) for each in histories for entry in each.messages_and_choices)
+    """The number of sampled answers."""
+    return sum(1 for _ in answers(trajectory))
+
+
+def num_cut_answers(trajectory: art.Trajectory) -> int:
+    """The number of answers that the token limit cut."""
+    return sum(answer.finish_reason == "length" for answer in answers(trajectory))
 
 
 def step_of(model: art.TrainableModel) -> str | None:
@@ -143,15 +147,18 @@ def seed_of(*parts: object) -> int:
 
 def reason_of(error: BaseException) -> str:
     """A failure in one line."""
-    return _in_one_line(type(error).__name__, str(error))
+    kind = type(error)
+    message = error_text(error).encode(errors="backslashreplace").decode()  # files have no lone surrogates
+    return _in_one_line(f"{kind.__module__}.{kind.__qualname__}", message)
 
 
-def reason_of_failure(failure: Any) -> str:
-    """The reason of a failure in a group (`type` and `message`)."""
-    return _in_one_line(failure.type.rpartition(".")[2], failure.message)
+def reason_of_failure(failure: FailureBody) -> str:
+    """The reason of a failure in a group, the same as that of its exception."""
+    return _in_one_line(failure.type, failure.message)
 
 
 def _in_one_line(kind: str, message: str) -> str:
+    """Our own errors are sentences, whose class says nothing more."""
     lines = message.strip().splitlines() or [""]
-    name = "" if kind == RolloutFailed.__name__ else f"{kind}: "
-    return f"{name}{lines[0]}"[:REASON_CHARACTERS]
+    name = "" if kind.startswith("art.") else f"{kind.rpartition('.')[2]}: "
+    return masked(f"{name}{lines[0]}"[:REASON_CHARACTERS])

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from art.finetune import components
 from art.finetune.components import BUILT_IN, Kind, Toolkit
 from art.finetune.errors import WrongInput
+from art.finetune.masking import is_secret
 from art.finetune.reading import Document, KeyPath, Problem, described, dotted, hint, nearest
 from art.finetune.sections import TOOLKIT_SECTIONS, UNUSED, Backend, Config, InitArgs, Training
 
@@ -35,7 +36,6 @@ MISSPELT = 0.75
 """The likeness of a name to the right one where unknown names are accepted. That of NVIDIA's fields to ours is less."""
 OUR_WORDS = re.compile(r"^\w+ (?=must|is)|, (unable|got) .*| or instance of .*| for <.*| after validation")
 """What is left out of pydantic's messages, such as "Input" and the names of classes."""
-SECRETS = ("api_key", "token", "password")
 
 
 def check(document: Document, toolkit: Toolkit | None = None) -> Config:
@@ -145,8 +145,8 @@ def _sentence(path: KeyPath, errors: list[Any]) -> str:
         OUR_WORDS.sub("", each["msg"].replace("should", "must").replace("valid dictionary", "section"))
         for each in errors
     )
-    is_secret, value = str(path[-1]).endswith(SECRETS), first["input"]
-    given = "" if is_secret or isinstance(value, list | dict) else f", not {described(value)}"
+    value = first["input"]
+    given = "" if is_secret(str(path[-1])) or isinstance(value, list | dict) else f", not {described(value)}"
     return f"{' or '.join(wanted)}{given}"
 
 

@@ -103,6 +103,11 @@ def load(kind: Kind, type_name: str) -> Callable[..., Any]:
     return loaded
 
 
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a function, or an object that can be called, is async. Others run in threads."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 def is_of_toolkit(kind: Kind, type_name: str) -> bool:
     """Whether only NVIDIA's toolkit can know a type."""
     return type_name not in BUILT_IN[kind] and _target(kind, type_name) is None

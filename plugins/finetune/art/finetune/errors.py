@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 
+from art.finetune.masking import masked
+
 
 class FinetuneError(Exception):
-    """The message has the reason and the remedy."""
+    """The message has the reason and the remedy, and no secrets."""
 
     exit_code = 1
     """1: rollouts or training failed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(masked(message))
 
 
 class WrongInput(FinetuneError):
@@ -16,8 +21,8 @@ class WrongInput(FinetuneError):
     exit_code = 2
 
     def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = list(problems)
+        self.problems = [masked(problem) for problem in problems]
+        super().__init__("\n".join(self.problems))
 
 
 class NoSignal(FinetuneError):
@@ -28,3 +33,7 @@ class NoSignal(FinetuneError):
 
 class NoServer(FinetuneError):
     exit_code = 4
+
+
+class RolloutFailed(Exception):
+    """A rollout without a reward; the message has the reason and the remedy."""

@@ -1,6 +1,5 @@
 """`art eval`: the validation rows at a step, and the difference from another step."""
 
-import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import art
 from art.files import write_whole
 from art.finetune.errors import WrongInput
+from art.finetune.history import to_json
 from art.finetune.interfaces import say
 from art.finetune.runs import Overrides, connected, prepare
 
@@ -56,7 +56,7 @@ async def evaluate(
     if found.baseline is not None and found.difference is not None:
         figures["baseline"] = _figures(found.baseline)
         figures["difference"] = asdict(found.difference)
-    write_whole(finetuning.output_dir / FILE, json.dumps(figures, indent=2).encode() + b"\n")
+    write_whole(finetuning.output_dir / FILE, to_json(figures))
     return found
 
 

@@ -5,8 +5,8 @@ dies. All other files are made from the record, and again at the next start. Dra
 """
 
 import contextlib
+import fnmatch
 import json
-import re
 from collections.abc import Generator, Iterator, Mapping
 from io import BytesIO
 from itertools import count
@@ -17,34 +17,47 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from art.files import write_whole
+from art.finetune import checking
 from art.finetune.errors import WrongInput
 from art.finetune.history import METRICS_FILE, REWARDS_FILE, RolloutRow, State, make_files
+from art.finetune.masking import without_secrets
+from art.finetune.sections import Config
 
 STATE_FILE = "state.json"
 ROLLOUTS_FILE = "rollouts.jsonl"
 CONFIG_FILE = "config.yml"
 PLOT_FILE = "reward_plot.png"
 LOCK_FILE = ".lock"
-FREE_FIELDS = {"finetuning.num_epochs", "finetuning.output_dir"}
-"""A run may get more epochs, and its folder another name."""
+DATASET = "eval.general.dataset"
+FREE_FIELDS = (
+    *("finetuning.num_epochs", "finetuning.output_dir", "finetuning.enabled", "finetuning.max_exceptions"),
+    *("finetuning.validation.*", "eval.general.max_concurrency", "eval.general.rollout_timeout_seconds"),
+    *("trainer_adapters.*.backend.url", "trainer_adapters.*.backend.ip", "trainer_adapters.*.backend.port"),
+    *("trainer_adapters.*.backend.delete_old_checkpoints", "trainer_adapters.*.backend.engine_args.max_num_seqs"),
+    *("trainer_adapters.*.backend.lora*", "trainer_adapters.*.backend.engine_args.gpu_memory_utilization"),
+    "trainer_adapters.*.backend.engine_args.tensor_parallel_size",
+    *("llms.*.base_url", "llms.*.timeout", "llms.*.request_timeout", "llms.*.max_retries"),
+    *("eval.evaluators.*.base_url", "general.*"),
+)
+"""Fields that may change in a run, because they do not change what is trained: its length, limits, addresses, validations;
+and the LoRA, which the server compares with the model's."""
 MAX_DIFFERENCES = 5
 """Fields that a refusal lists."""
 REMEDY = "set another finetuning.output_dir, or add --fresh, which renames this folder"
-SECRET = re.compile(
-    r".*api_?key|.*password|.*secret.*|authorization|((access|api|auth|bearer|hf)_)?token", re.IGNORECASE
-)
-"""Names of fields that are never written. max_tokens and pad_token are not among them."""
 
 
 class Folder:
     """A run's folder. Each method returns when its files are written."""
 
-    def __init__(self, path: Path, state: State) -> None:
+    def __init__(self, path: Path, state: State, *, has_other_validation: bool = False) -> None:
         self.path, self.state = path, state
-        self.rollouts = _read_rollouts(path / ROLLOUTS_FILE, epoch=len(state.epochs))
+        known = _read_rollouts(path / ROLLOUTS_FILE, epoch=len(state.epochs))
+        if has_other_validation:
+            known = {key: row for key, row in known.items() if row.split != "val"}
+        self.rollouts = known
         """What an earlier process finished of the unfinished epoch, by split, row and generation."""
+        self.save(epochs=state.epochs)  # the record first: other files without it are those of another program
         write_whole(path / CONFIG_FILE, _yaml(state.config))
-        self.save(epochs=state.epochs)
 
     def save(self, **fields: Any) -> None:
         """Replaces fields of the record, and writes the files that are made from its epochs and validations."""
@@ -72,25 +85,31 @@ class Folder:
 
 
 @contextlib.contextmanager
-def opened(path: Path, config: dict[str, Any], *, fresh: bool = False) -> Generator[Folder]:
+def opened(
+    path: Path, config: dict[str, Any], *, rows: str = "", validation: str = "", fresh: bool = False
+) -> Generator[Folder]:
     """Starts a run in a new folder, or continues the one that is there. Locks the folder until the block ends or the process
     dies. `fresh` renames an earlier one to DIR.1 first.
 
-    `config` is the resolved file, as JSON values. Secrets in it are not kept.
+    `config` is the resolved file, as JSON values. Secrets in it are not kept. `rows` and `validation` are digests of the rows
+    that are trained on, and of those of validations with their reward.
 
     Raises:
-        WrongInput: another process works there, the run there has another configuration or more epochs, the files there are
-            those of another program, or they cannot be written.
+        WrongInput: another process works there, the run there has another configuration, other rows or more epochs, the files
+            there are those of another program, or they cannot be written.
     """
     path = path.absolute()
-    config = _without_secrets(config)
+    config = without_secrets(config)
     with contextlib.ExitStack() as locks:
         try:
             locks.enter_context(_locked(path))
             if fresh and any(file.name != LOCK_FILE for file in path.iterdir()):
                 path.rename(_free_name(path))  # still locked, for a process that waits to open it
                 locks.enter_context(_locked(path))
-            folder = Folder(path, _state(path, config))
+            state = _state(path, config, rows)
+            is_other = state.validation not in ("", validation)
+            state = state.model_copy(update={"validation": validation})
+            folder = Folder(path, state, has_other_validation=is_other)
         except OSError as error:
             raise WrongInput(
                 [f"finetuning.output_dir: {path} cannot be used ({error}): name a folder that can be written"]
@@ -119,31 +138,33 @@ def _free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _state(path: Path, config: dict[str, Any]) -> State:
+def _state(path: Path, config: dict[str, Any], rows: str) -> State:
     """The record that the folder has, or else a new one, with the given configuration.
 
     Raises:
-        WrongInput: the folder has another configuration, or files of another program.
+        WrongInput: the folder has another configuration or other rows, or files of another program.
     """
     file = path / STATE_FILE
     if not file.exists():
         for name in (CONFIG_FILE, METRICS_FILE, REWARDS_FILE):
             if (path / name).exists():
                 raise WrongInput([f"{path / name} is not of a run that can be continued: {REMEDY}"])
-        return State(config=config)
+        return State(config=config, rows=rows)
     try:
         state = State.model_validate_json(file.read_bytes())
     except ValidationError as error:
         raise WrongInput([f"{file} is not the record of a run ({error}): {REMEDY}"]) from error
-    differences = _differences(state.config, config)
+    differences = _differences(state.config, config, has_same_rows=state.rows == rows)
+    if state.rows not in ("", rows):
+        differences.append(f"{DATASET}: its rows are not those that the run in the folder began with")
     num_epochs = config["finetuning"].get("num_epochs", 1)
     if num_epochs < len(state.epochs):
         differences.append(f"finetuning.num_epochs: {len(state.epochs)} are done in the folder, {num_epochs} here")
     if differences:
         more = [f"and {len(differences) - MAX_DIFFERENCES} more"] if len(differences) > MAX_DIFFERENCES else []
-        problem = f"{path} has a run with another configuration: {REMEDY}"
-        raise WrongInput([problem, *differences[:MAX_DIFFERENCES], *more])
-    return state.model_copy(update={"config": config})
+        problem = f"{path} has a run with another configuration or other rows: {REMEDY}"
+        raise WrongInput([*differences[:MAX_DIFFERENCES], *more, problem])
+    return state.model_copy(update={"config": config, "rows": rows})
 
 
 def _read_rollouts(file: Path, epoch: int) -> dict[tuple[str, str, int], RolloutRow]:
@@ -172,15 +193,6 @@ def _read_rollouts(file: Path, epoch: int) -> dict[tuple[str, str, int], Rollout
 # --- configurations -----------------------------------------------------------------------------------------------
 
 
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_secrets(each) for each in cast(list[Any], value)]
-    if not isinstance(value, dict):
-        return value
-    fields = cast(dict[str, Any], value)
-    return {name: _without_secrets(each) for name, each in fields.items() if not SECRET.fullmatch(name)}
-
-
 def _yaml(config: Mapping[str, Any]) -> bytes:
     text = BytesIO()
     writer: Any = YAML()  # Any: ruamel.yaml declares parts of its methods as unknown
@@ -189,16 +201,32 @@ def _yaml(config: Mapping[str, Any]) -> bytes:
     return text.getvalue()
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """A line for each field that differs. Null, an empty mapping or list, and a field that is not there are the same."""
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], *, has_same_rows: bool) -> list[str]:
+    """A line for each field that differs and changes what is trained. A default counts as set. Null, an empty mapping or list,
+    and a field that is not there are the same."""
+    free = [*FREE_FIELDS, f"{DATASET}.*"] if has_same_rows else list(FREE_FIELDS)
+    with contextlib.suppress(ValidationError):  # the folder may be of an earlier version
+        configs = [Config.model_validate(each) for each in (old, new)]
+        old, new = (each.model_dump(mode="json", by_alias=True) for each in configs)
+        for config in configs:
+            unused = [*checking.without_effect(config), *_untrained_evaluators(configs)]
+            free += [pattern for name in unused for pattern in (name, f"{name}.*")]
     before, now = dict(_leaves(old)), dict(_leaves(new))
     lines: list[str] = []
     for name in dict.fromkeys([*before, *now]):
         values = [before.get(name), now.get(name)]
-        if values[0] != values[1] and name not in FREE_FIELDS:
-            there, here = ("not set" if each is None else json.dumps(each)[:80] for each in values)
+        if values[0] != values[1] and not any(fnmatch.fnmatchcase(name, pattern) for pattern in free):
+            there, here = ("not set" if value is None else json.dumps(value)[:80] for value in values)
             lines.append(f"{name}: {there} in the folder, {here} here")
     return lines
+
+
+def _untrained_evaluators(configs: list[Config]) -> list[str]:
+    """The evaluators that no reward of training has."""
+    rewards = [config.finetuning.reward_function for config in configs]
+    trained = {name for reward in rewards for name in (reward.weights or [reward.name])}
+    known = {name for config in configs for name in config.eval.evaluators}
+    return [f"eval.evaluators.{name}" for name in known - trained]
 
 
 def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:

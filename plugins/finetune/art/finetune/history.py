@@ -10,7 +10,7 @@ import statistics
 import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -52,7 +52,8 @@ class RolloutRow(Record):
 
 
 class EpochRow(Record):
-    """A finished epoch. Rewards are None where there was no trajectory. `filtered` are those that were trained."""
+    """A finished epoch. Rewards are None where there was no trajectory. `filtered` are those that were trained: without groups
+    whose rewards say nothing."""
 
     epoch: int
     timestamp: str = Field(default_factory=_now)
@@ -76,6 +77,8 @@ class EpochRow(Record):
     num_without_signal: int = 0
     """Groups whose rewards are all equal."""
     num_failed: int = 0
+    num_cut: int = 0
+    """Answers that the token limit cut."""
     failures: dict[str, int] = {}
     """Failed rollouts by reason."""
 
@@ -105,6 +108,10 @@ class State(Record):
     seed: int = Field(default_factory=lambda: random.randrange(2**31))
     config: dict[str, Any]
     """Without secrets."""
+    rows: str = ""
+    """A digest of the rows that are trained on; empty: of an earlier version."""
+    validation: str = ""
+    """A digest of the rows of validations, and of their reward."""
     epochs: list[EpochRow] = []
     """From 0 without a gap."""
     validations: list[ValidationRow] = []
@@ -141,16 +148,25 @@ def make_files(state: State) -> dict[str, bytes]:
     """NVIDIA's files by name."""
     epochs = [row.model_dump(exclude=None if row.curriculum_state else {"curriculum_state"}) for row in state.epochs]
     files = {
-        METRICS_FILE: "".join(json.dumps(row) + "\n" for row in epochs).encode(),
-        REWARDS_FILE: _json([row.model_dump(include=REWARDS_FIELDS) for row in state.epochs]),
+        METRICS_FILE: "".join(json.dumps(_finite(row), allow_nan=False) + "\n" for row in epochs).encode(),
+        REWARDS_FILE: to_json([row.model_dump(include=REWARDS_FIELDS) for row in state.epochs]),
     }
     if state.validations:
-        files[VALIDATIONS_FILE] = _json([row.model_dump(exclude_none=True) for row in state.validations])
+        files[VALIDATIONS_FILE] = to_json([row.model_dump(exclude_none=True) for row in state.validations])
     if state.epochs and state.epochs[-1].curriculum_state:
         config = state.config["finetuning"]["curriculum_learning"]
-        files[CURRICULUM_FILE] = _json(state.epochs[-1].curriculum_state | {"config": config})
+        files[CURRICULUM_FILE] = to_json(state.epochs[-1].curriculum_state | {"config": config})
     return files
 
 
-def _json(value: object) -> bytes:
-    return json.dumps(value, indent=2).encode() + b"\n"
+def to_json(value: object) -> bytes:
+    """A file of JSON, which has neither NaN nor Infinity: null stands for them."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False).encode() + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(field) for name, field in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in cast("Sequence[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 import art
 from art.finetune.agent import Agent
 from art.finetune.folder import Folder
+from art.finetune.masking import masked
 from art.finetune.rows import Row
 from art.finetune.sections import Component, Config, Curriculum
 
@@ -150,5 +151,5 @@ class Trainer(Part):
 
 
 def say(line: str) -> None:
-    """Prints a line on stderr, above a progress bar."""
-    tqdm.write(line, file=sys.stderr)
+    """Prints a line without its secrets on stderr, above a progress bar."""
+    tqdm.write(masked(line), file=sys.stderr)

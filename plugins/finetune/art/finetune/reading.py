@@ -4,6 +4,7 @@ What is wrong becomes a problem of the document, so that all problems of a file 
 mean.
 """
 
+import contextlib
 import difflib
 import os
 import re
@@ -31,6 +32,14 @@ MAX_VALUES = 100_000
 SHOWN_CHARACTERS = 40
 TEXT_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
 COLLECTION_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
+
+class Quoted(str):
+    """A text in quotes, whose variables stand for texts."""
+
+
+class Expanded(str):
+    """A text without quotes that had a variable. Which type it stands for, its field decides, or else `typed`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +237,13 @@ def _replaced(tree: Any, path: Sequence[str], value: Any) -> Any:
 def _expanded(text: str, place: Place, path: KeyPath, problems: list[Problem]) -> str:
     """A text with its variables, or that of the prompt which it names."""
     missing: list[str] = []
-    text = expand(text, missing)
+    given, text = text, expand(text, missing)
     for name in missing:
         wrong = f"the variable {name} is not set: export it, or write a default, ${{{name}:-VALUE}}"
         problems.append(Problem(place, path, wrong))
     if not text.startswith("file://"):
-        return text
+        is_plain = text == given or isinstance(given, Quoted)
+        return str(text) if is_plain else Expanded(text)
     file = place.folder / text.removeprefix("file://")
     try:
         if file.suffix.lower() not in PROMPT_SUFFIXES:
@@ -242,6 +252,22 @@ def _expanded(text: str, place: Place, path: KeyPath, problems: list[Problem]) -
     except ValueError as error:
         problems.append(Problem(place, path, str(error)))
         return text
+
+
+def typed(value: Any) -> Any:
+    """A value in which texts that had variables are the numbers and booleans that YAML takes them for."""
+    if isinstance(value, Mapping):
+        return {name: typed(field) for name, field in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list):
+        return [typed(entry) for entry in cast("list[Any]", value)]
+    if not isinstance(value, Expanded):
+        return value
+    with contextlib.suppress(YAMLError, ValueError):
+        reader: Any = YAML(typ="safe", pure=True)  # Any: its members have no types
+        number: Any = reader.load(str(value))
+        if isinstance(number, bool | int | float):
+            return number
+    return str(value)
 
 
 def expand(text: str, missing: list[str]) -> str:
@@ -293,8 +319,9 @@ class _Reader:
         if len(path) > MAX_DEPTH or len(self._document.places) > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES} values, or a value that contains itself: use fewer aliases")
         if _is(node, ScalarNode):
-            # A date stays a text.
-            return node.value if node.tag in TEXT_TAGS else self._yaml.constructor.construct_object(node)
+            if node.tag not in TEXT_TAGS:
+                return self._yaml.constructor.construct_object(node)
+            return Quoted(node.value) if node.style else node.value  # also a date stays a text
         if node.tag not in COLLECTION_TAGS:
             self._yaml.constructor.construct_undefined(node)
         if _is(node, SequenceNode):

@@ -8,9 +8,11 @@ from typing import Any
 
 import art
 from art.contained import contained
-from art.finetune.agent import RolloutFailed, reason_of, seed_of
+from art.finetune.agent import reason_of, seed_of
+from art.finetune.errors import RolloutFailed
 from art.finetune.history import RolloutRow
 from art.finetune.interfaces import Run, TrajectoryBuilder, TrajectoryCollection
+from art.finetune.scoring import finite
 
 NAME_FIELDS = {"epoch", "row", "generation", "session"}
 """What the metadata of a trajectory and its `RolloutRow` have in common."""
@@ -52,7 +54,8 @@ class ArtTrajectoryBuilder(TrajectoryBuilder):
         async def play() -> art.Trajectory:
             seed = seed_of(run.seed, epoch, row.id, generation)
             trajectory, output = await run.agent.play(run.model, row, session, seed)
-            trajectory.reward = await self.compute_reward(trajectory, {"row": row, "output": output})
+            reward = await self.compute_reward(trajectory, {"row": row, "output": output})
+            trajectory.reward = finite("compute_reward", reward)
             return trajectory
 
         name = RolloutRow(epoch=epoch, row=row.id, generation=generation, session=session)

@@ -1,11 +1,15 @@
 """The rows of a data set: json, jsonl, csv, parquet, or what a function returns."""
 
+import contextlib
 import csv
+import hashlib
 import importlib
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -29,6 +33,8 @@ class Row:
     """None: the row has no such column."""
     columns: dict[str, Any]
     """The whole row."""
+    place: str = field(default="", compare=False)
+    """Where the row stands: "line 3" or "row 3"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,25 @@ class Rows:
     rows: list[Row]
     left_out: int
     """Rows without a question."""
+
+
+def digest(rows: Iterable[Row], *more: Any) -> str:
+    """A text that is another one for other rows, or more values."""
+    sha = hashlib.sha256()
+    for value in (*([row.id, row.question, row.answer, row.columns] for row in rows), *more):
+        try:
+            text = json.dumps(value, default=_stable)
+        except (TypeError, ValueError, RecursionError):  # keys of any type, or a circle: a function may return anything
+            text = _stable(value)
+        sha.update(text.encode(errors="backslashreplace") + b"\0")
+    return sha.hexdigest()[:16]
+
+
+def _stable(value: Any) -> Any:
+    """A value that is no JSON, the same in each process: without addresses, and a set in order."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, cast("set[Any]", value)))
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
 def load_rows(dataset: Dataset) -> Rows:
@@ -77,7 +102,7 @@ def _select(dataset: Dataset, found: Sequence[Found]) -> Rows:
                 f"{place} has the id {key!r} of {first[key]}: make the values of {dataset.id_key!r} different"
             )
         first[key] = place
-        rows.append(Row(key, question, row.get(dataset.structure.answer_key), row))
+        rows.append(Row(key, question, row.get(dataset.structure.answer_key), row, place))
     if not rows:
         raise ValueError(f"all {len(kept)} rows have an empty question: fill the column {question_key!r}")
     return Rows(rows, len(kept) - len(rows))
@@ -115,7 +140,8 @@ def _read(dataset: Dataset) -> list[Found]:
         return _numbered(_parse_parquet(read_bytes(path)))
     text = read_text(path)
     if dataset.type == "csv":
-        return list(_parse_csv(text))
+        with _long_fields():
+            return list(_parse_csv(text))
     if dataset.type == "jsonl":
         return list(_parse_jsonl(text))
     rows: Any = _parse_json(text, 1) if text.strip() else []
@@ -150,6 +176,16 @@ def _parse_jsonl(text: str) -> Iterator[Found]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"line {number}", _object(f"line {number}", _parse_json(line, number))
+
+
+@contextlib.contextmanager
+def _long_fields() -> Generator[None]:
+    """Fields of any length: Python's limit of 131,072 characters is less than a document. The limit is the process's."""
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _parse_csv(text: str) -> Iterator[Found]:

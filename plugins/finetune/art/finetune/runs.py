@@ -15,13 +15,14 @@ from typing import Any
 import art
 from art.contained import contained
 from art.finetune import checking, components, folder, reading, toolkit
-from art.finetune.agent import Agent, num_answers
+from art.finetune.agent import Agent, num_answers, reason_of
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
 from art.finetune.interfaces import Run, Trainer, TrainingJobStatus, say
-from art.finetune.rows import Row, load_rows
-from art.finetune.scoring import Reward
-from art.finetune.sections import Backend, Config, Dataset
-from art.finetune.workflows import make_workflow
+from art.finetune.losing import is_lost, server_lost
+from art.finetune.rows import Row, digest, load_rows
+from art.finetune.scoring import Reward, rows_that_cannot_be_judged
+from art.finetune.sections import Backend, Config, Dataset, RewardFunction
+from art.finetune.workflows import make_workflow, unused_llm_fields
 
 Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
@@ -54,9 +55,23 @@ def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
         same = {"id_key", "structure", "filter"} - validation.model_fields_set
         validation = validation.model_copy(update={name: getattr(training, name) for name in same})
     validation_rows = _load("finetuning.validation.dataset", validation, problems)
+    finetuning = config.finetuning
+    problems += _unjudged("eval.general.dataset", config, finetuning.reward_function, rows, training)
+    if validation is None:  # `art eval` takes the rows of training
+        problems += _unjudged("eval.general.dataset", config, finetuning.validation.reward, rows, training)
+    else:
+        reward = finetuning.validation.reward or finetuning.reward_function
+        problems += _unjudged("finetuning.validation.dataset", config, reward, validation_rows, validation)
     if problems:
         raise WrongInput(problems)
     return Job(config, _train_config(config), rows, validation_rows)
+
+
+def _unjudged(name: str, config: Config, reward: RewardFunction | None, rows: list[Row], dataset: Dataset) -> list[str]:
+    if reward is None:
+        return []
+    problems = rows_that_cannot_be_judged(config, reward, rows, dataset.structure.answer_key)
+    return [f"{name}: {dataset.file_path or dataset.function}: {problem}" for problem in problems]
 
 
 def _load(name: str, dataset: Dataset | None, problems: list[str]) -> list[Row]:
@@ -105,7 +120,7 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
     fields = section.model_dump(include={"name", "project", "base_model"})
     if internal := section.model_dump(include={"init_args", "engine_args"}, exclude_none=True):
         fields["_internal_config"] = internal
-    model = art.TrainableModel(**fields)
+    model = art.TrainableModel(**fields, lora=section.lora)
     async with contextlib.AsyncExitStack() as opened:
         await opened.enter_async_context(backend)
         try:
@@ -116,7 +131,11 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
                 f"backend: `curl {backend.base_url}/health` shows whether it answers"
             ) from error
         except art.ArtStatusError as error:
-            raise FinetuneError(f"the server refuses the model: {error}") from error
+            remedy = ""
+            if error.code == "lora_differs":
+                adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
+                remedy = f". Set another {adapter}.backend.name, or leave {adapter}.backend.lora out"
+            raise FinetuneError(f"the server refuses the model: {error}{remedy}") from error
         except art.ArtError as error:  # of a server that this program starts
             raise NoServer(str(error)) from error
         policy, finetuning = checking.policy_llm(config), config.finetuning
@@ -124,8 +143,15 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
             random.seed(finetuning.seed)  # which workflows draw from
         try:
             workflow, evaluators = await opened.enter_async_context(toolkit.building(config, policy, model))
+            if workflow is None:
+                workflow = make_workflow(config.workflow, model)
+                if unused := unused_llm_fields(config.workflow, config.llms, policy):
+                    say(
+                        f"without effect here: {', '.join(unused)}: the workflow asks OPENAI_MODEL with its own parameters; a "
+                        "function with a parameter `llms` gets them"
+                    )
             agent = Agent(
-                workflow=workflow or make_workflow(config.workflow, model),
+                workflow=workflow,
                 reward=Reward(config, finetuning.reward_function, evaluators),
                 llms=config.llms,
                 policy=policy,
@@ -143,11 +169,11 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
                 yield Connected(model, agent, validation_agent)
         except FinetuneError:
             raise
-        except art.ArtConnectionError as error:
-            raise NoServer(f"the server was lost: {error}. The same command continues when it is back") from error
         except Exception as error:  # the first failure of a rollout, which gather raises
+            if isinstance(error, art.ArtConnectionError) or await is_lost(model):
+                raise server_lost(model, error) from error
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-            raise FinetuneError(f"rollouts failed: {type(error).__name__}: {error}{notes}") from error
+            raise FinetuneError(f"rollouts failed: {reason_of(error)}{notes}") from error
 
 
 def _backend(section: Backend) -> art.Backend:
@@ -176,12 +202,20 @@ async def run(
     job = prepare(file, overrides)
     num_epochs = job.config.finetuning.num_epochs
     dumped = job.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    with folder.opened(job.config.finetuning.output_dir, dumped, fresh=fresh) as output:
+    digests = {"rows": digest(job.rows), "validation": digest(job.validation_rows, _scoring_of_validations(job.config))}
+    with folder.opened(job.config.finetuning.output_dir, dumped, **digests, fresh=fresh) as output:
         if len(output.state.epochs) >= num_epochs:
             say(f"{output.path}: all {num_epochs} epochs are trained already")
             return []
         async with connected(job) as made:
             return await _train(job, output, made)
+
+
+def _scoring_of_validations(config: Config) -> Any:
+    """What the rewards of validations depend on."""
+    reward = config.finetuning.validation.reward or config.finetuning.reward_function
+    evaluators = {name: config.eval.evaluators[name].model_dump() for name in reward.weights or [str(reward.name)]}
+    return [reward.model_dump(), evaluators]
 
 
 async def _train(job: Job, output: folder.Folder, made: Connected) -> list[TrainingJobStatus]:

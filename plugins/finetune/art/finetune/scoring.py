@@ -3,19 +3,30 @@
 A failure is never a reward. An evaluator that raises, or returns None, NaN or something that is no score, fails the rollout.
 """
 
+import functools
 import inspect
+import json
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeAlias, cast
+import re
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from decimal import Decimal
+from typing import Any, TypeAlias, TypeVar, cast
 
 import art
 from art.finetune import components
+from art.finetune.errors import RolloutFailed
+from art.finetune.limits import TimeUp, in_thread, limited
+from art.finetune.reading import described
 from art.finetune.rows import Row
 from art.finetune.sections import Component, Config, RewardFunction
 
 SCORE_FIELDS = frozenset({"score", "turn_rewards", "metrics"})
 
-Evaluator: TypeAlias = Callable[[Row, Any, art.Trajectory], Awaitable[Any]]
+MAX_PROBLEMS = 5
+"""Rows that an error lists."""
+
+T = TypeVar("T")
+Evaluator: TypeAlias = Callable[[Row, Any, art.Trajectory], Coroutine[Any, Any, Any]]
 """Of a row, the output and the trajectory: a number, a bool, or `{score, turn_rewards, metrics}`."""
 
 
@@ -30,6 +41,7 @@ class Reward:
         self._weights = reward.weights
         self._evaluators: dict[str, Evaluator] = {}
         self._ruler = ""
+        self._timeout_seconds = config.eval.general.rollout_timeout_seconds
         for name in reward.weights or [str(reward.name)]:
             section = config.eval.evaluators[name]
             if section.type == "ruler":
@@ -50,17 +62,21 @@ class Reward:
         """
         parts: dict[str, float] = {}
         for name, evaluator in self._evaluators.items():
-            found = await evaluator(row, output, trajectory)
+            found = await self._limited(name, evaluator(row, output, trajectory))
             fields = dict(cast("Mapping[str, Any]", found)) if isinstance(found, Mapping) else {"score": found}
             if unknown := fields.keys() - SCORE_FIELDS:
                 raise ValueError(
                     f"evaluator {name!r} returned {min(unknown)!r}: allowed are {', '.join(sorted(SCORE_FIELDS))}"
                 )
-            parts[name] = _finite(name, fields.get("score"))
+            parts[name] = finite(f"evaluator {name!r}", fields.get("score"))
             metrics: Mapping[str, Any] = fields.get("metrics") or {}
-            trajectory.metrics.update({metric: _finite(name, value) for metric, value in metrics.items()})
+            trajectory.metrics.update(
+                {metric: finite(f"evaluator {name!r}", value) for metric, value in metrics.items()}
+            )
             if (turns := fields.get("turn_rewards")) is not None:
-                trajectory.turn_rewards = [None if each is None else _finite(name, each) for each in turns]
+                trajectory.turn_rewards = [
+                    None if each is None else finite(f"evaluator {name!r}", each) for each in turns
+                ]
         self._set(trajectory, parts)
 
     async def score_group(self, group: art.TrajectoryGroup) -> art.TrajectoryGroup:
@@ -72,13 +88,21 @@ class Reward:
         options = dict(self._ruler_options)
         judge = {name: options.pop(name) for name in ("base_url", "api_key") if name in options}
         with art.no_capture():
-            scored: art.TrajectoryGroup = await art.rewards.ruler_score_group(
-                group, extra_litellm_params=judge, **options
-            )
+            judging = art.rewards.ruler_score_group(group, extra_litellm_params=judge, **options)
+            scored: art.TrajectoryGroup = await self._limited(self._ruler, judging)
         for each in scored:
             known = {name: each.metrics[f"reward/{name}"] for name in self._evaluators}
             self._set(each, known | {self._ruler: each.reward})
         return scored
+
+    async def _limited(self, name: str, work: Coroutine[Any, Any, T]) -> T:
+        """The result of an evaluator, which has as much time as a rollout."""
+        try:
+            return await limited(work, self._timeout_seconds)
+        except TimeUp as error:
+            raise RolloutFailed(
+                f"evaluator {name!r} took {error}: raise eval.general.rollout_timeout_seconds"
+            ) from error
 
     def _set(self, trajectory: art.Trajectory, parts: dict[str, float]) -> None:
         if self._weights is None:
@@ -87,13 +111,18 @@ class Reward:
             art.rewards.set_reward(trajectory, parts, {name: self._weights[name] for name in parts})
 
 
-def _finite(name: str, value: Any) -> float:  # Any: an evaluator may return anything
+def finite(what: str, value: Any) -> float:  # Any: a user's code may return anything
+    """A score, which is a finite number or a bool.
+
+    Raises:
+        ValueError: the value is something else.
+    """
     try:
         number = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"evaluator {name!r} returned {value!r}: a score is a finite number or a bool")
+        raise ValueError(f"{what} returned {value!r}: a score is a finite number or a bool")
     return number
 
 
@@ -102,10 +131,12 @@ def _make_evaluator(name: str, section: Component) -> Evaluator:
         return _built_in(name, section.type, section.fields())
     given = components.load("evaluator", section.type)
     parameters = list(inspect.signature(given).parameters)
+    is_async = components.is_async(given)
 
     async def evaluate(row: Row, output: Any, trajectory: art.Trajectory) -> Any:
         known = {"row": dict(row.columns), "output": output, "trajectory": trajectory}
-        result = given(**{name: known[name] for name in parameters if name in known})
+        call = functools.partial(given, **{name: known[name] for name in parameters if name in known})
+        result = call() if is_async else await in_thread(call)
         return await result if inspect.isawaitable(result) else result
 
     return evaluate
@@ -113,14 +144,88 @@ def _make_evaluator(name: str, section: Component) -> Evaluator:
 
 def _built_in(name: str, kind: str, options: dict[str, Any]) -> Evaluator:
     """One of `art.rewards`, applied to the output and the row's answer."""
-    check: Callable[..., float] = getattr(art.rewards, kind)
 
     async def evaluate(row: Row, output: Any, trajectory: art.Trajectory) -> float:
-        text = None if output is None else str(output)
-        if kind == "json_match" or "pattern" in options:
-            return check(text, **options)
-        if row.answer is None:
-            raise ValueError(f"evaluator {name!r}: the row has no answer to compare with")
-        return check(text, float(row.answer) if kind == "number_match" else str(row.answer), **options)
+        return _judge(kind, options, output, row.answer)
 
     return evaluate
+
+
+def _judge(kind: str, options: dict[str, Any], output: Any, answer: Any) -> float:
+    """The score of an output.
+
+    Raises:
+        ValueError: no output can be compared with the answer.
+    """
+    text = _text(output)
+    check: Callable[..., float] = getattr(art.rewards, kind)
+    if kind == "json_match" or "pattern" in options:
+        return check(text, **options)
+    if answer is None:
+        raise ValueError("is empty")
+    if kind == "number_match":
+        return check(text, _number(answer), **options)
+    if isinstance(answer, str):
+        return check(text, answer, **options)
+    if kind == "regex_match":
+        return check(text, re.escape(str(answer)) if isinstance(answer, int | float) else str(answer))
+    return float(_is_equal_json(output, answer, **options))
+
+
+def _text(output: Any) -> str | None:
+    """An output as text: what has parts as JSON."""
+    if output is None or isinstance(output, str):
+        return output
+    return json.dumps(output, ensure_ascii=False, default=str) if isinstance(output, dict | list) else str(output)
+
+
+def _number(answer: Any) -> float | str:
+    if isinstance(answer, bool) or not isinstance(answer, int | float | Decimal | str):
+        raise ValueError(f"{described(answer)} is no number")
+    try:
+        return answer if isinstance(answer, str) else float(answer)
+    except OverflowError as error:
+        raise ValueError("a number above 1e308 cannot be compared") from error
+
+
+def _is_equal_json(output: Any, answer: Any, *, ignore_case: bool = False) -> bool:
+    """Whether an output is JSON of the same value: numbers by value, true is not 1. A text is parsed."""
+
+    def fold(text: str) -> str:
+        return text.casefold() if ignore_case else text
+
+    wanted = json.loads(fold(json.dumps(answer, ensure_ascii=False, default=str, allow_nan=False)))
+    try:
+        text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False, default=str)
+        return _equal(json.loads(fold(text)), wanted)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        left, right = cast("dict[str, Any]", one), cast("dict[str, Any]", other)
+        return left.keys() == right.keys() and all(_equal(left[name], right[name]) for name in left)
+    if isinstance(one, list) and isinstance(other, list):
+        pairs = zip(cast("list[Any]", one), cast("list[Any]", other), strict=False)
+        return len(cast("list[Any]", one)) == len(cast("list[Any]", other)) and all(_equal(*pair) for pair in pairs)
+    return isinstance(one, bool) == isinstance(other, bool) and one == other
+
+
+def rows_that_cannot_be_judged(config: Config, reward: RewardFunction, rows: Sequence[Row], column: str) -> list[str]:
+    """A line for each row whose answer a built-in evaluator cannot compare with any output; after some, their number."""
+    problems: list[str] = []
+    for name in reward.weights or [str(reward.name)]:
+        section = config.eval.evaluators[name]
+        if section.type not in components.BUILT_IN["evaluator"] or section.type == "ruler":
+            continue
+        for row in rows:
+            try:
+                _judge(section.type, section.fields(), "", row.answer)
+            except (ValueError, re.error) as error:
+                problems.append(
+                    f"{row.place}, column {column!r}: evaluator {name!r} ({section.type}) cannot use it: {error}"
+                )
+    if len(problems) > MAX_PROBLEMS:
+        problems = [*problems[:MAX_PROBLEMS], f"{len(problems) - MAX_PROBLEMS} more rows cannot be judged"]
+    return problems

@@ -14,9 +14,9 @@ from typing import Any
 
 import art
 from art.finetune import curriculum
-from art.finetune.agent import RolloutFailed, reason_of, reason_of_failure
+from art.finetune.agent import num_cut_answers, reason_of, reason_of_failure
 from art.finetune.curriculum import Chosen
-from art.finetune.errors import FinetuneError
+from art.finetune.errors import FinetuneError, RolloutFailed
 from art.finetune.history import EpochRow, RolloutRow, ValidationRow, reward_figures, validation_row
 from art.finetune.interfaces import (
     Trainer,
@@ -27,9 +27,11 @@ from art.finetune.interfaces import (
     TrajectoryCollection,
     say,
 )
+from art.finetune.losing import is_lost, server_lost
 from art.finetune.rollouts import play_once
 from art.finetune.rows import Row
 from art.gather import is_informative
+from art_protocol.signal import has_signal
 
 
 class ArtTrainerAdapter(TrainerAdapter):
@@ -64,6 +66,8 @@ class ArtTrainerAdapter(TrainerAdapter):
             return TrainingJobStatus(ref.run_id, TrainingStatusEnum.FAILED, message=str(error))
         num_unnamed = result.report.num_unnamed_requests
         metadata: dict[str, Any] = {"step": result.step, "metrics": result.metrics, "num_unnamed_requests": num_unnamed}
+        if result.report.num_trajectories:
+            metadata["num_trained"] = (result.report.num_trajectories_trained, result.report.num_groups_trained)
         return TrainingJobStatus(ref.run_id, TrainingStatusEnum.COMPLETED, progress=100.0, metadata=metadata)
 
 
@@ -76,7 +80,7 @@ class ArtTrainer(Trainer):
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         statuses: list[TrainingJobStatus] = []
         folder = self.context.folder
-        for epoch in range(len(folder.state.epochs), num_epochs):
+        while (epoch := len(folder.state.epochs)) < num_epochs and not (epoch and self.is_done()):
             if epoch % self.context.config.finetuning.validation.interval == 0:
                 await self.validate(epoch)
             ref = await self.run_epoch(epoch, folder.state.run_id)
@@ -91,8 +95,12 @@ class ArtTrainer(Trainer):
                 raise FinetuneError(f"epoch {epoch + 1} was not trained: {status.message}")
             await self._finish_epoch(status)
             statuses.append(status)
-        await self.validate(num_epochs)
+        await self.validate(len(folder.state.epochs))
         return statuses
+
+    def is_done(self) -> bool:
+        """Whether the run ends with its newest epoch, before `num_epochs`: a subclass may stop early."""
+        return False
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         run = self.context
@@ -125,7 +133,7 @@ class ArtTrainer(Trainer):
         """Writes the epoch into the server's history and into the folder. After a kill in between the calls are repeated: a
         step has one value of a metric, and one file of rollouts for each split."""
         run = self.context
-        row = self._epoch_row(status.metadata.get("step", self._sampled.meta["step"]))
+        row = self._epoch_row(status)
         if row.avg_reward is not None:
             await run.model.log([], "epoch", metrics={"epoch/reward": row.avg_reward}, step=row.step)
         trained = {each.group for each in self._chosen}
@@ -138,13 +146,15 @@ class ArtTrainer(Trainer):
         num_unnamed = status.metadata.get("num_unnamed_requests", 0)
         say(_epoch_line(row, run.config.finetuning.num_epochs, status.message, num_unnamed))
 
-    def _epoch_row(self, step: int) -> EpochRow:
+    def _epoch_row(self, status: TrainingJobStatus) -> EpochRow:
         run, groups, meta = self.context, self._sampled.trajectories, self._sampled.meta
         rewards = [each.reward for group in groups for each in group]
-        selected = [
-            groups[each.group].trajectories[place].reward for each in self._chosen for place in each.trajectories
-        ]
-        failures = Counter(f"{each.type}: {each.message}" for group in groups for each in group.exceptions)
+        selected = [_part_of(groups[each.group], each) for each in self._chosen]
+        trained = [group for group in selected if _trains(run.train_config, group)]
+        trained_rewards = [each.reward for group in trained for each in group]
+        # The server also leaves out what has no answer that can be trained.
+        counts = status.metadata.get("num_trained", (len(trained_rewards), len(trained)))
+        failures = Counter(reason_of_failure(failure) for group in groups for failure in group.exceptions)
         percentile = curriculum.percentile(run.curriculum, meta["epoch"])
         state: dict[str, Any] = {
             "current_percentile": percentile,
@@ -158,14 +168,15 @@ class ArtTrainer(Trainer):
             **reward_figures(rewards),
             num_trajectories=len(rewards),
             num_groups=sum(len(group) > 0 for group in groups),
-            filtered_trajectories=len(selected),
-            filtered_groups=len(self._chosen),
-            **reward_figures(selected, "filtered_"),
+            filtered_trajectories=counts[0],
+            filtered_groups=counts[1],
+            **reward_figures(trained_rewards, "filtered_"),
             curriculum_percentile=percentile,
             curriculum_state=state if run.curriculum.enabled else None,
-            step=step,
+            step=status.metadata.get("step", meta["step"]),
             num_without_signal=sum(len(group) > 0 and not is_informative(group) for group in groups),
             num_failed=failures.total(),
+            num_cut=sum(num_cut_answers(trajectory) for group in groups for trajectory in group),
             failures=dict(failures),
         )
 
@@ -200,6 +211,9 @@ class ArtTrainer(Trainer):
         except art.ArtConnectionError:
             raise
         except Exception as error:
+            if await is_lost(run.model):
+                run.folder.forget_failed_rollouts()
+                raise server_lost(run.model, error) from error
             row = ValidationRow(epoch=epoch, step=await run.model.get_step(), error=reason_of(error))
         else:
             row = validation_row(epoch, found)
@@ -215,6 +229,16 @@ def _part_of(group: art.TrajectoryGroup, chosen: Chosen) -> art.TrajectoryGroup:
     return art.TrajectoryGroup(kept, exceptions=failures, metadata=group.metadata, metrics=group.metrics)
 
 
+def _trains(config: art.TrainConfig, group: art.TrajectoryGroup) -> bool:
+    """Whether the loss has a term for a group of an epoch with signal. Source: `art_server/process/shared/advantages.py`."""
+    has_other_terms = (config.beta > 0 and config.kl_in == "loss") or config.entropy_bonus > 0
+    if has_other_terms or is_informative(group):
+        return True
+    if config.baseline != "none":
+        return False
+    return config.scaling == "batch_std" or has_signal([0.0, *(each.reward for each in group)])
+
+
 def _have_signal(groups: list[art.TrajectoryGroup]) -> bool:
     """Whether rewards differ: within a group, or between groups of one rollout each."""
     if all(len(group) == 1 for group in groups):
@@ -227,4 +251,5 @@ def _epoch_line(row: EpochRow, num_epochs: int, message: str | None, num_unnamed
     failed = f", {row.num_failed} rollouts failed" if row.num_failed else ""
     unnamed = f", {num_unnamed} requests came without their rollout: docs/finetune.md, Workflows" if num_unnamed else ""
     trained = message or f"{row.filtered_trajectories} of {row.num_trajectories} trajectories trained"
-    return f"epoch {row.epoch + 1}/{num_epochs}: {reward}, {trained}, step {row.step}{failed}{unnamed}"
+    cut = f", the token limit cut {row.num_cut} answers" if row.num_cut else ""
+    return f"epoch {row.epoch + 1}/{num_epochs}: {reward}, {trained}, step {row.step}{failed}{cut}{unnamed}"

@@ -6,29 +6,26 @@ function passes the rollout's address to, is captured by that address.
 
 import asyncio
 import contextlib
-import contextvars
 import functools
 import inspect
 import json
 import os
 import shlex
 import signal
-from collections.abc import Awaitable, Callable, Generator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import art
 from art.finetune import components
+from art.finetune.limits import in_thread
 from art.finetune.rows import Row
 from art.finetune.sections import LLM, Component
 
 WORKFLOW = "<workflow>"
 """The name that calls outside of all functions have."""
 ERROR_CHARACTERS = 2000
-MAX_THREADS = 256
-"""Of plain functions that run at a time. A thread is started when it is needed."""
 
 current_function: ContextVar[str] = ContextVar("current_function", default=WORKFLOW)
 
@@ -64,7 +61,7 @@ class Call:
     llms: Mapping[str, Address]
 
 
-Workflow: TypeAlias = Callable[[Call], Awaitable[Any]]
+Workflow: TypeAlias = Callable[[Call], Coroutine[Any, Any, Any]]
 """Runs a rollout and returns the output that is scored."""
 
 
@@ -95,11 +92,20 @@ def make_workflow(section: Component, model: art.TrainableModel) -> Workflow:
     return _of_function(components.load("workflow", section.type))
 
 
+def unused_llm_fields(section: Component, llms: Mapping[str, LLM], policy: str | None) -> list[str]:
+    """What a workflow does not see of `llms`: all but the policy's address, key and model, unless it is a function that takes
+    `llms`."""
+    if section.type != "command" and "llms" in inspect.signature(components.load("workflow", section.type)).parameters:
+        return []
+    others = [f"llms.{name}" for name in llms if name != policy]
+    own = llms[policy].fields() if policy is not None else {}
+    return [*others, *(f"llms.{policy}.{name}" for name in own)]
+
+
 def _of_function(given: Callable[..., Any]) -> Workflow:
     """A function, async or plain, gets what its parameters name. A single parameter of another name gets the question. Plain
     functions run in threads."""
-    threads = ThreadPoolExecutor(MAX_THREADS, "rollout")
-    is_async = inspect.iscoroutinefunction(given) or inspect.iscoroutinefunction(type(given).__call__)
+    is_async = components.is_async(given)
     parameters = inspect.signature(given).parameters.values()
 
     async def play(call: Call) -> Any:
@@ -117,8 +123,8 @@ def _of_function(given: Callable[..., Any]) -> Workflow:
                 arguments[each.name] = known.get(each.name, call.row.question)
         if is_async:
             return await given(**arguments)
-        in_context = functools.partial(contextvars.copy_context().run, given, **arguments)
-        return await asyncio.get_running_loop().run_in_executor(threads, in_context)
+        output = await in_thread(functools.partial(given, **arguments))
+        return await output if inspect.isawaitable(output) else output
 
     return play
 

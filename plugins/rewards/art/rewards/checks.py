@@ -22,16 +22,25 @@ def exact_match(answer: str | None, expected: str, *, ignore_case: bool = False)
     return float(given == wanted)
 
 
-def number_match(answer: str | None, expected: float, *, absolute: float = 1e-9, relative: float = 1e-6) -> float:
-    """1.0 if the last number of the answer is within the tolerances of `expected`.
+def number_match(answer: str | None, expected: float | str, *, absolute: float = 1e-9, relative: float = 1e-6) -> float:
+    """1.0 if the last number of the answer is within the tolerances of `expected`, a number or a text whose last number
+    counts.
 
     The tolerance is the larger of `absolute` and `relative` times the larger of the two numbers.
+
+    Raises:
+        ValueError: `expected` is a text without a number, or no finite number.
     """
-    numbers = NUMBER.findall((answer or "").replace(MINUS, "-"))
-    if not numbers:
-        return 0.0
-    found = float(numbers[-1].replace(",", ""))
-    return float(math.isclose(found, expected, rel_tol=relative, abs_tol=absolute))
+    wanted = _last_number(expected) if isinstance(expected, str) else float(expected)
+    if wanted is None or not math.isfinite(wanted):
+        raise ValueError(f"{expected!r} has no finite number to compare with")
+    number = _last_number(answer or "")
+    return float(number is not None and math.isclose(number, wanted, rel_tol=relative, abs_tol=absolute))
+
+
+def _last_number(text: str) -> float | None:
+    numbers = NUMBER.findall(text.replace(MINUS, "-"))
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def regex_match(answer: str | None, pattern: str | re.Pattern[str]) -> float:
