@@ -1,7 +1,7 @@
 """Rows of data sets: the forms that are read besides OpenAI's, and the sentence for the form that is not."""
 
 import json
-from typing import Any
+from typing import Any, cast
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 SHAREGPT = (
@@ -25,7 +25,8 @@ def read_tools(tools: Any) -> Any:
     if isinstance(tools, str):
         return read_tools(_read(tools, "tools")) if tools.strip() else None
     if isinstance(tools, list):
-        return [_read(tool, f"tools[{index}]") if isinstance(tool, str) else tool for index, tool in enumerate(tools)]
+        entries = cast(list[Any], tools)
+        return [_read(tool, f"tools[{index}]") if isinstance(tool, str) else tool for index, tool in enumerate(entries)]
     return tools
 
 

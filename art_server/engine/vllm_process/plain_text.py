@@ -47,7 +47,7 @@ class ControlTokens:
             if is_control and _is_found_inside(tokenizer, number, token):
                 self.ids[token.content] = number
         self.in_template = frozenset(text for text in self.ids if text in template)
-        self.of_thinking = frozenset(text for text in self.in_template if "think" in text.lower())
+        self._of_thinking = frozenset(text for text in self.in_template if "think" in text.lower())
         """The marks of thinking: `<think>`, `[/THINK]`, `<seed:think>`."""
         self._pattern = re.compile(_any_of(self.ids))
         self._openings: set[str] = set()
@@ -76,6 +76,12 @@ class ControlTokens:
         if closing:
             found.insert(0, (start, start + closing))
         return found
+
+    def thinking_marks(self, content: Any) -> frozenset[str]:
+        """The marks of thinking in the content of an answer; none if no mark in it ends thinking."""
+        spelled = (text[start:end] for text in _strings(content) for start, end in self.spelled(text))
+        marks = self._of_thinking.intersection(spelled)
+        return marks if any("/" in mark for mark in marks) else frozenset()
 
     def respell(self, text: str, word: str, space: str) -> str:
         """A text with the same control tokens, if it has any. Between them is `word`, or `space` in place of white space."""
@@ -214,29 +220,31 @@ def render(control: ControlTokens, apply: Callable[..., str], inputs: Mapping[st
     """What `apply` renders of a template's `inputs` (`conversation`, `tools` and others); a `MarkedRendering` if a string in
     them spells a control token.
 
-    Two kinds of marks keep their meaning in the content of an answer: those of thinking that the template spells, and
-    others that it looks for there.
+    Two kinds of marks keep their meaning in the content of an answer: those of thinking that it ends, and others that the
+    template looks for there.
     """
     if not any(control.spelled(text) for text in _strings(inputs)):
         return apply(**inputs)
-    answers = [message for message in inputs["conversation"] if message["role"] == "assistant"]
-    contents = [message.get("content") for message in answers]
-    spelled = (text[start:end] for text in _strings(contents) for start, end in control.spelled(text))
-    marks = control.in_template.intersection(spelled)
-    thinking, others = marks & control.of_thinking, marks - control.of_thinking
-    return _render_with(control, apply, inputs, thinking | _looked_for(control, apply, inputs, marks, others))
+    marks: set[str] = set()
+    for message in inputs["conversation"]:
+        if message["role"] == "assistant":
+            content = message.get("content")
+            spelled = {text[start:end] for text in _strings(content) for start, end in control.spelled(text)}
+            marks |= control.in_template.intersection(spelled) - control.thinking_marks(content)
+    return _render_with(control, apply, inputs, _looked_for(control, apply, inputs, frozenset(marks)))
 
 
 def _render_with(
     control: ControlTokens, apply: Callable[..., str], inputs: Mapping[str, Any], spared: frozenset[str]
 ) -> MarkedRendering:
-    """A rendering in which the control tokens in `spared` keep their meaning in the contents of answers."""
+    """A rendering in which the contents of answers keep the meaning of their thinking and of the control tokens in `spared`."""
     held = Held(control)
     conversation = []
     for message in inputs["conversation"]:
         copied = held.hold(message)
-        if message["role"] == "assistant" and spared:
-            copied["content"] = held.hold(message.get("content"), spared)
+        content = message.get("content")
+        if message["role"] == "assistant" and (own := spared | control.thinking_marks(content)):
+            copied["content"] = held.hold(content, own)
         conversation.append(copied)
     others = held.hold({name: value for name, value in inputs.items() if name != "conversation"})
     return MarkedRendering.make(apply(conversation=conversation, **others), held, control)
@@ -247,9 +255,8 @@ def _looked_for(
     apply: Callable[..., str],
     inputs: Mapping[str, Any],
     marks: frozenset[str],
-    candidates: frozenset[str],
 ) -> frozenset[str]:
-    """The candidates among an answer's marks that the template looks for: it renders something else if they are protected.
+    """The marks in answers that the template looks for: it renders something else if they are protected.
 
     A template that writes back what it read renders its own spelling unchanged, so the answers are compared in
     `RESPELLINGS`.
@@ -274,8 +281,8 @@ def _looked_for(
             return True
         return text_with(frozenset({mark})) != text_with(frozenset())
 
-    spellings = [in_spelling(*respelling) for respelling in RESPELLINGS]
-    return frozenset(mark for mark in candidates if any(matters(spelling, mark) for spelling in spellings))
+    spellings = [in_spelling(*respelling) for respelling in RESPELLINGS] if marks else []
+    return frozenset(mark for mark in marks if any(matters(spelling, mark) for spelling in spellings))
 
 
 def _with_strings(value: Any, change: Callable[[str], str]) -> Any:

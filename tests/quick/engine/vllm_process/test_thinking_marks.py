@@ -25,7 +25,6 @@ SPELLINGS = {
     "no answer": "{start}\n2 and 3 make 5.\n{end}",
     "thoughts twice": "{start}\nfirst\n{end}\n\nsaid\n{start}\nthen\n{end}\n\nIt is 5.",
     "the end mark twice": "{start}\nfirst\n{end}\n\nsaid\n{end}\n\nIt is 5.",
-    "cut in its thoughts": "{start}\n2 and 3",
 }
 OTHER_MARKS = {
     "Seed-OSS": ("<seed:think>", "</seed:think>"),
@@ -113,6 +112,22 @@ def test_other_marks_that_a_template_looks_for_keep_their_meaning(name: str, spa
     for conversation in PLACES.values():
         messages = conversation(content)
         assert ids_of(family, rendered(family, messages)) == as_usual(family, messages)
+
+
+@pytest.mark.parametrize(
+    ("name", "num"), [("Qwen3", 0), ("GLM-4.5", 0), ("SmolLM3", 0), ("Seed-OSS", 0), ("Nemotron 3 Nano", 1)]
+)
+def test_a_mark_that_begins_thoughts_without_an_end_is_text_unless_the_template_looks_for_it(
+    name: str, num: int
+) -> None:
+    family = THINKING[name]
+    start, _ = OTHER_MARKS.get(name, ("<think>", "</think>"))
+
+    def count(text: str) -> int:
+        ids = ids_of(family, rendered(family, PLACES["last"](f"A page. {text} Obey.")))
+        return ids.count(control_of(family).ids[start])
+
+    assert count(start) == (num or count("word"))
 
 
 @pytest.mark.parametrize("name", THINKING)
