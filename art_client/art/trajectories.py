@@ -15,6 +15,7 @@ from collections.abc import (
     Generator,
     Iterable,
     Iterator,
+    Mapping,
 )
 from contextlib import asynccontextmanager, nullcontext
 from datetime import UTC, datetime
@@ -38,6 +39,7 @@ from art.errors import error_text
 from art.pool import RolloutPool, close_unstarted, current_pool, run_all
 from art.types import Message, Messages, MessagesAndChoices, Tools
 from art.unknown_fields import Strict
+from art_protocol.demonstrations import SHAREGPT, is_sharegpt, read_tools
 from art_protocol.display import Displayed, Short
 from art_protocol.wire import BY_REFERENCE, TOKEN_FIELDS, FailureBody, is_none
 
@@ -59,8 +61,14 @@ class History(Strict, Displayed, WithNumbers):
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
+    _other_names: ClassVar[Mapping[str, str]] = {
+        "messages": "`messages_and_choices`",
+        "conversations": f"`messages_and_choices`, in OpenAI's form: {SHAREGPT}",
+    }
+
     messages_and_choices: MessagesAndChoices = []
     tools: Tools | None = None
+    """Also given as the text of JSON."""
     turn_rewards: list[float | None] | None = Field(default=None, exclude_if=is_none)
     """For each choice a reward or None, besides the trajectory's. It applies to all tokens up to the choice's end."""
     turn_advantages: list[float | list[float] | None] | None = Field(default=None, exclude_if=is_none)
@@ -83,7 +91,14 @@ class History(Strict, Displayed, WithNumbers):
                     f"entry {index} is a string: a message is a dictionary such as {{'role': 'user', 'content': {entry[:20]!r}}}, "
                     "and an answer is completion.choices[0]"
                 )
+            if is_sharegpt(entry):
+                raise ValueError(f"entry {index} is of the form ShareGPT (`from`, `value`): {SHAREGPT}")
         return [_parse_entry(entry) for entry in entries]
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _parse_tools(cls, tools: Any) -> Any:
+        return read_tools(tools)
 
     @field_serializer("messages_and_choices")
     def _dump_entries(self, entries: list[Any], info: FieldSerializationInfo) -> list[dict[str, Any]]:

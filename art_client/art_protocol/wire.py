@@ -9,8 +9,9 @@ import operator
 import sys
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from art_protocol.demonstrations import read_tools
 from art_protocol.display import Displayed
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -147,7 +148,8 @@ class HistoryBody(Body):
     """OpenAI messages, and for sampled answers OpenAI choices: entries with `message` and `finish_reason`. A choice with
     an `art.id` needs no tokens, because the server that sampled it has recorded them. `by_reference: true` states that
     the client has them: if the record is missing, a train request is refused with "records_missing"."""
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]] | None, BeforeValidator(read_tools)] = None
+    """Also as the text of JSON, as in columns of data sets."""
     turn_rewards: list[FiniteFloat | None] | None = Field(default=None, exclude_if=is_none)
     """For each choice a reward or null, in addition to the trajectory's reward. It applies to all tokens up to
     the end of the choice (process supervision)."""

@@ -26,7 +26,7 @@ from art_protocol.log_file import LogFile
 from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.device.plan import MemoryPlan
-from art_server.engine.failures import find_cause
+from art_server.engine.failures import find_cause, refusal_of
 from art_server.engine.probe_check import find_fault
 from art_server.errors import InvalidInput, Unavailable
 from art_server.process.background import Background
@@ -590,7 +590,7 @@ class Engine:
             raise EngineDied("the engine ended while it rendered a conversation: repeat the request") from error
         if status != 200:
             raise InvalidInput(
-                f"a conversation in the trajectories cannot be rendered: {text[:500]}",
+                f"a conversation in the trajectories cannot be rendered: {refusal_of(text)}",
                 code="cannot_render",
                 param="groups",
             )

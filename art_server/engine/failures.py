@@ -1,5 +1,7 @@
-"""Recognises, in vLLM's log, why it did not start, and whether another start would fail in the same way."""
+"""Recognises, in vLLM's log, why it did not start, and whether another start would fail in the same way; and what it says of
+a request that it refuses."""
 
+import json
 import re
 from typing import NamedTuple
 
@@ -60,3 +62,16 @@ def find_cause(log: str) -> Cause | None:
             cause = next(group for group in found.groups() if group).strip()
             return Cause(sentence.format(cause[:300]), sentence is not OTHER_PROGRAM)
     return None
+
+
+MAX_REFUSAL = 500
+"""Characters of a refusal: some repeat the whole conversation."""
+
+
+def refusal_of(answer: str) -> str:
+    """The sentence of vLLM's answer to a request that it refuses."""
+    try:
+        message = json.loads(answer)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        message = answer
+    return str(message)[:MAX_REFUSAL]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from art_protocol.wire import BY_REFERENCE
+from art_server.errors import InvalidInput
 from art_server.jobs.turns import ResolvedTurn
 from art_server.ledger import conversation
 from art_server.ledger.conversation import Message
@@ -60,6 +61,23 @@ def read_turn(entry: dict[str, Any], job_model_id: str) -> SentTurn:
 def is_choice(entry: dict[str, Any]) -> bool:
     """Whether an entry of a trajectory is an OpenAI choice; other entries are messages."""
     return isinstance(entry.get("message"), dict) and "finish_reason" in entry
+
+
+def is_weightless(entry: dict[str, Any], where: str) -> bool:
+    """Whether a demonstration's message is context by its `weight`, as in OpenAI's files for fine-tuning.
+
+    Raises:
+        InvalidInput: the weight is neither 0 nor 1.
+    """
+    weight = entry.get("weight")
+    if weight is not None and weight not in (0, 1):
+        raise InvalidInput(
+            f"{where}.weight is {str(weight)[:40]!r}: a message's weight is 0 (context) or 1 (trained). Other weights are given as "
+            "`turn_advantages` of the trajectory",
+            code="bad_turns",
+            param=f"{where}.weight",
+        )
+    return weight == 0
 
 
 def carried_tokens(choice: dict[str, Any], choice_id: str | None) -> ResolvedTurn | None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from art_protocol.demonstrations import SHAREGPT, is_sharegpt
 from art_protocol.wire import (
     Difference,
     Dropped,
@@ -10,6 +11,7 @@ from art_protocol.wire import (
     HistoryBody,
     JobReport,
     TrainConfig,
+    TrajectoryBody,
     TrajectoryGroupBody,
 )
 from art_server.errors import InvalidInput
@@ -18,6 +20,7 @@ from art_server.jobs.batch_signs import BatchSigns, Past
 from art_server.jobs.choices import is_choice
 from art_server.jobs.differences import FirstDifference, messages_of
 from art_server.jobs.turns import ResolvedTurn
+from art_server.ledger import conversation
 from art_server.process.shared.advantages import (
     GroupTokens,
     count_masked,
@@ -34,6 +37,24 @@ MAX_SHAPES = 10
 
 NO_TURN = "the trajectory holds no trainable turn"
 
+MAX_OPENING = 60
+"""Characters of a demonstration's first user message in an error, by which its row is found in a shuffled file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Untrained:
+    """A demonstration without one trained token."""
+
+    where: str
+    number: int
+    """Among all trajectories, from 0."""
+    opening: str
+    """The beginning of the first message of its user."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"demonstration {self.number} ({self.where}, {self.opening!r}): {self.reason}"
+
 
 @dataclass(slots=True)
 class ReportCounts:
@@ -45,6 +66,7 @@ class ReportCounts:
     first_failure: FailureBody | None = None
     has_choice: bool = False
     """Whether any trajectory contains a choice."""
+    has_sharegpt: bool = False
     turns: dict[str, int] = field(default_factory=dict)
     continuations: dict[str, int] = field(default_factory=dict)
     differences: dict[tuple[str, ...], tuple[int, FirstDifference, str]] = field(default_factory=dict)
@@ -62,6 +84,11 @@ class ReportCounts:
     """When the first request of a turn came that belongs to a session."""
     num_unnamed: int = 0
     """Number of requests since then that name no session, and whose answers are not in the job."""
+    num_without_thinking: int = 0
+    """Demonstrations' messages whose thinking the chat template does not write."""
+    num_untrained: int = 0
+    untrained: list[Untrained] = field(default_factory=list)
+    """The first of them."""
     copied: set[int | None] = field(default_factory=set)
     """Numbers of groups in which a choice is in several trajectories."""
 
@@ -73,6 +100,7 @@ class ReportCounts:
             self.first_failure = group.exceptions[0]
         for trajectory in group.trajectories:
             self.has_choice = self.has_choice or any(map(is_choice, trajectory.messages_and_choices))
+            self.has_sharegpt = self.has_sharegpt or any(map(is_sharegpt, trajectory.messages_and_choices))
 
     def add_trained(self, turn: ResolvedTurn) -> None:
         self.turns[turn.origin] = self.turns.get(turn.origin, 0) + 1
@@ -101,6 +129,40 @@ class ReportCounts:
         count, examples = self.dropped.get(reason, (0, []))
         self.dropped[reason] = (count + 1, [*examples, where][:MAX_EXAMPLES])
 
+    def add_untrained(self, index: int, where: str, trajectory: TrajectoryBody, reasons: Sequence[str]) -> None:
+        """Counts a demonstration of which nothing is trained. `index` is that in its group, `reasons` are those of its dropped
+        turns."""
+        self.num_untrained += 1
+        if self.num_untrained > MAX_EXAMPLES:
+            return
+        messages = [
+            message for history in [trajectory, *trajectory.additional_histories] for message in messages_of(history)
+        ]
+        roles = {message.get("role") for message in messages}
+        if reasons:
+            reason = reasons[0]
+        elif any(map(is_sharegpt, messages)):
+            reason = f"its messages are of the form ShareGPT: {SHAREGPT}"
+        elif "assistant" in roles:
+            reason = "each message of the assistant has the weight 0: leave the demonstration out"
+        else:
+            reason = "it has no message of the role 'assistant', and only these are trained"
+        asked = (
+            conversation.content_text(message.get("content")) for message in messages if message.get("role") == "user"
+        )
+        self.untrained.append(Untrained(where, self.num_trajectories + index, next(asked, "")[:MAX_OPENING], reason))
+
+    def untrained_demonstrations(self) -> str:
+        """Which demonstrations have no trained token, and why."""
+        shown = "; ".join(map(str, self.untrained))
+        more = (
+            f"; and {self.num_untrained - len(self.untrained)} more" if self.num_untrained > len(self.untrained) else ""
+        )
+        return (
+            f"{self.num_untrained} of {self.num_trajectories} demonstrations have no trained token: {shown}{more}. Nothing was "
+            "trained: mend them or leave them out"
+        )
+
     def nothing_trainable(self) -> str:
         """Why no group can be trained."""
         if not self.num_trajectories:
@@ -111,7 +173,9 @@ class ReportCounts:
             f"{reason} ({count} times, e.g. {examples[0]})" for reason, (count, examples) in self.dropped.items()
         )
         hint = ""
-        if not self.has_choice:
+        if self.has_sharegpt:
+            hint = f". The messages are of the form ShareGPT: {SHAREGPT}"
+        elif not self.has_choice:
             hint = (
                 ". No trajectory contains a choice: put `completion.choices[0]` into it, not only its message; an agent "
                 "under art.rollout needs the rollout's base_url or api_key, and the model's name: the logs of its trajectory "
@@ -169,6 +233,7 @@ def make_report(
             *_unscored_notes(counts, config),
             *_unrecorded_notes(counts, config),
             *_unnamed_notes(counts),
+            *_thinking_notes(counts),
             *_group_notes(tokens_of_groups),
             *_advice(batch, unmasked, counts, config, signs, past),
         ],
@@ -229,6 +294,15 @@ def _unnamed_notes(counts: ReportCounts) -> list[str]:
         "their answers are in no trajectory. They came from a thread, process or HTTP client that does not know its rollout: "
         "give it `base_url` or `api_key` of the rollout (docs/agents.md). Requests under art.no_capture() and of other "
         "programs are counted, too"
+    ]
+
+
+def _thinking_notes(counts: ReportCounts) -> list[str]:
+    if not counts.num_without_thinking:
+        return []
+    return [
+        f"the chat template writes no thinking of {counts.num_without_thinking} messages, which is not trained: with templates "
+        "that know thinking in the content only, write it there between <think> and </think>"
     ]
 
 

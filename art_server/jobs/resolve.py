@@ -25,7 +25,7 @@ from typing import Any
 from art_protocol.wire import BY_REFERENCE, HistoryBody, JobReport, TrainConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.errors import InvalidInput, RecordsMissing
 from art_server.jobs.batch_signs import BatchSigns, Past, signs_of
-from art_server.jobs.choices import SentTurn, first_other_part, is_choice, read_turn
+from art_server.jobs.choices import SentTurn, first_other_part, is_choice, is_weightless, read_turn
 from art_server.jobs.differences import FirstDifference, of_histories, of_prompt
 from art_server.jobs.job_report import NO_TURN, ReportCounts, make_report
 from art_server.jobs.recorded_turns import recorded_turn
@@ -44,6 +44,7 @@ from art_server.jobs.turns import (
 from art_server.ledger import conversation
 from art_server.ledger.conversation import Message
 from art_server.ledger.records import Match, Record, num_requests
+from art_server.process.shared.advantages import trained_positions
 from art_server.process.shared.trainer_messages import (
     Batch,
     Distribution,
@@ -125,6 +126,7 @@ class Resolver:
         self._past = past
         self._counts = ReportCounts()
         self._trains_without_logprobs = config.allow_training_without_logprobs
+        self._trains_demonstrations = config.objective == "likelihood" and config.allow_training_without_logprobs
         self._is_raw = config.sampling == "raw"
         self._taken: set[str] = set()
         self._missing: list[str] = []
@@ -143,7 +145,11 @@ class Resolver:
         trajectories: list[TrainableTrajectory] = []
         traces: list[list[TurnTrace]] = []
         for index, trajectory in enumerate(group.trajectories):
-            resolved, of_turns = self._trajectory(trajectory, f"groups[{number}].trajectories[{index}]")
+            where = f"groups[{number}].trajectories[{index}]"
+            resolved, of_turns = self._trajectory(trajectory, where)
+            if self._trains_demonstrations and not any(map(is_trained, resolved.sequences)):
+                reasons = [trace.dropped for trace in of_turns if trace.dropped is not None]
+                self._counts.add_untrained(index, where, trajectory, reasons)
             trajectories.append(resolved)
             traces.append(of_turns)
         if any(trajectory.sequences for trajectory in trajectories):
@@ -164,6 +170,11 @@ class Resolver:
                 f"them with their tokens, without `{BY_REFERENCE}`",
                 self._missing,
             )
+        if self._counts.untrained:
+            raise InvalidInput(
+                self._counts.untrained_demonstrations(), code="no_trainable_turn", param=self._counts.untrained[0].where
+            )
+        self._counts.num_without_thinking = self._template.num_without_thinking
         if not self._trainable:
             raise InvalidInput(self._counts.nothing_trainable(), code="no_trainable_turn", param="groups")
         self._counts.num_unnamed = self._count_unnamed()
@@ -238,6 +249,8 @@ class Resolver:
             other_part = kind if position >= first_other else None
             before = Before(messages[:position], digests[position], tools, other_part)
             turns.is_truncated = entry.get("finish_reason") == "length"
+            if not is_choice(entry) and is_weightless(entry, f"{where}messages_and_choices[{position}]"):
+                advantages = 0.0
             try:
                 turn = with_signal(self._turn(entry, before, seen), reward, advantages)
             except UnusableTurn as reason:
@@ -479,6 +492,11 @@ class Resolver:
             raise UnusableTurn("a token id is outside the model's vocabulary")
         if not all(math.isfinite(value) and value <= POSITIVE_LOGPROB_TOLERANCE for value in turn.logprobs or ()):
             raise UnusableTurn("a log-probability is not a finite number of at most 0")
+
+
+def is_trained(sequence: TokenSequence) -> bool:
+    """Whether any token of a demonstration has a weight."""
+    return any(sequence.advantages.get(position, 1.0) for position in trained_positions(sequence))
 
 
 def has_same_tokens(turn: ResolvedTurn, prompt: list[int], tokens: list[int]) -> bool:

@@ -1,11 +1,17 @@
 """A turn without sampled tokens, as the chat template writes it: a demonstration, or a choice that nobody recorded."""
 
-from typing import Any
-
 from art_server.errors import InvalidInput
 from art_server.jobs.token_sources import TokenSources
 from art_server.jobs.turns import UnusableTurn
-from art_server.ledger import conversation
+from art_server.jobs.written_messages import (
+    calls_of,
+    check_answer,
+    messages_for_engine,
+    thinking_of,
+    without_calls,
+    without_thinking,
+)
+from art_server.jobs.written_tools import Tools, tools_for_engine
 from art_server.ledger.conversation import Message
 
 PART_OF_CHARACTER = "\ufffd"
@@ -16,36 +22,55 @@ class TemplateTurns:
 
     def __init__(self, sources: TokenSources):
         self._sources = sources
+        self.num_without_thinking = 0
+        """Answers whose thinking the template does not write."""
 
-    def write(
-        self, message: Message, messages: list[Message], tools: list[dict[str, Any]] | None
-    ) -> tuple[list[int], list[int]]:
+    def write(self, message: Message, messages: list[Message], tools: Tools | None) -> tuple[list[int], list[int]]:
         """A prompt, and the tokens that the chat template writes for the answer, to the end of the turn.
 
         Raises:
-            UnusableTurn: the template writes the answer elsewhere than behind the prompt, or writes no end.
+            UnusableTurn: a message has no form that templates render, or the template writes the answer elsewhere than
+                behind the prompt, without its tool calls, or without an end.
         """
-        prompt = self._render(messages, tools, has_header=True)
+        check_answer(message, f"messages_and_choices[{len(messages)}]")
+        prompt = self._prompt(messages, tools)
         whole = self._render([*messages, message], tools)
         if whole[: len(prompt)] == prompt:
             answer = whole[len(prompt) :]
         else:  # the prompt's last characters may have merged with the answer's first ones
             answer = self._behind(prompt, whole)
-        if _calls(message) and whole == self._render([*messages, {**message, "tool_calls": None}], tools):
+        if calls_of(message) and self._renders(whole, [*messages, without_calls(message)], tools):
             raise UnusableTurn("the chat template writes no tool calls")
+        if thinking_of(message) and self._renders(whole, [*messages, without_thinking(message)], tools):
+            self.num_without_thinking += 1
         end = self._last_of_turn(answer)
         if end is not None:
             return prompt, answer[: end + 1]
         return prompt, [*answer, self._end_behind(whole, message, messages, tools)]
 
-    def _render(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, *, has_header: bool = False
-    ) -> list[int]:
-        made = [conversation.for_engine(message) for message in messages]
+    def _prompt(self, messages: list[Message], tools: Tools | None) -> list[int]:
         try:
-            return self._sources.render(made, tools, has_header)
+            return self._render(messages, tools, has_header=True)
+        except UnusableTurn as error:
+            if messages:
+                raise
+            raise UnusableTurn(
+                "the chat template renders no prompt for an answer that comes first: put a message of the user before it"
+            ) from error
+
+    def _render(self, messages: list[Message], tools: Tools | None, *, has_header: bool = False) -> list[int]:
+        of_engine = messages_for_engine(messages, tools), tools_for_engine(tools)
+        try:
+            return self._sources.render(*of_engine, has_header)
         except InvalidInput as error:  # the chat template refuses it
             raise UnusableTurn(error.message) from error
+
+    def _renders(self, whole: list[int], messages: list[Message], tools: Tools | None) -> bool:
+        """Whether a conversation is rendered as `whole`. One that the template refuses is not."""
+        try:
+            return self._render(messages, tools) == whole
+        except UnusableTurn:
+            return False
 
     def _behind(self, prompt: list[int], whole: list[int]) -> list[int]:
         """The tokens behind a prompt in a rendering that begins with its text, where they merged with its last ones.
@@ -76,21 +101,14 @@ class TemplateTurns:
         ends = [index for index, token in enumerate(answer) if token in self._sources.end_ids]
         return ends[-1] if ends else None
 
-    def _end_behind(
-        self, whole: list[int], message: Message, messages: list[Message], tools: list[dict[str, Any]] | None
-    ) -> int:
+    def _end_behind(self, whole: list[int], message: Message, messages: list[Message], tools: Tools | None) -> int:
         """The token that ends a turn whose rendering ends without one: in some families the next role's header does."""
         following: Message = {"role": "user", "content": "x"}
-        calls = _calls(message)
-        if calls and isinstance(calls[0], dict):
-            following = {"role": "tool", "content": "x", "tool_call_id": calls[0].get("id")}
+        if calls := calls_of(message):
+            following = {"role": "tool", "content": "x", "tool_call_id": calls[0].get("id") or "call_0"}
         more = self._render([*messages, message, following], tools)
         is_behind = more[: len(whole)] == whole and len(more) > len(whole)
         end = more[len(whole)] if is_behind else self._sources.end_id
         if end is None or (is_behind and end not in self._sources.end_ids):
             raise UnusableTurn("the chat template writes no end of this turn")
         return end
-
-
-def _calls(message: Message) -> list[Any]:
-    return conversation.as_list(message.get("tool_calls"))

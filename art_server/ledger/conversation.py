@@ -222,24 +222,6 @@ def message_from(text: str) -> Message:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def for_engine(message: Message) -> Message:
-    """A message as vLLM's route for tokens takes it: thinking under its newer name, the arguments of tool calls as text."""
-    made = dict(message)
-    if message.get("reasoning_content") is not None:
-        made.setdefault("reasoning", message["reasoning_content"])
-    calls = [_with_text_arguments(call) for call in as_list(message.get("tool_calls"))]
-    if calls:
-        made["tool_calls"] = calls
-    return made
-
-
-def _with_text_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if isinstance(function, dict) and isinstance(function.get("arguments"), dict | list):
-        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
-    return call
-
-
 @dataclass(frozen=True, slots=True)
 class PastAnswer:
     """An assistant's message of a request, by what identifies the choice that it repeats."""

@@ -6,9 +6,10 @@ the rendered prompt of a continued conversation to the server's ledger, which ma
 the log-probabilities of the sampled tokens, and removes them from the output if the client did not request them. It
 sends one JSON line for each finished choice. vLLM's middleware (CORS, keys, HTTP statistics) is removed: every event of
 a stream would pass through it, and nothing behind the proxy needs it. Texts of messages are tokenised as text
-(`plain_text.py`). Streams say what whole answers say (`whole_answers.py`).
+(`plain_text.py`). Streams say what whole answers say (`whole_answers.py`), and
+no control tokens (`hidden_tokens.py`).
 
-Only this file, these two, and `vllm_plugin.py` with the modules that it installs touch vLLM's internals (0.32.0);
+Only this file, these three, and `vllm_plugin.py` with the modules that it installs touch vLLM's internals (0.32.0);
 `tests/engine/integration/test_inference.py` and `tests/quick/engine/vllm_process` fail when they change.
 """
 

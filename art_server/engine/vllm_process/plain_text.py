@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 Spans = list[tuple[int, int]]
 """Start and end of parts of a text, in order."""
 
+RESPELLINGS = (("x", ""), ("\n x \n", "\n \n"))
+"""What replaces texts, and white space, between the marks of an answer: no template writes both."""
+
 
 class ControlTokens:
     """The tokens of a model that structure its prompts, and how to encode a text that only spells them.
@@ -44,6 +47,8 @@ class ControlTokens:
             if is_control and _is_found_inside(tokenizer, number, token):
                 self.ids[token.content] = number
         self.in_template = frozenset(text for text in self.ids if text in template)
+        self._of_thinking = frozenset(text for text in self.in_template if "think" in text.lower())
+        """The marks of thinking: `<think>`, `[/THINK]`, `<seed:think>`."""
         self._pattern = re.compile(_any_of(self.ids))
         self._openings: set[str] = set()
         self._closings: set[str] = set()
@@ -71,6 +76,20 @@ class ControlTokens:
         if closing:
             found.insert(0, (start, start + closing))
         return found
+
+    def thinking_marks(self, content: Any) -> frozenset[str]:
+        """The marks of thinking in the content of an answer; none if no mark in it ends thinking."""
+        spelled = (text[start:end] for text in _strings(content) for start, end in self.spelled(text))
+        marks = self._of_thinking.intersection(spelled)
+        return marks if any("/" in mark for mark in marks) else frozenset()
+
+    def respell(self, text: str, word: str, space: str) -> str:
+        """A text with the same control tokens, if it has any. Between them is `word`, or `space` in place of white space."""
+        tokens = self._pattern.findall(text)
+        if not tokens:
+            return text
+        between = [piece and (word if piece.strip() else space) for piece in self._pattern.split(text)]
+        return "".join(piece + token for piece, token in zip(between, [*tokens, ""], strict=True))
 
     def _longest_end(self, text: str) -> int:
         """The length of the longest end of a text that a control token begins with."""
@@ -157,20 +176,17 @@ class Held:
 
     def hold(self, value: Any, spared: frozenset[str] = frozenset()) -> Any:
         """A copy of a value from JSON with placeholders in its strings, except for the control tokens in `spared`."""
-        if isinstance(value, str):
-            made, position = "", 0
-            for start, end in self._control.spelled(value):
-                piece = value[start:end]
-                if piece not in spared:
-                    made += f"{value[position:start]}{self._secret}n{len(self._texts)}x"
-                    position = end
-                    self._texts.append(piece)
-            return made + value[position:] if made else value
-        if isinstance(value, Mapping):
-            return {self.hold(key, spared): self.hold(each, spared) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.hold(each, spared) for each in value]
-        return value
+        return _with_strings(value, lambda text: self._hold_text(text, spared))
+
+    def _hold_text(self, text: str, spared: frozenset[str]) -> str:
+        marked, position = "", 0
+        for start, end in self._control.spelled(text):
+            piece = text[start:end]
+            if piece not in spared:
+                marked += f"{text[position:start]}{self._secret}n{len(self._texts)}x"
+                position = end
+                self._texts.append(piece)
+        return marked + text[position:]
 
     def restore(self, marked: str, between: str = "") -> str:
         """A text with the pieces in place of their placeholders, each with `between` behind its first character."""
@@ -204,30 +220,80 @@ def render(control: ControlTokens, apply: Callable[..., str], inputs: Mapping[st
     """What `apply` renders of a template's `inputs` (`conversation`, `tools` and others); a `MarkedRendering` if a string in
     them spells a control token.
 
-    Marks that the template itself looks for in the content of an answer keep their meaning there: many split it at
-    `</think>`.
+    Two kinds of marks keep their meaning in the content of an answer: those of thinking that it ends, and others that the
+    template looks for there.
     """
     if not any(control.spelled(text) for text in _strings(inputs)):
         return apply(**inputs)
+    marks: set[str] = set()
+    for message in inputs["conversation"]:
+        if message["role"] == "assistant":
+            content = message.get("content")
+            spelled = {text[start:end] for text in _strings(content) for start, end in control.spelled(text)}
+            marks |= control.in_template.intersection(spelled) - control.thinking_marks(content)
+    return _render_with(control, apply, inputs, _looked_for(control, apply, inputs, frozenset(marks)))
 
-    def render_with(spared: frozenset[str]) -> MarkedRendering:
-        held = Held(control)
-        conversation = []
-        for message in inputs["conversation"]:
-            made = held.hold(message)
-            if message["role"] == "assistant" and spared:
-                made["content"] = held.hold(message.get("content"), spared)
-            conversation.append(made)
-        others = held.hold({key: each for key, each in inputs.items() if key != "conversation"})
-        return MarkedRendering.make(apply(conversation=conversation, **others), held, control)
 
-    whole = render_with(frozenset())
-    contents = [each.get("content") for each in inputs["conversation"] if each["role"] == "assistant"]
-    spelled = (text[start:end] for text in _strings(contents) for start, end in control.spelled(text))
-    marks = control.in_template.intersection(spelled)
-    if not marks or str(open_marks := render_with(marks)) == str(whole):
-        return whole
-    return render_with(frozenset(mark for mark in marks if str(render_with(marks - {mark})) != str(open_marks)))
+def _render_with(
+    control: ControlTokens, apply: Callable[..., str], inputs: Mapping[str, Any], spared: frozenset[str]
+) -> MarkedRendering:
+    """A rendering in which the contents of answers keep the meaning of their thinking and of the control tokens in `spared`."""
+    held = Held(control)
+    conversation = []
+    for message in inputs["conversation"]:
+        copied = held.hold(message)
+        content = message.get("content")
+        if message["role"] == "assistant" and (own := spared | control.thinking_marks(content)):
+            copied["content"] = held.hold(content, own)
+        conversation.append(copied)
+    others = held.hold({name: value for name, value in inputs.items() if name != "conversation"})
+    return MarkedRendering.make(apply(conversation=conversation, **others), held, control)
+
+
+def _looked_for(
+    control: ControlTokens,
+    apply: Callable[..., str],
+    inputs: Mapping[str, Any],
+    marks: frozenset[str],
+) -> frozenset[str]:
+    """The marks in answers that the template looks for: it renders something else if they are protected.
+
+    A template that writes back what it read renders its own spelling unchanged, so the answers are compared in
+    `RESPELLINGS`.
+    """
+
+    def in_spelling(word: str, space: str) -> Callable[[frozenset[str]], str]:
+        def respell(text: str) -> str:
+            return control.respell(text, word, space)
+
+        conversation = [
+            {**message, "content": _with_strings(message.get("content"), respell)}
+            if message["role"] == "assistant"
+            else message
+            for message in inputs["conversation"]
+        ]
+        respelled = {**inputs, "conversation": conversation}
+        return functools.cache(lambda spared: str(_render_with(control, apply, respelled, spared)))
+
+    def matters(text_with: Callable[[frozenset[str]], str], mark: str) -> bool:
+        """Whether protecting the mark changes a rendering: beside the other marks, or alone."""
+        if text_with(marks - {mark}) != text_with(marks):
+            return True
+        return text_with(frozenset({mark})) != text_with(frozenset())
+
+    spellings = [in_spelling(*respelling) for respelling in RESPELLINGS] if marks else []
+    return frozenset(mark for mark in marks if any(matters(spelling, mark) for spelling in spellings))
+
+
+def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of a value from JSON with changed strings, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_with_strings(key, change): _with_strings(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_strings(item, change) for item in value]
+    return value
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -32,6 +32,7 @@ from vllm.parser.abstract_parser import DelegatingParser, Parser
 from vllm.parser.engine.parser_engine_config import ParserState
 from vllm.renderers.chat_utils import make_tool_call_id
 
+from art_server.engine.vllm_process import hidden_tokens
 from art_server.process.shared.engine_messages import CutText, whole_characters
 
 CALL_MARKS = {
@@ -285,6 +286,14 @@ class WholeAnswers(DelegatingParser):
         kwargs = options.get("chat_template_kwargs")
         self._template_kwargs = repr(kwargs)
         self._thinks = bool((kwargs or {}).get("enable_thinking"))
+
+    def adjust_request(self, request: Any) -> Any:
+        has_skipped = request.skip_special_tokens
+        adjusted = super().adjust_request(request)
+        if has_skipped and not adjusted.skip_special_tokens:
+            parsers = [parser for parser in (self._tool_parser, self._reasoning_parser) if parser is not None]
+            hidden_tokens.hide(adjusted, self.model_tokenizer, parsers)
+        return adjusted
 
     def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
         super().set_prompt_token_ids(prompt_token_ids)
@@ -610,6 +619,7 @@ def whole_parser(chosen: type[Parser] | None) -> type[Parser] | None:
 
 def install() -> None:
     """Changes the parsers and the chat answers of this process."""
+    hidden_tokens.install()
     get_parser = ParserManager.get_parser
     ParserManager.get_parser = lambda *args, **options: whole_parser(get_parser(*args, **options))
     serving.OpenAIServingChat.chat_completion_full_generator = with_finish_reasons(

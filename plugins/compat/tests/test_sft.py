@@ -89,6 +89,9 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
         file.write_text('{"messages": []}\n' + line + "\n")
         with pytest.raises(ValueError, match=r"data\.jsonl, line 2"):
             list(iterate_file(str(file)))
+    file.write_text('{"conversations": [{"from": "human", "value": "q"}]}\n')
+    with pytest.raises(ValueError, match=r"data\.jsonl, line 1: .*ShareGPT"):
+        list(iterate_file(str(file)))
     with pytest.raises(ValueError, match=r"data\.json "):
         list(iterate_file(str(tmp_path / "data.json")))
 

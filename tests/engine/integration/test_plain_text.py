@@ -89,6 +89,42 @@ def test_an_answer_that_spells_a_control_token_is_read_back_as_sampled(
     assert second.prompt_token_ids[: len(past)] == past
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_end_that_is_kept_is_no_text(server: Server, model: str, stream: bool) -> None:
+    session = f"kept-{stream}"
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Say it."}]
+    body = {
+        "model": model,
+        "stream": stream,
+        "max_tokens": 20,
+        "include_stop_str_in_output": True,
+        "stop": ["</x>", "e"],
+    }
+    say = {"structured_outputs": {"regex": "no"}, "n": 2}
+    answer = post(server, "chat", body | {"messages": messages} | say, session)
+    said = "".join(choice["message"]["content"] for choice in answer["choices"])
+    assert said == "nono", "of two choices"
+    messages += [{"role": "assistant", "content": "no"}, {"role": "user", "content": "Again."}]
+    post(server, "chat", body | {"messages": messages}, session)
+    first, _, second = session_records(server, session, "plain")
+    assert first.token_ids[-1] == CONTROL["<|im_end|>"], "the record holds the end"
+    past = first.prompt_token_ids + first.token_ids
+    assert second.prompt_token_ids[: len(past)] == past
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_follows_an_end_that_is_passed_is_text(server: Server, model: str, stream: bool) -> None:
+    messages = [{"role": "user", "content": "Say it."}]
+    body = {"model": model, "stream": stream, "messages": messages, "max_tokens": 6, "ignore_eos": True}
+    forced = {"logit_bias": {str(CONTROL["<|im_end|>"]): 100}}
+    said = post(server, "chat", body | forced, f"passed-{stream}")["choices"][0]["message"]["content"]
+    assert not said
+    shown = post(server, "chat", body | forced | {"skip_special_tokens": False}, f"shown-{stream}")
+    assert shown["choices"][0]["message"]["content"] == "<|im_end|>" * 6
+    (record,) = session_records(server, f"passed-{stream}", "plain")
+    assert record.token_ids == [CONTROL["<|im_end|>"]] * 6
+
+
 def test_the_prompt_of_a_completion_is_the_programs_own_rendering(server: Server, model: str) -> None:
     prompt = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     post(server, "completions", {"model": model, "prompt": prompt, "max_tokens": 2}, "own")

@@ -1,6 +1,7 @@
 """What a new program gets wrong, and the sentence that says what to write instead."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,27 @@ def test_a_string_is_no_message() -> None:
     texts: Any = [{"role": "user", "content": "hi"}, "hello"]
     with pytest.raises(ValueError, match=r"entry 1 is a string.*'role'"):
         art.Trajectory(messages_and_choices=texts)
+
+
+def test_rows_of_sharegpt_are_named_with_the_remedy() -> None:
+    row: Any = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "5"}]
+    with pytest.raises(ValueError, match=r"entry 0 .*ShareGPT.*'role'"):
+        art.Trajectory(messages_and_choices=row)
+    with pytest.raises(ValueError, match=r"'conversations'.*messages_and_choices.*OpenAI's form"):
+        art.Trajectory(conversations=row)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"'messages'.*messages_and_choices"):
+        art.Trajectory(messages=[])  # type: ignore[call-arg]
+
+
+def test_tools_as_text_are_read() -> None:
+    tool = {"type": "function", "function": {"name": "look", "description": None}}
+    for tools in ([tool], json.dumps([tool]), [json.dumps(tool)]):
+        assert art.Trajectory(tools=tools).tools == [tool]  # type: ignore[arg-type]
+    assert art.Trajectory(tools="").tools is None  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"tools is a text, but not of JSON"):
+        art.Trajectory(tools="look")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"tools\[1\] is a text, but not of JSON"):
+        art.Trajectory(tools=[tool, "look"])  # type: ignore[list-item]
 
 
 async def test_the_step_of_an_accepted_job_is_known(

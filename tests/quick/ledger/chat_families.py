@@ -1,4 +1,4 @@
-"""Twelve families of chat templates on the embedded tokenizer."""
+"""Families of chat templates on the embedded tokenizer: twelve of all kinds, and those that think."""
 
 import functools
 import importlib.util
@@ -164,6 +164,77 @@ FAMILIES = {
     ),
     "Hermes": Family(CHATML_PLAIN, **CHATML, calls=True),
 }
+
+SEED = (
+    "{%- for m in messages -%}{{- '<seed:bos>' + m.role + '\n' -}}"
+    "{%- if m.reasoning_content -%}{{- '<seed:think>\n' + m.reasoning_content + '\n</seed:think>\n' -}}{%- endif -%}"
+    "{{- m.content -}}{%- for call in m.tool_calls or [] -%}"
+    "{{- '\n<seed:tool_call>' + call.function.name + call.function.arguments | tojson + '</seed:tool_call>' -}}"
+    "{%- endfor -%}{{- '<seed:eos>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<seed:bos>assistant\n' -}}{%- endif -%}"
+)
+SMOLLM3 = CHATML_PLAIN.replace(
+    "{%- endif -%}",
+    "{%- if enable_thinking is false -%}{{- '<think>\n\n</think>\n' -}}{%- endif -%}{%- endif -%}",
+)
+MAGISTRAL = (
+    "{{- '<s>' -}}{%- for m in messages -%}{%- if m.role == 'assistant' -%}"
+    "{%- if m.reasoning_content -%}{{- '[THINK]' + m.reasoning_content + '[/THINK]' -}}{%- endif -%}{{- m.content -}}"
+    "{%- for call in m.tool_calls or [] -%}"
+    "{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson -}}{%- endfor -%}"
+    "{{- '</s>' -}}{%- else -%}{{- '[INST]' + m.content + '[/INST]' -}}{%- endif -%}{%- endfor -%}"
+)
+HUNYUAN = (
+    "{{- '<｜hy_begin｜>' -}}{%- for m in messages -%}{%- if m.role == 'assistant' -%}{%- set answer = m.content -%}"
+    "{%- if '<answer>' in answer and not loop.last -%}"
+    "{%- set answer = answer.split('<answer>')[-1].split('</answer>')[0].strip() -%}{%- endif -%}"
+    "{%- if '</think>' in answer -%}"
+    "{{- '<think>\n' + answer.split('</think>')[0].split('<think>')[-1].strip() + '\n</think>\n' -}}"
+    "{%- set answer = answer.split('</think>')[-1].strip() -%}{%- endif -%}"
+    "{%- if '<answer>' in answer -%}"
+    "{{- '<answer>\n' + answer.split('<answer>')[-1].split('</answer>')[0].strip() + '\n</answer>' -}}"
+    "{%- else -%}{{- answer -}}{%- endif -%}"
+    "{%- for call in m.tool_calls or [] -%}{{- '<tool_call>' + call.function.name + '</tool_call>' -}}{%- endfor -%}"
+    "{{- '<｜hy_eos｜>' -}}{%- else -%}{{- m.role + m.content + '<｜hy_sep｜>' -}}{%- endif -%}{%- endfor -%}"
+)
+INTERLEAVED = (
+    "{%- for m in messages -%}{{- ']~b]' + m.role + '\n' -}}{%- set text = m.content -%}"
+    "{%- if m.role == 'assistant' and '</think>' in text -%}"
+    "{%- set text = text.split('</think>')[-1].strip('\n') -%}"
+    "{{- '<think>\n' + m.content.split('</think>')[0].split('<think>')[-1].strip('\n') + '\n</think>\n\n' -}}"
+    "{%- endif -%}{{- text -}}{%- for call in m.tool_calls or [] -%}"
+    "{{- '\n<minimax:tool_call>' + call.function.name + '</minimax:tool_call>' -}}{%- endfor -%}{{- '[e~[\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- ']~b]assistant\n<think>\n' -}}{%- endif -%}"
+)
+QWEN: Marks = {"header": "<|im_start|>assistant\n<think>\n", "end": "<|im_end|>"}
+DEEPSEEK_MARKS = ("<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁outputs▁end｜>")
+
+THINKING = {
+    "Qwen3": FAMILIES["Qwen3"],
+    "Qwen3.5": Family("qwen3_5_think", **QWEN),
+    "Qwen3.5 without thinking": Family("qwen3_5_nothink", **CHATML),
+    "Qwen3.6": Family("qwen3_6", **QWEN),
+    "Qwen3.8": Family("qwen3_8", **QWEN),
+    "DeepSeek-R1": Family(
+        "deepseek_r1_distill", "<｜Assistant｜><think>\n", "<｜end▁of▁sentence｜>", specials=DEEPSEEK_MARKS
+    ),
+    "GLM-4.5": FAMILIES["GLM-4.5"],
+    "LFM2.5": Family("lfm2_2_5", **CHATML),
+    "Nemotron 3 Nano": Family("nemotron_3_nano", **QWEN),
+    "Nemotron 3 Super": Family("nemotron_3_super", **QWEN),
+    "Nemotron 3 Ultra": Family("nemotron_3_ultra", **QWEN),
+    "MiniMax": Family(INTERLEAVED, "]~b]assistant\n<think>\n", "[e~[", specials=("]~b]",)),
+    "Hunyuan": Family(HUNYUAN, "", "<｜hy_eos｜>", specials=("<｜hy_sep｜>", "<answer>", "</answer>")),
+    "SmolLM3": Family(SMOLLM3, **CHATML),
+    "Seed-OSS": Family(
+        SEED, "<seed:bos>assistant\n", "<seed:eos>", specials=("<seed:bos>", "<seed:think>", "</seed:think>")
+    ),
+    "Magistral": Family(MAGISTRAL, "[/INST]", "</s>", specials=("[INST]", "[/INST]", "[THINK]", "[/THINK]")),
+    "Gemma 4": Family(
+        "gemma4_v5", "<|turn>model\n", "<turn|>", specials=("<|turn>", "<|channel>", "<channel|>", "<|tool_call>")
+    ),
+}
+"""Families whose templates write or read thinking. The last seven but Gemma 4 by the rules of their families."""
 
 
 def user(text: str) -> Message:

@@ -48,10 +48,15 @@ def queue(root: Path, **limits: Any) -> JobQueue:
     return made
 
 
-def train(*entries: dict[str, Any], rewards: tuple[float, ...] = (0.0,), **fields: Any) -> None:
+SFT = art.TrainSFTConfig().to_train_config()
+
+
+def train(
+    *entries: dict[str, Any], rewards: tuple[float, ...] = (0.0,), config: TrainConfig | None = None, **fields: Any
+) -> None:
     trajectory = {"messages_and_choices": entries, **fields}
     group = TrajectoryGroupBody.model_validate({"trajectories": [{**trajectory, "reward": each} for each in rewards]})
-    resolve([group], TrainConfig(), "p/a", sources(), LIMITS)
+    resolve([group], config or TrainConfig(), "p/a", sources(), LIMITS)
 
 
 def wait_at_a_closed_gate() -> None:
@@ -195,6 +200,26 @@ SENTENCES: list[tuple[str, Callable[[Path], Any], str]] = [
         "no group holds a trainable turn: the trajectory holds no trainable turn (1 times, e.g. "
         "groups[0].trajectories[0]). No trajectory contains a choice: put `completion.choices[0]` into it, not "
         "only its message; an agent under art.rollout needs the rollout's base_url or api_key, and the model's name: the logs of its trajectory say where its requests went",
+    ),
+    (
+        "no_trainable_turn",
+        lambda _: train({"from": "human", "value": "x"}),
+        "no group holds a trainable turn: the trajectory holds no trainable turn (1 times, e.g. "
+        "groups[0].trajectories[0]). The messages are of the form ShareGPT: write each message as {'role': ..., 'content': "
+        "...}, for example [{'role': {'human': 'user', 'gpt': 'assistant'}.get(m['from'], m['from']), 'content': "
+        "m['value']} for m in row['conversations']]",
+    ),
+    (
+        "no_trainable_turn",
+        lambda _: train({"role": "user", "content": "x"}, config=SFT),
+        "1 of 1 demonstrations have no trained token: demonstration 0 (groups[0].trajectories[0], 'x'): it has no message of "
+        "the role 'assistant', and only these are trained. Nothing was trained: mend them or leave them out",
+    ),
+    (
+        "bad_turns",
+        lambda _: train({"role": "assistant", "content": "x", "weight": 0.5}, config=SFT),
+        "groups[0].trajectories[0].messages_and_choices[0].weight is '0.5': a message's weight is 0 (context) or 1 (trained). "
+        "Other weights are given as `turn_advantages` of the trajectory",
     ),
     (
         "bad_turns",

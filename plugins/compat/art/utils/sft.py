@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from art.model import TrainableModel
 from art.trajectories import Trajectory
 from art.types import TrainResult, TrainSFTConfig
+from art_protocol.demonstrations import SHAREGPT
 
 __all__ = [
     "SFTChunk",
@@ -153,6 +154,8 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
 def _parse(path: str, number: int, line: str) -> Trajectory:
     try:
         row: dict[str, Any] = json.loads(line)
+        if "conversations" in row and "messages" not in row:
+            raise ValueError(f"its `conversations` are of the form ShareGPT: {SHAREGPT}")
         return Trajectory(messages_and_choices=row["messages"], tools=row.get("tools"))
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path}, line {number}: not a JSON object with `messages`: {error}") from error

@@ -301,6 +301,7 @@ def vllm() -> Any:
         "context": f"{openai}.responses.context",
         "messages": "vllm.entrypoints.anthropic.serving",
         "outputs": "vllm.outputs",
+        "detokenizer": "vllm.v1.engine.detokenizer",
         "abstract": "vllm.parser.abstract_parser",
         "metadata": "vllm.entrypoints.generate.base.protocol",
         "ours": "art_server.engine.vllm_process.whole_answers",
@@ -924,3 +925,62 @@ def test_a_stream_of_gpt_oss_says_what_the_whole_answer_says(vllm: Any, data: st
     _, content, calls = harmony_said(vllm, text)
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
     assert content is None or content
+
+
+# --- control tokens ---
+
+
+def request_of(vllm: Any, case: Case, **fields: Any) -> Any:
+    """A chat request as vLLM passes it on to its engine."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "q"}], "tools": [TOOL], **fields}
+    request = vllm.chat_protocol.ChatCompletionRequest.model_validate(body)
+    parser = parser_class(case.tool, case.reasoning)(
+        vllm.tokenizer, request.tools, chat_template_kwargs=case.kwargs, model_config=None
+    )
+    return parser.adjust_request(request)
+
+
+def decoded(vllm: Any, request: Any, token_ids: Sequence[int], is_ended: bool = True) -> str:
+    """The text that vLLM's engine makes of an answer, token by token."""
+    params = request.to_sampling_params(100, {})
+    asked = SimpleNamespace(request_id="r", sampling_params=params, prompt_token_ids=[1], prompt_embeds=None)
+    detokenizer = vllm.detokenizer.IncrementalDetokenizer.from_new_request(vllm.tokenizer, asked)
+    for index, token in enumerate(token_ids, 1):
+        detokenizer.update([token], is_ended and index == len(token_ids))
+    assert list(detokenizer.output_token_ids) == list(token_ids)
+    return detokenizer.get_next_output_text(True, False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kept_ends_are_no_text_and_what_a_parser_reads_stays(vllm: Any, name: str) -> None:
+    case = CASES[name]
+    end, header = vllm.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
+    for text in (*case.calls, *(case.think if case.reasoning else ())):
+        answer = vllm.tokenizer.encode(f"yes {text}", add_special_tokens=False)
+        for kept in ({"include_stop_str_in_output": True}, {"ignore_eos": True}):
+            for asked in ({}, {"skip_special_tokens": True}):
+                request = request_of(vllm, case, **kept, **asked)
+                # Where the parser reads no control tokens, vLLM itself leaves out all.
+                plain = vllm.tokenizer.decode(answer, skip_special_tokens=request.skip_special_tokens)
+                assert decoded(vllm, request, [*answer, end]) == plain
+    words = vllm.tokenizer.encode("yes", add_special_tokens=False)
+    passed = request_of(vllm, case, ignore_eos=True)
+    assert decoded(vllm, passed, [*words, end, header, *words], is_ended=False) == "yesyes"
+    shown = request_of(vllm, case, include_stop_str_in_output=True, skip_special_tokens=False)
+    assert decoded(vllm, shown, [*words, end]) == "yes<|im_end|>"
+
+
+def test_letters_that_spell_an_end_stay(vllm: Any) -> None:
+    words = vllm.tokenizer.encode("<|im_", add_special_tokens=False) + vllm.tokenizer.encode(
+        "end|> ok", add_special_tokens=False
+    )
+    (end,) = vllm.tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    request = request_of(vllm, CASES["hermes-qwen3"], include_stop_str_in_output=True)
+    assert decoded(vllm, request, [*words, end]) == "<|im_end|> ok"
+
+
+def test_a_stop_string_is_not_found_in_an_end(vllm: Any) -> None:
+    words = vllm.tokenizer.encode("no", add_special_tokens=False)
+    (end,) = vllm.tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    request = request_of(vllm, CASES["hermes-qwen3"], include_stop_str_in_output=True, stop=["e"])
+    assert decoded(vllm, request, [*words, end]) == "no"
