@@ -7,7 +7,7 @@ import zlib
 from art_protocol.history import GZIP_MAGIC
 from art_server.store.database import transaction
 
-VERSION = 2
+VERSION = 3
 """Of the schema, in `PRAGMA user_version`. A table of a lower one is an earlier server's, which `migrate_jobs` brings here."""
 SCHEMA = (
     """
@@ -38,7 +38,8 @@ SCHEMA = (
         num_tokens INTEGER NOT NULL DEFAULT 0,  -- computed for it
         begins REAL,                            -- virtual times (fair_order.py); NULL: it has not begun
         ends REAL,
-        seconds REAL                            -- of its last attempt, if that made a step
+        seconds REAL,                           -- of its last attempt, if that made a step
+        expected_step INTEGER                   -- of its request; NULL: any
     )
     """,
     "CREATE UNIQUE INDEX jobs_by_request ON jobs (project, name, idempotency_key)",
