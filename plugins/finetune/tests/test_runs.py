@@ -313,7 +313,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("refusal", REFUSED, ids=str)
+@pytest.mark.parametrize(
+    "refusal", REFUSED, ids=lambda refusal: refusal["code"] if isinstance(refusal, dict) else str(refusal.status)
+)
 async def test_a_mended_program_trains_after_an_epoch_that_cannot_be_trained(
     policy: PolicyServer, make_file: MakeFile, capsys: pytest.CaptureFixture[str], refusal: Any
 ) -> None:
