@@ -150,6 +150,8 @@ class FakeArt(FakeServer):
         self.otherwise = self._answer
         self.on("GET", "/health", Answer(body={"status": "ok"}))
         self.steps: dict[str, int] = {}
+        self.deleted: set[int] = set()
+        """Steps without a checkpoint, of all models."""
         self.job_error: dict[str, Any] | None = None
         self.ended: dict[str, dict[str, Any]] = {}
         """The last event of each job, by its id."""
@@ -172,6 +174,9 @@ class FakeArt(FakeServer):
             return Answer(body=self._session())
         if request.path.endswith("/log"):
             return Answer(body={"step": self.steps[found[1]], "metrics": {}})
+        if request.path.endswith("/checkpoints"):
+            kept = [step for step in range(self.steps[found[1]] + 1) if step not in self.deleted]
+            return Answer(body={"checkpoints": [{"step": step, "created_at": 0.0, "size_bytes": 1} for step in kept]})
         return Answer(body=self._info(found[1]))
 
     def train(self, request: Request, model: str) -> Answer:

@@ -140,10 +140,13 @@ class PipelineTrainer(Generic[S, C]):
         """Samples and trains until the scenarios or the steps end.
 
         A program that is started again continues: finished groups, in `.art/.pipelines`, are trained, and those that ran are
-        sampled again. As in a gather, a tenth of a step's rollouts may fail.
+        sampled again. If a job was refused, cancelled or failed, the next start asks for it once more. If it cannot be trained
+        then either, all finished groups are given up with a warning, and their scenarios are sampled again.
+        As in a gather, a tenth of a step's rollouts may fail.
 
         Raises:
             ArtError: another program trains the model, or runs this pipeline; or too many rollouts failed.
+            ArtStatusError: the server refuses the job of a step.
             ArtJobError: the job of a step failed.
             ArtConnectionError: no server answers in time.
             Exception: that of `eval_fn`.
@@ -168,10 +171,8 @@ class PipelineTrainer(Generic[S, C]):
         if job is not None:
             try:
                 await self._train_job(job)
-            except ArtStatusError as error:
-                if error.code != "step_moved":
-                    raise
-                await asyncio.to_thread(file.return_job)
+            except (ArtStatusError, ArtJobError, ValueError) as error:
+                await self._settle_refused(error)
         self._step = await self._model.get_step()
         num_undone = await asyncio.to_thread(file.undo_after, self._step)
         if num_undone:
@@ -189,6 +190,26 @@ class PipelineTrainer(Generic[S, C]):
                 *(len(late), self._pace.max_steps_off_policy, self._step),
             )
             await asyncio.to_thread(file.forget, late)
+
+    async def _settle_refused(self, error: ArtStatusError | ArtJobError | ValueError) -> None:
+        """Decides what becomes of the groups of an earlier start, whose job has ended in this error, or was refused with it.
+        The other finished groups are of the same program and model, so the same would become of them.
+
+        Raises:
+            ArtStatusError: the error passes by waiting.
+        """
+        if isinstance(error, ArtStatusError):
+            if error.retryable:
+                raise error
+            if error.code == "step_moved":
+                await asyncio.to_thread(self._file.return_job)
+                return
+        num_groups = await asyncio.to_thread(self._file.give_up)
+        logger.warning(
+            "%d finished groups of an earlier start are given up, and their scenarios sampled again, because their job cannot "
+            "be trained: %s",
+            *(num_groups, error),
+        )
 
     async def _run(self, tasks: set[asyncio.Task[Any]]) -> None:
         """The loop: begins groups, a job and an evaluation where it may, and waits for the first of `tasks` to end."""
@@ -283,18 +304,12 @@ class PipelineTrainer(Generic[S, C]):
 
     async def _train_job(self, step: int) -> TrainResult:
         """The result of the job in the file, which the server gets once, whoever asks for it again."""
-        config, bodies = await asyncio.to_thread(self._file.read_job)
+        key, config, bodies = await asyncio.to_thread(self._file.read_job)
         groups = await asyncio.to_thread(lambda: [TrajectoryGroup.model_validate_json(body) for body in bodies])
-        key = f"{self._file.id}-{step}"
-        try:
-            job = await self._model.submit(
-                groups, TrainConfig.model_validate_json(config), idempotency_key=key, expected_step=step
-            )
-            result = await job
-        except ArtJobError as error:
-            if not error.retryable:
-                await asyncio.to_thread(self._file.forget_job)
-            raise
+        job = await self._model.submit(
+            groups, TrainConfig.model_validate_json(config), idempotency_key=key, expected_step=step
+        )
+        result = await job
         await asyncio.to_thread(self._file.end_job)
         return result
 
@@ -307,7 +322,12 @@ class PipelineTrainer(Generic[S, C]):
         return due if due <= self._step else None
 
     async def _evaluate(self, step: int) -> None:
+        """Evaluates a step, if the server still has it."""
         assert self._eval_fn is not None, "an evaluation is due only with eval_fn"
+        if step < self._step and step not in [checkpoint.step for checkpoint in await self._model.checkpoints()]:
+            logger.warning("step %d is not evaluated: the server has deleted it meanwhile", step)
+            await self._set_evaluated(step)
+            return
         with contained("eval_fn"):
             samples = await self._eval_fn(self._model._pinned(step), step, self._config)
         splits = samples if isinstance(samples, Mapping) else {"val": samples}
@@ -315,5 +335,8 @@ class PipelineTrainer(Generic[S, C]):
             groups = [each for each in entries if isinstance(each, TrajectoryGroup)]
             alone = [each for each in entries if isinstance(each, Trajectory)]
             await self._model.log([*groups, TrajectoryGroup(alone)] if alone else groups, split, step=step)
+        await self._set_evaluated(step)
+
+    async def _set_evaluated(self, step: int) -> None:
         await asyncio.to_thread(self._file.set_evaluated, step)
         self._evaluated = step

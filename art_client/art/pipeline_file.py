@@ -1,7 +1,8 @@
 """What a pipeline has done, in a SQLite file of its program: the finished groups until they are trained, then their numbers.
 
 A group is in the file before it counts as finished, and a job's groups before the server is asked. A program that was killed
-at any line goes on from its file: finished groups are trained, running ones are sampled again, none is trained twice.
+at any line goes on from its file: finished groups are trained, running ones are sampled again, none is trained twice. Groups
+that the server refuses to train are given up, so that a program that was mended goes on, too.
 """
 
 import contextlib
@@ -15,14 +16,19 @@ from typing import Any
 from art.errors import ArtError
 from art.pacing import Open
 
-FORMAT = 1
-SCHEMA = f"""
-CREATE TABLE pipeline (id TEXT NOT NULL, first_step INTEGER NOT NULL, evaluated INTEGER, job INTEGER, job_config TEXT);
+FORMAT = 2
+SCHEMA = """
+CREATE TABLE pipeline (first_step INTEGER NOT NULL, evaluated INTEGER, job INTEGER, job_key TEXT, job_config TEXT);
 CREATE TABLE groups (number INTEGER PRIMARY KEY, began INTEGER NOT NULL, job INTEGER, body TEXT);
-PRAGMA user_version = {FORMAT};
 """
-"""`job` is the step at which a job starts, of a group its own; `pipeline.job` is the one that may not have ended. `body` is a
-group's JSON, and NULL when it is trained. `evaluated` is the newest evaluated step."""
+"""`job` is the step at which a job starts, of a group its own; `pipeline.job` is the one that may not have ended, and `job_key`
+its idempotency key, which no other job has: a step may need several jobs until one trains it. `body` is a group's JSON, and
+NULL when it is trained. `evaluated` is the newest evaluated step."""
+FROM_FORMAT_1 = """
+ALTER TABLE pipeline ADD COLUMN job_key TEXT;
+UPDATE pipeline SET job_key = id || '-' || job;
+ALTER TABLE pipeline DROP COLUMN id;
+"""
 
 
 class PipelineFile:
@@ -44,15 +50,17 @@ class PipelineFile:
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             with self._transaction() as db:
                 ((version,),) = db.execute("PRAGMA user_version").fetchall()
+                changes = {0: SCHEMA, 1: FROM_FORMAT_1, FORMAT: ""}.get(version)
+                if changes is None:
+                    raise ArtError(
+                        f"{file} was written by another version of art: use that version, or delete the file"
+                    )
+                for statement in changes.split(";"):
+                    db.execute(statement)
                 if version == 0:
-                    for statement in SCHEMA.split(";"):
-                        db.execute(statement)
-                    db.execute("INSERT INTO pipeline (id, first_step) VALUES (?, ?)", (uuid.uuid4().hex, step))
-            if version not in (0, FORMAT):
-                raise ArtError(f"{file} was written by another version of art: use that version, or delete the file")
+                    db.execute("INSERT INTO pipeline (first_step) VALUES (?)", (step,))
+                db.execute(f"PRAGMA user_version = {FORMAT}")
             undo.pop_all()
-        self.id = str(self._value("id"))
-        """The beginning of the idempotency keys of its jobs."""
 
     def close(self) -> None:
         """Lets other programs open the file."""
@@ -79,10 +87,10 @@ class PipelineFile:
         """The finished groups that are in no job."""
         return [Open(*row) for row in self._rows("SELECT began, number FROM groups WHERE job IS NULL")]
 
-    def read_job(self) -> tuple[str, list[str]]:
-        """The JSON of the configuration and of the groups, oldest first, of the job that may not have ended."""
+    def read_job(self) -> tuple[str, str, list[str]]:
+        """The idempotency key of the job that may not have ended, and the JSON of its configuration and groups, oldest first."""
         of_job = "SELECT body FROM groups WHERE job = (SELECT job FROM pipeline) ORDER BY began, number"
-        return self._value("job_config"), [body for (body,) in self._rows(of_job)]
+        return self._value("job_key"), self._value("job_config"), [body for (body,) in self._rows(of_job)]
 
     def add(self, group: Open, body: str) -> None:
         """Adds a finished group."""
@@ -92,7 +100,8 @@ class PipelineFile:
         """Puts finished groups into the job that starts at a step, before it is requested."""
         with self._transaction() as db:
             db.executemany("UPDATE groups SET job = ? WHERE number = ?", [(step, each.number) for each in groups])
-            db.execute("UPDATE pipeline SET job = ?, job_config = ?", (step, config))
+            values = step, uuid.uuid4().hex, config
+            db.execute("UPDATE pipeline SET job = ?, job_key = ?, job_config = ?", values)
 
     def end_job(self) -> None:
         """Marks the groups of the job as trained."""
@@ -102,9 +111,10 @@ class PipelineFile:
         """Takes the groups of a job out of it again: the server does not have it."""
         self._settle("UPDATE groups SET job = NULL WHERE job = (SELECT job FROM pipeline)")
 
-    def forget_job(self) -> None:
-        """Deletes the groups of a job that failed for good, so that their scenarios are sampled again."""
-        self._settle("DELETE FROM groups WHERE job = (SELECT job FROM pipeline)")
+    def give_up(self) -> int:
+        """Deletes the job and all groups that are not trained, so that their scenarios are sampled again. Returns the number
+        of groups."""
+        return self._settle("DELETE FROM groups WHERE body IS NOT NULL")
 
     def forget(self, groups: Iterable[Open]) -> None:
         """Deletes finished groups, so that their scenarios are sampled again."""
@@ -123,10 +133,11 @@ class PipelineFile:
     def set_evaluated(self, step: int) -> None:
         self._rows("UPDATE pipeline SET evaluated = ?", step)
 
-    def _settle(self, statement: str) -> None:
+    def _settle(self, statement: str) -> int:
         with self._transaction() as db:
-            db.execute(statement)
-            db.execute("UPDATE pipeline SET job = NULL, job_config = NULL")
+            num_groups = db.execute(statement).rowcount
+            db.execute("UPDATE pipeline SET job = NULL, job_key = NULL, job_config = NULL")
+        return num_groups
 
     def _value(self, column: str) -> Any:  # Any: a column's value
         ((value,),) = self._rows(f"SELECT {column} FROM pipeline")

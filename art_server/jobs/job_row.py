@@ -103,6 +103,8 @@ class Job:
     """When the job ended (`clock.now`)."""
     changes: int
     """Number of changes of the row."""
+    expected_step: int | None
+    """The step at which the model has to be whenever the job is queued; None: any."""
 
     @property
     def model_id(self) -> str:

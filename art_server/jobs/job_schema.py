@@ -39,7 +39,8 @@ SCHEMA = (
         begins REAL,                            -- virtual times (fair_order.py); NULL: it has not begun
         ends REAL,
         seconds REAL,                           -- of its last attempt, if that made a step
-        signs TEXT                              -- JSON of its batch's signs (batch_signs.py)
+        signs TEXT,                             -- JSON of its batch's signs (batch_signs.py)
+        expected_step INTEGER                   -- of its request; NULL: any
     )
     """,
     "CREATE UNIQUE INDEX jobs_by_request ON jobs (project, name, idempotency_key)",

@@ -43,13 +43,8 @@ NO_PROGRESS: dict[str, object] = {
 NO_PAYLOAD: dict[str, object] = {"batch": None, "trajectories": None}
 
 
-def step_will_move(model_id: str) -> Conflict:
-    return Conflict(
-        f"expected_step: model '{model_id}' has a job that has not ended and will change its step: wait for the job, then "
-        "send trajectories that were sampled afterwards",
-        code="step_moved",
-        param="expected_step",
-    )
+def step_moved(reason: str) -> Conflict:
+    return Conflict(reason, code="step_moved", param="expected_step")
 
 
 class JobQueue:
@@ -107,17 +102,17 @@ class JobQueue:
         report: JobReport,
         metrics: dict[str, float] | None = None,
         *,
-        check_alone: Callable[[], None] | None = None,
+        expected_step: int | None = None,
+        newest_step: Callable[[], int | None] = lambda: 0,
     ) -> Job:
         """Writes a job durably. Of two requests with the same key the second gets the job of the first.
 
-        `check_alone` refuses the job if the model has jobs that have not ended. Without them it is called, while none
-        can be added.
+        `newest_step` reads the model's step. It is called while no job can be added.
 
         Raises:
             TooMany: the project's part of the queue is full.
-            Conflict: `check_alone` is given, and the model has jobs that have not ended; or the key was used for a
-                request with another body.
+            Conflict: the model is not at `expected_step`, or has jobs that have not ended and will change its step; or the
+                key was used for a request with another body.
             StorageFull: the disk refused the write.
         """
         job_id = uuid.uuid4().hex
@@ -135,16 +130,33 @@ class JobQueue:
             "created_at": clock.now(),
             "num_tokens": payload.num_tokens * config.passes,
             "signs": payload.signs,
+            "expected_step": expected_step,
         }
         with self._lock, database_errors("the job"):
             twin = None if key is None else self.find_key(project, name, key, body_digest)
             if twin is not None:
                 return twin
-            self._check_room(project, name, check_alone)
+            self._check_acceptable(project, name, expected_step, newest_step)
             insert(self._db, "jobs", row)
         return self.get(job_id)
 
-    def _check_room(self, project: str, name: str, check_alone: Callable[[], None] | None) -> None:
+    def revive(self, project: str, name: str, key: str, newest_step: Callable[[], int | None]) -> Job | None:
+        """The failed job of a key, queued again as if it was new. None if the key names no failed job any more.
+
+        Raises:
+            TooMany, Conflict: `insert` would refuse the job.
+        """
+        with self._lock, database_errors("the job"):
+            for job in self._select(f"{OF_KEY} AND state = 'failed' AND batch IS NOT NULL", project, name, key):
+                self._check_acceptable(project, name, job.expected_step, newest_step)
+                values = {"state": "queued", "attempts": "{}", "place": None, "finished_at": None}
+                self._update(job.job_id, values | NO_PROGRESS, ("failed",))
+                return self.get(job.job_id)
+        return None
+
+    def _check_acceptable(
+        self, project: str, name: str, expected_step: int | None, newest_step: Callable[[], int | None]
+    ) -> None:
         names = self._db.execute(
             "SELECT name FROM jobs WHERE state IN ('queued', 'running') AND project = ?", (project,)
         ).fetchall()
@@ -154,10 +166,19 @@ class JobQueue:
                 "(DELETE /api/jobs/JOB), or start the server with a larger --max-queued-jobs",
                 code="queue_full",
             )
-        if check_alone is not None:
-            if (name,) in map(tuple, names):
-                raise step_will_move(f"{project}/{name}")
-            check_alone()
+        if expected_step is None:
+            return
+        if (name,) in map(tuple, names):
+            raise step_moved(
+                f"expected_step: model '{project}/{name}' has a job that has not ended and will change its step: wait for "
+                "the job, then send trajectories that were sampled afterwards"
+            )
+        newest = newest_step() or 0
+        if expected_step != newest:
+            raise step_moved(
+                f"expected_step is {expected_step}, but model '{project}/{name}' is at step {newest}: sample with that "
+                "step, or leave out expected_step"
+            )
 
     def get(self, job_id: str) -> Job:
         """The job with this id.
@@ -335,24 +356,20 @@ class JobQueue:
         values = {"state": "cancelled", "finished_at": clock.now()} | NO_PAYLOAD
         return self._update(job_id, values, PENDING if is_running else ("queued",))
 
-    def revive(self, job_id: str) -> bool:
-        """Queues a failed job again, as if it was new; returns False if its payload was deleted."""
-        values = {"state": "queued", "attempts": "{}", "place": None, "finished_at": None}
-        return self._update(job_id, values | NO_PROGRESS, ("failed",), "batch IS NOT NULL")
-
     def move(self, job_id: str, before: str | None) -> None:
         """Moves a queued job before another one of its project, or behind all of them.
 
         Raises:
-            Conflict: one of the two jobs is not queued, or they are of two projects.
+            Conflict: one of the two jobs is not queued, or they are of two projects, or a job would come behind one that
+                changes the step that it expects.
         """
         with self._lock, database_errors("the queue"), transaction(self._db):
             queued = self._db.execute(
-                "SELECT job_id, COALESCE(place, number) FROM jobs WHERE state = 'queued'"
+                "SELECT job_id, COALESCE(place, number), name, expected_step FROM jobs WHERE state = 'queued'"
                 " AND project = (SELECT project FROM jobs WHERE job_id = ?) ORDER BY COALESCE(place, number)",
                 (job_id,),
             ).fetchall()
-            names = [name for name, _ in queued]
+            names = [name for name, *_ in queued]
             for name in (job_id, before):
                 if name is not None and name not in names:
                     reason = (
@@ -362,16 +379,29 @@ class JobQueue:
                     raise Conflict(reason, code="not_queued", param="job_id")
             names.remove(job_id)
             names.insert(len(names) if before is None or before == job_id else names.index(before), job_id)
-            orders = sorted(order for _, order in queued)
+            models, passed = {name: (model, step) for name, _, model, step in queued}, set[str]()
+            for name in names:
+                model, expected_step = models[name]
+                if expected_step is not None and model in passed:
+                    raise step_moved(
+                        f"job '{name}' expects step {expected_step}, and would come behind another job of its model, which "
+                        "changes the step: leave it before the model's other jobs"
+                    )
+                passed.add(model)
+            orders = sorted(order for _, order, *_ in queued)
             self._db.executemany("UPDATE jobs SET place = ? WHERE job_id = ?", list(zip(orders, names, strict=True)))
 
     def prune(self) -> None:
-        """Deletes the payloads of jobs that failed days ago, and the oldest ended jobs."""
+        """Deletes the payloads of jobs that failed days ago, and the oldest ended jobs. The key of a job that its request
+        could have run again then names a new job."""
         ended = f"state IN {ENDED}"
-        with self._lock, database_errors("the queue"):
+        with self._lock, database_errors("the queue"), transaction(self._db):
+            old = "state = 'failed' AND finished_at < ?"
+            before = (clock.now() - FAILED_PAYLOAD_SECONDS,)
+            self._db.execute(f"UPDATE jobs SET batch = NULL, trajectories = NULL WHERE {old}", before)
             self._db.execute(
-                "UPDATE jobs SET batch = NULL, trajectories = NULL WHERE state = 'failed' AND finished_at < ?",
-                (clock.now() - FAILED_PAYLOAD_SECONDS,),
+                f"UPDATE jobs SET idempotency_key = NULL WHERE {old} AND json_extract(last_error, '$.retryable')",
+                before,
             )
             self._db.execute(
                 f"DELETE FROM jobs WHERE {ended} AND number <= (SELECT number FROM jobs WHERE {ended}"
@@ -391,14 +421,13 @@ class JobQueue:
         job_id: str,
         values: Mapping[str, object],
         states: Sequence[JobState],
-        where: str = "1",
     ) -> bool:
         """Changes columns of a job that is in one of the states; returns whether it was."""
         changes = ", ".join(f"{column} = ?" for column in values)
         marks = ",".join("?" * len(states))
         with self._lock, database_errors("the job"):
             changed = self._db.execute(
-                f"UPDATE jobs SET {changes}, changes = changes + 1 WHERE job_id = ? AND state IN ({marks}) AND {where}",
+                f"UPDATE jobs SET {changes}, changes = changes + 1 WHERE job_id = ? AND state IN ({marks})",
                 (*values.values(), job_id, *states),
             )
         return changed.rowcount > 0

@@ -98,9 +98,6 @@ class JobRunner:
                 for a request with another body.
             TooMany: the queue is full.
         """
-        check_alone = None
-        if expected_step is not None:
-            check_alone = functools.partial(self._check_step, model, expected_step)
         job = await asyncio.to_thread(
             self._queue.insert,
             model.record.project,
@@ -111,23 +108,13 @@ class JobRunner:
             payload,
             report,
             metrics,
-            check_alone=check_alone,
+            expected_step=expected_step,
+            newest_step=model.folder.newest_step,
         )
         logger.info("job %s accepted: %d trajectories for %s", job.job_id, report.num_trajectories, model.id)
         self._report(job, model)
         self._wake()
         return job
-
-    @staticmethod
-    def _check_step(model: RegisteredModel, expected: int) -> None:
-        newest = model.folder.newest_step() or 0
-        if expected != newest:
-            raise Conflict(
-                f"expected_step is {expected}, but model '{model.id}' is at step {newest}: sample with that step, or "
-                "leave out expected_step",
-                code="step_moved",
-                param="expected_step",
-            )
 
     async def is_repeated(self, model: RegisteredModel, key: str) -> bool:
         """Whether an earlier request with this idempotency key made a job."""
@@ -136,18 +123,24 @@ class JobRunner:
 
     async def find_repeated(self, model: RegisteredModel, key: str | None, body_digest: str) -> Job | None:
         """The job that an earlier request with the same idempotency key made, or None. A job that failed with a
-        retryable error is queued again."""
+        retryable error is queued again, if a new request would be accepted.
+
+        Raises:
+            Conflict, TooMany: as `add_job`.
+        """
         if key is None:
             return None
-        record = model.record
-        job = await asyncio.to_thread(self._queue.find_key, record.project, record.name, key, body_digest)
+        project, name = model.record.project, model.record.name
+        job = await asyncio.to_thread(self._queue.find_key, project, name, key, body_digest)
         error = None if job is None else job.last_error
         if job is None or job.state != "failed" or error is None or not error.retryable:
             return job
-        if await asyncio.to_thread(self._queue.revive, job.job_id):
-            logger.info("job %s is queued again: its request was repeated", job.job_id)
-            await self._report_change(job.job_id)
-        return await self.get(job.job_id)
+        revived = await asyncio.to_thread(self._queue.revive, project, name, key, model.folder.newest_step)
+        if revived is None:  # another request was faster, or the key was forgotten
+            return await asyncio.to_thread(self._queue.find_key, project, name, key, body_digest)
+        logger.info("job %s is queued again: its request was repeated", revived.job_id)
+        await self._report_change(revived.job_id)
+        return revived
 
     async def get(self, job_id: str) -> Job:
         return await asyncio.to_thread(self._queue.get, job_id)

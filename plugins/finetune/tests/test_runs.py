@@ -1,6 +1,7 @@
 """Runs, against a server that keeps sessions and trains nothing."""
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -354,6 +355,120 @@ async def test_a_run_that_was_killed_behind_its_train_call_gets_the_same_job(
     assert policy.steps["demo/agent"] == 2 and len(policy.jobs) == 2
 
 
+def begun_anew(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What was said of epochs that are begun anew, since the last look."""
+    return [line for line in capsys.readouterr().err.splitlines() if "begun anew" in line]
+
+
+def move(policy: PolicyServer, step: int) -> None:
+    """As a roll back, which lets the keys of later steps go, or another program's train call."""
+    policy.steps["demo/agent"] = step
+    forgotten = [key for key, made in policy.jobs.items() if made > step]
+    for key in forgotten:
+        del policy.jobs[key], policy.bodies[key]
+
+
+@pytest.mark.parametrize("step", [0, 2])
+async def test_an_epoch_that_was_cut_is_begun_anew_where_the_model_has_moved(
+    policy: PolicyServer, make_file: MakeFile, capsys: pytest.CaptureFixture[str], step: int
+) -> None:
+    file = make_file(eval__general__max_concurrency=1)
+    await run_until(policy, file, 8 + 3)
+    move(policy, step)
+    assert len(await art.finetune.run(file)) == 1
+    (line,) = begun_anew(capsys)
+    assert "epoch 2" in line and f"step {step}" in line and "2 finished rollouts" in line
+    assert len(policy.asked) == 8 + 3 + 8 and policy.steps["demo/agent"] == step + 1
+    assert policy.trained[-1]["expected_step"] == step
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+async def test_an_epoch_whose_train_call_may_have_been_made_asks_for_its_job_first(
+    policy: PolicyServer,
+    make_file: MakeFile,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    step: int,
+) -> None:
+    await art.finetune.run(make_file(), {"finetuning.num_epochs": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(art.finetune.ArtTrainer, "_finish_epoch", die)
+        with pytest.raises(KeyboardInterrupt):
+            await art.finetune.run(make_file())
+    move(policy, step)  # back to the epoch's step 1: trained again from its rollouts; on to 3: it was trained already
+    assert len(await art.finetune.run(make_file())) == 1
+    assert len(begun_anew(capsys)) == (step == 0)
+    assert len(policy.asked) == (24 if step == 0 else 16)
+    assert policy.steps["demo/agent"] == {0: 1, 1: 2, 3: 3}[step]
+
+
+REFUSED = [
+    *(
+        Answer(status, {"error": {"message": "no", "code": "refused"}})
+        for status in (400, 401, 404, 409, 413, 422, 500)
+    ),
+    *({"message": "no", "code": code, "retryable": code == "trainer_died"} for code in ("cancelled", "trainer_died")),
+]
+
+
+@pytest.mark.parametrize(
+    "refusal", REFUSED, ids=lambda refusal: refusal["code"] if isinstance(refusal, dict) else str(refusal.status)
+)
+async def test_a_mended_program_trains_after_an_epoch_that_cannot_be_trained(
+    policy: PolicyServer, make_file: MakeFile, capsys: pytest.CaptureFixture[str], refusal: Any
+) -> None:
+    """The first start ends with the error, the second asks once more and then begins the epoch anew."""
+    train = policy.train
+
+    def strict(request: Any, model: str) -> Answer:
+        is_broken = b"broken" in request.body
+        if is_broken and isinstance(refusal, Answer):
+            return refusal
+        policy.job_error = refusal if is_broken else None
+        return train(request, model)
+
+    policy.train = strict  # type: ignore[method-assign]
+    policy.answer = lambda question, number: ("yes", "broken")[number % 2]
+    with pytest.raises(FinetuneError, match="epoch 1 was not trained"):
+        await art.finetune.run(make_file())
+    assert not begun_anew(capsys)
+    policy.answer = lambda question, number: ("yes", "no")[number % 2]
+    assert len(await art.finetune.run(make_file())) == 2
+    (line,) = begun_anew(capsys)
+    assert "8 finished rollouts" in line and policy.steps["demo/agent"] == 2
+    assert len(await art.finetune.run(make_file(), {"finetuning.num_epochs": 3})) == 1 and not begun_anew(capsys)
+
+
+async def test_rollouts_are_kept_while_the_server_only_asks_to_wait(
+    policy: PolicyServer, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(art, "Backend", functools.partial(art.Backend, reconnect_seconds=0))
+    full = Answer(429, {"error": {"message": "full", "code": "queue_full", "retryable": True}})
+    policy.on("POST", "/api/models/demo/agent/train", full)
+    for _ in range(2):
+        with pytest.raises(FinetuneError, match="full"):
+            await art.finetune.run(make_file())
+    policy.routes.clear()
+    policy.on("GET", "/health", Answer(body={"status": "ok"}))
+    assert len(await art.finetune.run(make_file())) == 2
+    assert len(policy.asked) == 16 and not begun_anew(capsys)
+
+
+async def test_finished_rollouts_whose_answers_the_server_lost_are_sampled_anew(
+    policy: PolicyServer, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = make_file(eval__general__max_concurrency=1, finetuning__num_epochs=1)
+    await run_until(policy, file, 6)
+    policy.sessions.clear()
+    await art.finetune.run(file)
+    assert "5 finished rollouts were sampled anew" in capsys.readouterr().err
+    assert len(policy.asked) == 6 + 8
+    answers = [
+        len(each["messages_and_choices"]) for group in policy.trained[0]["groups"] for each in group["trajectories"]
+    ]
+    assert answers == [2] * 8
+
+
 async def test_another_configuration_is_refused_and_more_epochs_are_not(
     policy: PolicyServer, folder: Path, make_file: MakeFile
 ) -> None:
@@ -586,6 +701,20 @@ async def test_a_killed_validation_samples_only_what_is_missing(
     assert len(policy.asked) == 3 + 2 + 8 + 4, "of the first validation the one that was in flight again"
     validations = json.loads((folder / "out" / "validation_history.json").read_text())
     assert [row["num_examples"] for row in validations] == [4, 4]
+
+
+async def test_a_validation_that_was_cut_holds_answers_of_one_step(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    validation = {"dataset": "rows.json"}
+    file = make_file(eval__general__max_concurrency=1, finetuning__validation=validation, finetuning__num_epochs=1)
+    await run_until(policy, file, 3)
+    move(policy, 5)
+    await art.finetune.run(file)
+    assert "2 finished rollouts were sampled anew" in capsys.readouterr().err
+    assert len(policy.asked) == 3 + 4 + 8 + 4
+    (first, _) = json.loads((folder / "out" / "validation_history.json").read_text())
+    assert first["step"] == 5
 
 
 async def test_a_failed_validation_has_a_reason_and_no_reward(

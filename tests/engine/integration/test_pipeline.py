@@ -1,5 +1,6 @@
 """A pipeline on a real vLLM, whose program is killed: no group twice, none too old, each token with its step."""
 
+import itertools
 import json
 import math
 import os
@@ -9,8 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import art
 from tests.live import PROJECT, Server, done_jobs
-from tests.pipeline_program import check_steps
+from tests.pipeline_program import check_steps, roll_group
+from tests.refusals import refused
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -42,3 +47,36 @@ def test_a_killed_pipeline_goes_on_within_its_bound(server: Server, tmp_path: Pa
         "tokens of one job were sampled by several steps"
     )
     assert all(job["report"]["turns"].keys() <= {"ledger"} for job in jobs)
+
+
+@pytest.mark.anyio
+async def test_a_program_that_was_mended_trains_at_its_next_start(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It had the message in place of the choice, and its other finished group has, too."""
+
+    async def broken(model: art.TrainableModel, number: int, config: dict[str, Any]) -> art.TrajectoryGroup:
+        group = await roll_group(model, number, config)
+        for trajectory in group:
+            choice: Any = trajectory.messages_and_choices[-1]
+            trajectory.messages_and_choices[-1] = choice.message.model_dump(exclude_none=True)
+        return group
+
+    async with art.Backend(server.url) as backend:
+        backend._log_dir = tmp_path / "logs"
+        model = art.TrainableModel(name="mended", project=PROJECT, base_model="art/tiny")
+        await model.register(backend)
+
+        async def start(rollout_fn: Any, num_steps: int) -> None:
+            numbers, config = itertools.count(), dict[str, Any]()
+            await art.PipelineTrainer(
+                model, backend, rollout_fn, numbers, config, groups_per_step=1, max_steps=num_steps
+            ).train()
+
+        with refused(art.ArtStatusError, "no_trainable_turn", "groups"):
+            await start(broken, 1)
+        await start(roll_group, 1)
+        await start(roll_group, 2)
+        assert await model.get_step() == 2
+    assert sum("given up" in record.getMessage() for record in caplog.records) == 1
+    check_steps(done_jobs(server, PROJECT, "mended"), server.model_dir("mended"), {"steps": 2, "groups": 1, "bound": 1})

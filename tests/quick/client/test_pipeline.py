@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import sqlite3
 import sys
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
@@ -13,22 +14,36 @@ import pytest
 import art
 from art.pacing import Open
 from art.pipeline_file import PipelineFile
+from art_server.jobs.backoff import DIED
+from tests.error_codes import Refusal, job_errors, refusals
 from tests.fake_server import Answer, FakeArt, Request
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
 MODEL = "demo/agent"
+FORMAT_1 = """
+CREATE TABLE pipeline (id TEXT NOT NULL, first_step INTEGER NOT NULL, evaluated INTEGER, job INTEGER, job_config TEXT);
+CREATE TABLE groups (number INTEGER PRIMARY KEY, began INTEGER NOT NULL, job INTEGER, body TEXT);
+PRAGMA user_version = 1;
+"""
+"""The file of a pipeline at commit 72080d0."""
+
+
+BROKEN = "what a broken program sampled"
 
 
 class JobServer(FakeArt):
-    """Each key is one job. Jobs end when `hold` is set, if there is one."""
+    """Each key is one job. Jobs end when `hold` is set, if there is one. What a broken program sampled is answered with
+    `refusal`, or its job ends in `fault`, whenever it comes again."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: dict[str, tuple[bytes, str]] = {}
         """By key the body and the id of a job."""
         self.hold: asyncio.Event | None = None
+        self.refusal: Refusal | None = None
+        self.fault: dict[str, Any] | None = None
 
     def _answer(self, request: Request) -> Answer:
         answer = super()._answer(request)
@@ -37,6 +52,11 @@ class JobServer(FakeArt):
 
     def train(self, request: Request, model: str) -> Answer:
         key = request.headers["idempotency-key"]
+        is_broken = BROKEN.encode() in request.body
+        if is_broken and self.refusal is not None:
+            detail = {"message": "no", "code": self.refusal.code, "retryable": self.refusal.is_retryable}
+            return Answer(self.refusal.status, "a proxy's page" if self.refusal.code == "error" else {"error": detail})
+        self.job_error = self.fault if is_broken else None
         if key not in self.made:
             answer = super().train(request, model)
             if answer.status != 200:
@@ -47,8 +67,9 @@ class JobServer(FakeArt):
         return Answer(lines=[{"event": "accepted", "job_id": job_id}], hang_up=True)
 
     def numbers(self) -> list[list[int]]:
-        """The scenarios of each job, in the order of the jobs."""
-        bodies = [body.split(b"\n")[1:] for body, _ in self.made.values()]
+        """The scenarios of each job that made a step, in the order of the jobs."""
+        done = [body for body, job_id in self.made.values() if self.ended[job_id]["event"] == "done"]
+        bodies = [body.split(b"\n")[1:] for body in done]
         return [[json.loads(line)["metadata"]["number"] for line in lines] for lines in bodies]
 
 
@@ -285,21 +306,113 @@ async def test_a_group_that_no_job_can_contain_is_an_error_of_its_field(
     assert not server.made
 
 
-async def test_groups_of_a_job_that_failed_for_good_are_sampled_again(
-    server: JobServer, model: art.TrainableModel
+async def broken(model: art.TrainableModel, number: int, config: Any) -> art.TrajectoryGroup:
+    sampled = group(number)
+    for trajectory in sampled:
+        trajectory.metadata["text"] = BROKEN
+    return sampled
+
+
+async def end_with_an_error(run: Any, kind: type[Exception] = art.ArtError) -> None:
+    """Trains until the error of a broken program, when other finished groups wait in its file."""
+    with pytest.raises(kind):
+        await run.train()
+
+
+def given_up(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was said of groups that are given up, since the last look."""
+    lines = [record.getMessage() for record in caplog.records if "given up" in record.getMessage()]
+    caplog.clear()
+    return lines
+
+
+async def check_that_a_mended_program_trains(
+    server: JobServer, model: art.TrainableModel, caplog: pytest.LogCaptureFixture, **broken_arguments: Any
 ) -> None:
-    server.job_error = {"message": "the job was cancelled", "code": "cancelled"}
-    with pytest.raises(art.ArtJobError, match="cancelled"):
-        await pipeline(model, rollout, range(2)).train()
-    server.job_error, server.made = None, {}
-    sampled: list[int] = []
+    """Its second start trains, and says once what was given up; its third goes on. The server asserts that a key has one body."""
+    one = {"groups_per_step": 1}
+    await end_with_an_error(pipeline(model, broken, range(2), **one, **broken_arguments), Exception)
+    assert not server.numbers() and not given_up(caplog)
+    await pipeline(model, rollout, range(2), **one).train()
+    assert sorted(server.numbers()) == [[0], [1]]
+    (line,) = given_up(caplog)
+    assert "sampled again" in line
+    await pipeline(model, rollout, range(3), **one).train()
+    assert sorted(server.numbers()) == [[0], [1], [2]] and not given_up(caplog)
 
-    async def watched(model: art.TrainableModel, number: int, config: Any) -> art.TrajectoryGroup:
-        sampled.append(number)
-        return group(number)
 
-    await pipeline(model, watched, range(2)).train()
-    assert sampled == [0, 1] and server.numbers() == [[0, 1]]
+@pytest.mark.parametrize(
+    "refusal",
+    [each for each in refusals() if not each.is_retryable and each.code != "step_moved"],
+    ids=lambda refusal: f"{refusal.status}-{refusal.code}",
+)
+async def test_a_mended_program_trains_after_each_refusal(
+    server: JobServer, model: art.TrainableModel, caplog: pytest.LogCaptureFixture, refusal: Refusal
+) -> None:
+    """step_moved is no fault of the groups: `test_a_model_that_another_program_trains_is_refused`."""
+    server.refusal = refusal
+    await check_that_a_mended_program_trains(server, model, caplog)
+
+
+@pytest.mark.parametrize(("code", "is_retryable"), [*((code, False) for code in job_errors()), (DIED, True)])
+async def test_a_mended_program_trains_after_each_failure_of_a_job(
+    server: JobServer, model: art.TrainableModel, caplog: pytest.LogCaptureFixture, code: str, is_retryable: bool
+) -> None:
+    server.fault = {"message": f"because of {code}", "code": code, "retryable": is_retryable}
+    await check_that_a_mended_program_trains(server, model, caplog)
+
+
+async def test_a_mended_program_trains_after_a_configuration_that_no_request_can_have(
+    server: JobServer, model: art.TrainableModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = art.TrainConfig(learning_rate=[1e-3], passes=2)
+    await check_that_a_mended_program_trains(server, model, caplog, train_config=config)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [each for each in refusals() if each.is_retryable],
+    ids=lambda refusal: f"{refusal.status}-{refusal.code}",
+)
+async def test_nothing_is_given_up_that_waiting_helps(
+    server: JobServer, model: art.TrainableModel, caplog: pytest.LogCaptureFixture, refusal: Refusal
+) -> None:
+    model.backend()._connection._reconnect_seconds = 0  # type: ignore[attr-defined]
+    server.refusal = refusal
+    for _ in range(2):
+        await end_with_an_error(pipeline(model, broken, range(2)), art.ArtStatusError)
+    server.refusal = None
+    await pipeline(model, rollout, range(2)).train()
+    assert server.numbers() == [[0, 1]] and not given_up(caplog)
+    (body, _) = next(iter(server.made.values()))
+    assert BROKEN.encode() in body, "the stored groups"
+
+
+async def test_a_server_that_was_mended_trains_what_it_refused(server: JobServer, model: art.TrainableModel) -> None:
+    """Started again with a larger --max-body-mb, say."""
+    server.refusal = Refusal(413, "body_too_large", False)
+    await end_with_an_error(pipeline(model, broken, range(2)))
+    server.refusal = None
+    await pipeline(model, rollout, range(2)).train()
+    (body, _) = next(iter(server.made.values()))
+    assert server.numbers() == [[0, 1]] and BROKEN.encode() in body
+
+
+async def test_the_file_of_an_earlier_version_ends_its_job_under_its_key(
+    server: JobServer, model: art.TrainableModel, tmp_path: Path
+) -> None:
+    file = tmp_path / ".pipelines" / "demo" / "agent.sqlite"
+    file.parent.mkdir(parents=True)
+    database = sqlite3.connect(file)
+    database.executescript(FORMAT_1)
+    database.execute("INSERT INTO pipeline VALUES ('earlier', 0, NULL, 0, '{}')")
+    bodies = [(number, 0, 0, group(number).model_dump_json(warnings=False)) for number in (0, 1)]
+    database.executemany("INSERT INTO groups VALUES (?, ?, ?, ?)", bodies)
+    database.commit()
+    database.close()
+    await pipeline(model, rollout, range(4)).train()
+    assert server.numbers() == [[0, 1], [2, 3]]
+    assert next(iter(server.made)) == "earlier-0"
 
 
 async def test_evaluations_sample_their_step_while_training_goes_on(
@@ -318,6 +431,26 @@ async def test_evaluations_sample_their_step_while_training_goes_on(
     assert evaluated == [(f"{MODEL}@{step}", step, "the config") for step in (0, 2, 4)]
     logged = [each.json() for each in server.sent("POST", f"/api/models/{MODEL}/log")]
     assert [(each["step"], each["split"]) for each in logged] == [(0, "val"), (0, "test"), (2, "val"), (4, "val")]
+
+
+async def test_a_step_that_was_deleted_before_its_evaluation_is_left_out(
+    server: JobServer, model: art.TrainableModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluated: list[int] = []
+
+    async def evaluate(model: art.TrainableModel, step: int, config: Any) -> Any:
+        if step == 2:
+            await until(lambda: server.steps[MODEL] == 6)
+            raise LookupError("stopped")
+        evaluated.append(step)
+        return [art.Trajectory(reward=1.0)]
+
+    arguments = {"eval_fn": evaluate, "eval_every_n_steps": 2}
+    with pytest.raises(LookupError, match="stopped"):
+        await pipeline(model, rollout, range(20), max_steps=6, **arguments).train()
+    server.deleted.add(2)  # by the server's --keep-last, or by the program
+    await pipeline(model, rollout, range(20), max_steps=6, **arguments).train()
+    assert evaluated == [0, 4, 6] and "step 2 is not evaluated" in caplog.text
 
 
 async def test_a_failed_evaluation_ends_the_run(model: art.TrainableModel) -> None:

@@ -59,11 +59,18 @@ class House:
         key: str | None = None,
         reward: float = 0.25,
         sampled_step: int | None = None,
+        expected_step: int | None = None,
     ) -> str:
         payload = Payload.make(Batch(groups=[]), pack_rows([{"trajectories": []}]))
         report = JobReport(sampled_steps={} if sampled_step is None else {sampled_step: 8})
         metrics = {"train/reward": reward}
-        return self.queue.insert("p", name, key, "digest", TrainConfig(), payload, report, metrics).job_id
+        request = ("p", name, key, "digest", TrainConfig(), payload, report, metrics)
+        job = self.queue.insert(
+            *request,
+            expected_step=expected_step,
+            newest_step=lambda: self.registry.get("p", name).folder.newest_step(),
+        )
+        return job.job_id
 
     def state(self, job: str) -> str:
         return self.queue.get(job).state

@@ -3,7 +3,7 @@ import json
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -74,21 +74,89 @@ def test_a_payload_is_the_batch_and_the_trajectories_as_they_are_read_later() ->
     assert json.loads(line)["trajectories"][0]["reward"] == 1.0
 
 
+NO_ROOM = ErrorDetail(message="no room", code="trainer_died", retryable=True)
+
+
 def test_a_failed_job_runs_again_as_long_as_its_payload_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = JobQueue(tmp_path / "jobs.sqlite")
     job = add(queue, "k")
-    assert not queue.revive(job.job_id), "it has not failed"
-    queue.set_failed(job.job_id, ErrorDetail(message="no room", retryable=True))
+
+    def revived() -> Job | None:
+        return queue.revive("p", "a", "k", lambda: 0)
+
+    assert revived() is None, "it has not failed"
+    queue.set_failed(job.job_id, NO_ROOM)
     queue.prune()
-    assert queue.revive(job.job_id) and queue.get(job.job_id).state == "queued"
+    again = revived()
+    assert again is not None and (again.job_id, again.state) == (job.job_id, "queued")
     assert queue.batch(job.job_id) == PAYLOAD.batch
-    queue.set_failed(job.job_id, ErrorDetail(message="no room", retryable=True))
+    queue.set_failed(job.job_id, NO_ROOM)
     later = clock.now() + queue_module.FAILED_PAYLOAD_SECONDS + 1
     monkeypatch.setattr(clock, "now", lambda: later)
     queue.prune()
-    assert not queue.revive(job.job_id) and queue.get(job.job_id).state == "failed"
+    assert revived() is None and queue.get(job.job_id).state == "failed"
+    assert add(queue, "k").job_id != job.job_id, "the same request is a new job, and not refused for ever"
+
+
+def test_the_key_of_a_job_that_failed_for_good_stays_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = JobQueue(tmp_path / "jobs.sqlite")
+    job = add(queue, "k")
+    queue.set_failed(job.job_id, ErrorDetail(message="not a number", code="non_finite"))
+    later = clock.now() + queue_module.FAILED_PAYLOAD_SECONDS + 1
+    monkeypatch.setattr(clock, "now", lambda: later)
+    queue.prune()
+    assert add(queue, "k").job_id == job.job_id
+
+
+def test_a_failed_job_runs_again_only_where_a_new_one_would_be_accepted(tmp_path: Path) -> None:
+    """The checks of `insert`, at each step of the model."""
+    queue = JobQueue(tmp_path / "jobs.sqlite", max_queued=2)
+    newest = 3
+
+    def put(key: str, name: str = "a", expected_step: int | None = 3) -> Job:
+        request = ("p", name, key, f"of {key}", TrainConfig(), PAYLOAD, JobReport())
+        return queue.insert(*request, expected_step=expected_step, newest_step=lambda: newest)
+
+    def fail(key: str, **more: Any) -> str:
+        job = put(key, **more).job_id
+        queue.set_failed(job, NO_ROOM)
+        return job
+
+    def revived(key: str) -> Job | None:
+        return queue.revive("p", "a", key, lambda: newest)
+
+    failed, free = fail("k"), fail("free", expected_step=None)
+    other = put("other")
+    with refused(Conflict, "step_moved", "expected_step"):
+        revived("k")
+    queue.set_running(other.job_id, 4)
+    queue.set_done(other.job_id, {}, JobReport())
+    newest = 4
+    for _ in range(2):
+        with refused(Conflict, "step_moved", "expected_step"):
+            put("new")
+        with refused(Conflict, "step_moved", "expected_step"):
+            revived("k")
+        assert queue.get(failed).state == "failed"
+        queue.close()
+        queue = JobQueue(tmp_path / "jobs.sqlite", max_queued=2)
+    newest = 3  # rolled back
+    more = [put(name, name=name).job_id for name in ("x", "y")]
+    with refused(TooMany, "queue_full"):
+        revived("k")
+    queue.set_cancelled(more[0], is_running=False)
+    job = revived("k")
+    assert job is not None and (job.job_id, job.state) == (failed, "queued")
+    queue.set_cancelled(more[1], is_running=False)
+    newest = 7
+    job = revived("free")
+    assert job is not None and job.job_id == free, "it may train any step"
+    queue.set_failed(free, NO_ROOM)
+    queue.forget_keys("p", "a")  # the model was deleted
+    assert revived("free") is None
+    queue.close()
 
 
 def test_a_full_queue_takes_no_more(tmp_path: Path) -> None:
@@ -108,10 +176,12 @@ def test_a_job_that_must_be_alone_is_refused_beside_another(tmp_path: Path) -> N
     checked: list[str] = []
 
     def add_alone(name: str, key: str | None = None) -> Job:
-        return queue.insert(
-            *("p", name, key, "d", TrainConfig(), PAYLOAD, JobReport()),
-            check_alone=lambda: checked.append(name),
-        )
+        def step() -> int:
+            checked.append(name)
+            return 3
+
+        request = ("p", name, key, "d", TrainConfig(), PAYLOAD, JobReport())
+        return queue.insert(*request, expected_step=3, newest_step=step)
 
     first = add_alone("a", key="k")
     add_alone("b")
@@ -122,6 +192,18 @@ def test_a_job_that_must_be_alone_is_refused_beside_another(tmp_path: Path) -> N
     queue.set_done(first.job_id, {}, JobReport())
     assert add_alone("a", key="k").job_id == first.job_id
     assert checked == ["a", "b"]
+
+
+def test_no_job_is_moved_before_one_that_expects_the_models_step(tmp_path: Path) -> None:
+    queue = JobQueue(tmp_path / "jobs.sqlite")
+    request = ("p", "a", "k", "d", TrainConfig(), PAYLOAD, JobReport())
+    alone = queue.insert(*request, expected_step=0).job_id
+    behind, other = add(queue).job_id, add(queue, name="b").job_id
+    for job, before in ((behind, alone), (alone, None)):
+        with refused(Conflict, "step_moved", "expected_step"):
+            queue.move(job, before)
+    queue.move(other, before=alone)
+    assert [waiting.job_id for waiting in queue.waiting()] == [other, alone, behind]
 
 
 def test_jobs_are_moved_and_listed_in_their_order(tmp_path: Path) -> None:
@@ -212,7 +294,7 @@ def test_the_jobs_of_an_earlier_server_go_on(tmp_path: Path) -> None:
         assert queue.find_key("p", "a", "running", "digest") == found["running"]
         queue.close()
     queue = JobQueue(file)
-    assert queue.revive("failed") and queue.set_running("first", 1)
+    assert queue.revive("p", "a", "failed", lambda: 0) is not None and queue.set_running("first", 1)
     assert [each.job_id for each in queue.waiting()][:3] == ["running", "first", "failed"]
     assert add(queue, "k").job_id == queue.waiting()[-1].job_id
     queue.close()
@@ -224,7 +306,7 @@ def test_a_table_without_virtual_times_gets_them(tmp_path: Path) -> None:
     job = add(queue, "k")
     queue.close()
     database = sqlite3.connect(file)
-    for column in ("num_tokens", "begins", "ends", "seconds"):
+    for column in ("num_tokens", "begins", "ends", "seconds", "expected_step"):
         database.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
     database.execute("PRAGMA user_version=1")
     database.close()

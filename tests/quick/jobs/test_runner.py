@@ -184,6 +184,18 @@ async def test_a_trainer_that_dies_again_and_again_ends_a_job_with_half_the_toke
         assert await house.wait(job) == ["done"]
 
 
+async def test_a_repeated_request_does_not_run_a_failed_job_at_another_step(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as house:
+        job = house.add_job("a", key="k", expected_step=0)
+        house.trainer.events = [TrainerDied("killed")] * 4
+        assert await house.wait(job) == ["failed"]
+        assert await house.wait(house.add_job("a", key="other")) == ["done"]
+        model = house.registry.get("p", "a")
+        with refused(Conflict, "step_moved", "expected_step"):
+            await house.runner.find_repeated(model, "k", "digest")
+        assert house.state(job) == "failed" and model.step == 1
+
+
 async def test_only_deaths_of_the_trainer_lower_the_tokens(tmp_path: Path) -> None:
     async with running(tmp_path, "a") as house:
         job = house.add_job("a")

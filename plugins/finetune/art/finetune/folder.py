@@ -7,7 +7,7 @@ dies. All other files are made from the record, and again at the next start. Dra
 import contextlib
 import fnmatch
 import json
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from io import BytesIO
 from itertools import count
 from pathlib import Path
@@ -56,6 +56,8 @@ class Folder:
             known = {key: row for key, row in known.items() if row.split != "val"}
         self.rollouts = known
         """What an earlier process finished of the unfinished epoch, by split, row and generation."""
+        self.num_lost = 0
+        """Of these, rollouts that had to be sampled anew."""
         self.save(epochs=state.epochs)  # the record first: other files without it are those of another program
         write_whole(path / CONFIG_FILE, _yaml(state.config))
 
@@ -79,8 +81,19 @@ class Folder:
 
     def forget_failed_rollouts(self) -> None:
         """The next process tries them again."""
+        self._keep_rollouts(lambda row: row.error is None)
+
+    def forget_epoch(self) -> int:
+        """Forgets the rollouts that the unfinished epoch would train, and that it was begun. Returns their number."""
+        epoch, known = len(self.state.epochs), self.rollouts
+        self.rollouts = {key: row for key, row in known.items() if row.split != "train"}
+        self._keep_rollouts(lambda row: row.epoch != epoch or row.split != "train")
+        self.save(step=None)
+        return len(known) - len(self.rollouts)
+
+    def _keep_rollouts(self, is_kept: Callable[[RolloutRow], bool]) -> None:
         lines = (self.path / ROLLOUTS_FILE).read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if RolloutRow.model_validate_json(line).error is None]
+        kept = [line for line in lines if is_kept(RolloutRow.model_validate_json(line))]
         write_whole(self.path / ROLLOUTS_FILE, b"".join(kept))
 
 

@@ -45,6 +45,10 @@ class RolloutRow(Record):
     """The id under which the server has its requests."""
     split: str = "train"
     """Or val: before that epoch."""
+    model: str | None = None
+    """Of a validation: the name, with its step, that was evaluated."""
+    num_answers: int = 1
+    """That can be trained."""
     reward: float | None = None
     metrics: dict[str, float | int | bool] = {}
     turn_rewards: list[float | None] | None = None
@@ -117,6 +121,8 @@ class State(Record):
     validations: list[ValidationRow] = []
     step: int | None = None
     """The model's step before the unfinished epoch; None: that was not begun."""
+    is_submitted: bool = False
+    """Whether the server may have a job of the unfinished epoch."""
     num_failed_jobs: int = 0
     """Of the unfinished epoch."""
 

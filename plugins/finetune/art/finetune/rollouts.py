@@ -8,10 +8,10 @@ from typing import Any
 
 import art
 from art.contained import contained
-from art.finetune.agent import reason_of, seed_of
+from art.finetune.agent import num_answers, reason_of, seed_of
 from art.finetune.errors import RolloutFailed
 from art.finetune.history import RolloutRow
-from art.finetune.interfaces import Run, TrajectoryBuilder, TrajectoryCollection
+from art.finetune.interfaces import Run, TrajectoryBuilder, TrajectoryCollection, say
 from art.finetune.scoring import finite
 
 NAME_FIELDS = {"epoch", "row", "generation", "session"}
@@ -36,7 +36,7 @@ class ArtTrajectoryBuilder(TrajectoryBuilder):
             rollouts = [self._rollout(epoch, place, each) for each in range(run.config.builder.num_generations)]
             groups.append(art.TrajectoryGroup(rollouts, metadata={"row": run.rows[place].id}))
         try:
-            return await art.gather_trajectory_groups(
+            sampled = await art.gather_trajectory_groups(
                 groups,
                 pbar_desc=f"epoch {epoch + 1}",
                 max_exceptions=run.config.finetuning.max_exceptions,
@@ -46,6 +46,8 @@ class ArtTrajectoryBuilder(TrajectoryBuilder):
         except Exception:
             run.folder.forget_failed_rollouts()  # else they would end the next process too
             raise
+        report_lost(run)
+        return sampled
 
     async def _rollout(self, epoch: int, place: int, generation: int) -> art.Trajectory:
         run, row = self.context, self.context.rows[place]
@@ -78,7 +80,8 @@ class ArtTrajectoryBuilder(TrajectoryBuilder):
 async def play_once(
     run: Run, model: art.TrainableModel, name: RolloutRow, play: Callable[[], Awaitable[art.Trajectory]]
 ) -> tuple[art.Trajectory, RolloutRow]:
-    """The trajectory of a rollout that an earlier process finished, or else of a new one, which is kept; and its row.
+    """The trajectory of a rollout that an earlier process finished, or else of a new one, which is kept; and its row. A finished
+    one is sampled anew if the server has lost answers of it, or if it was a validation of another step.
 
     Raises:
         RolloutFailed: it failed in the earlier process.
@@ -86,7 +89,11 @@ async def play_once(
     """
     known = run.folder.rollouts.get((name.split, name.row, name.generation))
     if known is not None and known.epoch == name.epoch:
-        return await restore(model, known), known
+        if known.model == name.model:
+            trajectory = await restore(model, known)
+            if num_answers(trajectory) >= known.num_answers:
+                return trajectory, known
+        run.folder.num_lost += 1
     try:
         with contained("the rollout"):
             trajectory = await play()
@@ -97,13 +104,23 @@ async def play_once(
     return trajectory, name
 
 
+def report_lost(run: Run) -> None:
+    """Says how many finished rollouts were sampled anew since the last call."""
+    if run.folder.num_lost:
+        say(
+            f"{run.folder.num_lost} finished rollouts were sampled anew: the server no longer has their answers, or the model "
+            "that they evaluated is at another step"
+        )
+    run.folder.num_lost = 0
+
+
 def keep(run: Run, name: RolloutRow, trajectory: art.Trajectory) -> None:
     score: dict[str, Any] = trajectory.model_dump(include={"reward", "metrics", "turn_rewards"})
-    run.folder.add_rollout(name.model_copy(update=score))
+    run.folder.add_rollout(name.model_copy(update=score | {"num_answers": num_answers(trajectory)}))
 
 
 async def restore(model: art.TrainableModel, known: RolloutRow) -> art.Trajectory:
-    """A finished rollout, whose conversations the server has."""
+    """A finished rollout, with the answers of it that the server has."""
     if known.error is not None:
         raise RolloutFailed(known.error)
     trajectory = await art.rollout(model, known.session).trajectory(known.reward or 0.0, metadata={"row": known.row})

@@ -1,7 +1,8 @@
 """Training: the adapter that calls `model.train` (`openpipe_art_trainer_adapter`), and the trainer that runs the epochs
 (`openpipe_art_trainer`).
 
-A killed run repeats its last train call with the same idempotency key and the same groups, and gets the same job.
+A killed run repeats its last train call with the same idempotency key and the same groups, and gets the same job. If the server
+refuses to train what an earlier process sampled, or the model has moved meanwhile, the unfinished epoch is begun anew.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from art.finetune.interfaces import (
     say,
 )
 from art.finetune.losing import is_lost, server_lost
-from art.finetune.rollouts import play_once
+from art.finetune.rollouts import play_once, report_lost
 from art.finetune.rows import Row
 from art.gather import is_informative
 from art_protocol.signal import has_signal
@@ -62,8 +63,11 @@ class ArtTrainerAdapter(TrainerAdapter):
         threading.Thread(target=importlib.import_module, args=("art.finetune.plot",)).start()
         try:
             result = await self._training
-        except (art.ArtJobError, art.ArtStatusError) as error:
-            return TrainingJobStatus(ref.run_id, TrainingStatusEnum.FAILED, message=str(error))
+        except (art.ArtJobError, art.ArtStatusError, ValueError) as error:
+            passes = isinstance(error, art.ArtStatusError) and error.retryable
+            return TrainingJobStatus(
+                ref.run_id, TrainingStatusEnum.FAILED, message=str(error), metadata={"passes": passes}
+            )
         num_unnamed = result.report.num_unnamed_requests
         metadata: dict[str, Any] = {"step": result.step, "metrics": result.metrics, "num_unnamed_requests": num_unnamed}
         if result.report.num_trajectories:
@@ -89,12 +93,16 @@ class ArtTrainer(Trainer):
                 status = TrainingJobStatus(folder.state.run_id, TrainingStatusEnum.COMPLETED, message=message)
             else:
                 status = await self.adapter.wait_until_complete(ref)
-            if status.status is not TrainingStatusEnum.COMPLETED:
-                # The server answers a call with the same key with the job that failed.
-                folder.save(num_failed_jobs=folder.state.num_failed_jobs + 1)
+            if status.status is TrainingStatusEnum.COMPLETED:
+                await self._finish_epoch(status)
+                statuses.append(status)
+                continue
+            # The server answers a call with the same key with the job that failed.
+            folder.save(num_failed_jobs=folder.state.num_failed_jobs + 1, is_submitted=False)
+            is_of_this_process = not any(row.split == "train" for row in folder.rollouts.values())
+            if is_of_this_process or status.metadata.get("passes"):
                 raise FinetuneError(f"epoch {epoch + 1} was not trained: {status.message}")
-            await self._finish_epoch(status)
-            statuses.append(status)
+            self._begin_anew(status.message)
         await self.validate(len(folder.state.epochs))
         return statuses
 
@@ -102,10 +110,21 @@ class ArtTrainer(Trainer):
         """Whether the run ends with its newest epoch, before `num_epochs`: a subclass may stop early."""
         return False
 
+    def _begin_anew(self, reason: str | None) -> None:
+        folder = self.context.folder
+        num_rollouts = folder.forget_epoch()
+        say(
+            f"epoch {len(folder.state.epochs) + 1} is begun anew, and {num_rollouts} finished rollouts of an earlier start are "
+            f"given up: {reason}"
+        )
+
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         run = self.context
+        began, step = run.folder.state.step, await run.model.get_step()
+        if began not in (None, step) and not run.folder.state.is_submitted:
+            self._begin_anew(f"they were sampled at step {began}, and the model is at step {step}")
         if run.folder.state.step is None:  # else a killed run began the epoch
-            run.folder.save(step=await run.model.get_step())
+            run.folder.save(step=step)
         meta: dict[str, Any] = {"epoch": epoch, "rows": self._rows_of(epoch), "step": run.folder.state.step}
         await self.builder.start_run(run_id, meta)
         self._sampled = sampled = replace(await self.builder.finalize(run_id, meta), meta=meta)
@@ -117,6 +136,7 @@ class ArtTrainer(Trainer):
         self._chosen = chosen if _have_signal(selected) else []
         if not self._chosen:
             return None
+        run.folder.save(is_submitted=True)
         return await self.adapter.submit(replace(sampled, trajectories=selected))
 
     def _rows_of(self, epoch: int) -> list[int]:
@@ -140,7 +160,8 @@ class ArtTrainer(Trainer):
         others = [group for place, group in enumerate(self._sampled.trajectories) if place not in trained]
         if left_out := [group for group in others if len(group)]:
             await run.model.log(left_out, "left_out", step=row.step)
-        run.folder.save(epochs=[*run.folder.state.epochs, row], step=None, num_failed_jobs=0)
+        ended = {"step": None, "is_submitted": False, "num_failed_jobs": 0}
+        run.folder.save(epochs=[*run.folder.state.epochs, row], **ended)
         figures = {**status.metadata.get("metrics", {}), "epoch": row.epoch, "epoch/reward": row.avg_reward}
         self.log_progress(row.epoch, figures, str(run.folder.path))
         num_unnamed = status.metadata.get("num_unnamed_requests", 0)
@@ -193,7 +214,14 @@ class ArtTrainer(Trainer):
             session: str,
             play: Callable[[], Awaitable[art.Trajectory]],
         ) -> art.Trajectory:
-            name = RolloutRow(epoch=epoch, row=row.id, generation=number, session=session, split="val")
+            name = RolloutRow(
+                epoch=epoch,
+                row=row.id,
+                generation=number,
+                session=session,
+                split="val",
+                model=model.get_inference_name(),
+            )
             trajectory, _ = await play_once(run, model, name, play)
             return trajectory
 
@@ -217,6 +245,7 @@ class ArtTrainer(Trainer):
             row = ValidationRow(epoch=epoch, step=await run.model.get_step(), error=reason_of(error))
         else:
             row = validation_row(epoch, found)
+        report_lost(run)
         run.folder.save(validations=[*run.folder.state.validations, row])
         say(f"validation before epoch {epoch + 1}: {row.error or f'reward {row.avg_reward:.4f}'}")
 
