@@ -169,7 +169,8 @@ class BaseLoader:
                 await self._stop_trainer()  # of another base model, whose engine failed
             await self._note_facts(base)
             await asyncio.to_thread(self._ledger.use_tokenizer, base.path, base.facts)
-            self._trainer.set_base(base.path, plan)
+            # The plan is for ranks on the server's own cards.
+            self._trainer.set_base(base.path, plan if plan is not None and plan.trains else None)
             self._trained = base.path
             self._engine.start(base, requested or {}, plan)
             if self._config.ranks != 0 and (plan is None or plan.is_base_resident):
