@@ -32,6 +32,7 @@ from art_cluster.orders import (
     Welcome,
 )
 from art_cluster.placing import RayProcess
+from art_server.engine.device.assignment import check_bfloat16
 from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.fleet import Fleet
@@ -176,6 +177,10 @@ class Hosts:
                 f"{n} {greeting.versions.get(n, 'is missing')} here, {own.get(n)} there" for n in differing
             )
             return f"its packages differ from the server's ({listed}): install the same versions on both"
+        try:
+            check_bfloat16(self._config, greeting.without_bfloat16)
+        except InvalidInput as error:
+            return error.message
         try:
             async with asyncio.timeout(REACH_SECONDS):
                 _, writer = await asyncio.open_connection(greeting.address, greeting.port)

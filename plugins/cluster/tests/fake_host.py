@@ -48,6 +48,7 @@ class FakeHost:
         ranks: int = 0,
         serves: bool = False,
         has_base: bool = True,
+        without_bfloat16: str = "",
     ):
         """`folder` holds what its orders put there. Its engines answer if it `serves`, else they start for ever. Without the base
         model it downloads it for ever."""
@@ -57,7 +58,8 @@ class FakeHost:
         """What its ranks were asked."""
         self.orders: list[Order] = []
         self.refusal: str | None = None
-        self._greeting = {"name": name, "device": device, "engines": engines, "ranks": ranks}
+        self._greeting: dict[str, Any] = {"name": name, "device": device, "engines": engines, "ranks": ranks}
+        self._greeting["without_bfloat16"] = without_bfloat16
         self._folder = folder
         self._serves = serves
         self._has_base = has_base
@@ -65,7 +67,7 @@ class FakeHost:
 
     @contextlib.asynccontextmanager
     async def joined(self, url: str, key: str) -> AsyncIterator["FakeHost"]:
-        """Returns when the server has welcomed it; the block ends its connection."""
+        """Returns when the server has answered it; the block ends its connection."""
         headers = {"authorization": f"Bearer {key}"}
         async with aiohttp.ClientSession(url, headers=headers) as session, session.ws_connect(JOIN) as connection:
             with socket.create_server(("127.0.0.1", 0)) as trial:
@@ -75,7 +77,8 @@ class FakeHost:
                 greeting = Greeting(address="127.0.0.1", port=self._port, versions=versions(), **self._greeting)
                 await connection.send_str(greeting.model_dump_json())
                 answer = FROM_SERVER.validate_json(await connection.receive_str())
-                assert not isinstance(answer, Refusal), answer
+            if isinstance(answer, Refusal):
+                self.refusal = answer.reason
             obeying = asyncio.create_task(self._obey(connection))
             try:
                 yield self

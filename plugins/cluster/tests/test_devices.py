@@ -171,6 +171,17 @@ async def test_a_machine_that_cannot_compute_the_base_model_is_sent_away(
         assert [replica.name for replica in server.engine.replicas] == ["engine-gpu-0"]
 
 
+async def test_a_machine_whose_card_lacks_the_number_type_is_refused(tmp_path: Path, joins: Any) -> None:
+    old = {"engines": 1, "without_bfloat16": "Tesla T4"}
+    config = ServerConfig(path=tmp_path / "server", engines=0, ranks=0, api_keys=KEYS)
+    server = build(config, make_trainer=new_trainer)
+    async with listening(server) as url, joins(url, "one", "cuda", **old) as host:
+        assert host.refusal == "Tesla T4 has no bfloat16: start the server with --dtype float16 --trainer-dtype float32"
+    given = config.model_copy(update={"dtype": "float16", "trainer_dtype": "float32"})
+    async with listening(build(given, make_trainer=new_trainer)) as url, joins(url, "two", "cuda", **old) as host:
+        assert host.refusal is None
+
+
 async def test_a_model_that_no_machine_can_compute_is_refused(tmp_path: Path, joins: Any) -> None:
     models = bases(tmp_path / "bases")
     config = ServerConfig(path=tmp_path / "server", engines=0, ranks=0, api_keys=KEYS, exact=True)
