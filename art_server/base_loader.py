@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from art_server.engine.command import LATENT_BACKEND, seq_length
+from art_server.engine.command import check_seq_length
 from art_server.engine.device.assignment import engine_devices
+from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.device.detection import Machine
 from art_server.engine.device.figures import read_figures
 from art_server.engine.device.model_size import read_model_size
@@ -23,7 +24,7 @@ from art_server.jobs.trainer import Trainer
 from art_server.jobs.trainer_process import TrainerError
 from art_server.ledger.ledger import Ledger
 from art_server.process.shared.trainer_messages import LoadTask
-from art_server.settings import Device, ServerConfig
+from art_server.settings import ServerConfig
 from art_server.store import base_models, files
 from art_server.store.base_models import BaseModel, find_base_model
 
@@ -45,6 +46,7 @@ class BaseLoader:
         self,
         config: ServerConfig,
         machine: Machine,
+        devices: ComputingDevices,
         owner: DeviceOwner,
         engine: AnyEngine,
         trainer: Trainer,
@@ -53,6 +55,8 @@ class BaseLoader:
     ):
         self._config = config
         self._machine = machine
+        """The server's own, whose memory is planned."""
+        self._devices = devices
         self._owner = owner
         self._engine = engine
         self._trainer = trainer
@@ -165,7 +169,8 @@ class BaseLoader:
                 await self._stop_trainer()  # of another base model, whose engine failed
             await self._note_facts(base)
             await asyncio.to_thread(self._ledger.use_tokenizer, base.path, base.facts)
-            self._trainer.set_base(base.path, plan)
+            # The plan is for ranks on the server's own cards.
+            self._trainer.set_base(base.path, plan if plan is not None and plan.trains else None)
             self._trained = base.path
             self._engine.start(base, requested or {}, plan)
             if self._config.ranks != 0 and (plan is None or plan.is_base_resident):
@@ -193,14 +198,7 @@ class BaseLoader:
 
     async def _note_facts(self, base: BaseModel) -> None:
         size = await asyncio.to_thread(base_models.weight_bytes, base.path)
-        notes = [f"{size / 1e9:.2g} GB of weights", *base.facts.notes]
-        if self._machine.kind == "cpu" and base.facts.has_delta_rule:
-            notes.append("the engine computes in bfloat16, as its gated delta layers have to on a CPU")
-        if self._machine.kind == "cpu" and base.facts.has_latent_attention:
-            notes.append(
-                f"the engine's attention is {LATENT_BACKEND}, vLLM's only one for latent attention in float32 on a CPU"
-            )
-        for note in notes:
+        for note in (f"{size / 1e9:.2g} GB of weights", *base.facts.notes):
             self._progress.note(f"base model {base.name}: {note}")
 
     def _find(self, name: str) -> BaseModel:
@@ -209,10 +207,8 @@ class BaseLoader:
         small = find_base_model(name, base_models.CACHE_DIR, needs_weights=False)
         small = replace(small, template=template)
         base_models.check_trainable(small, self._config.trainer)
-        if self._machine.kind == "cpu":
-            base_models.check_on_cpu(small)
-        check_number_types(self._config, self._machine.kind, small)
-        seq_length(self._config, small, self._machine.kind)
+        self._devices.check(small)
+        check_seq_length(self._config, small)
         return replace(find_base_model(name, base_models.CACHE_DIR), template=template)
 
     async def _log_download(self, name: str) -> None:
@@ -304,20 +300,3 @@ async def cancel(task: asyncio.Task[Any] | None) -> None:
     if task is not None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def check_number_types(config: ServerConfig, device: Device, base: BaseModel) -> None:
-    """Checks that the engine can compute the model in the number type that the command line sets.
-
-    Raises:
-        InvalidInput: it cannot.
-    """
-    is_free = config.dtype in ("auto", "bfloat16") and not config.exact
-    if device == "cpu" and base.facts.has_delta_rule and not is_free:
-        flag = "--exact" if config.exact else f"--dtype {config.dtype}"
-        raise InvalidInput(
-            f"base_model '{base.name}' has gated delta layers, which vLLM computes on a CPU in bfloat16 only: start the server "
-            f"without {flag}, or on a GPU",
-            code="not_trainable",
-            param="base_model",
-        )

@@ -15,7 +15,8 @@ from fastapi import APIRouter
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints import Checkpoints
 from art_server.engine.device.assignment import check_devices, device_environment, engine_devices, rank_devices
-from art_server.engine.device.detection import Machine, detect
+from art_server.engine.device.computing import ComputingDevices
+from art_server.engine.device.detection import detect, machine_without_gpus
 from art_server.engine.device.owner import AllDevices, DeviceOwner
 from art_server.engine.engine import Engine, remove_run_dirs
 from art_server.engine.fleet import AnyEngine, Fleet
@@ -92,7 +93,7 @@ class Server:
     config: ServerConfig
     lock_file: int
     """Open while the server has its folder."""
-    machine: Machine
+    devices: ComputingDevices
     background: Background
     loop_watch: LoopWatch
     reports: Reports
@@ -198,8 +199,11 @@ def build(
     if config.cluster is not None:  # Ray places them on machines that join
         config = config.model_copy(update={"engines": 0, "ranks": 0})
     lock_file = files.lock_folder(config.server_dir)
-    machine = detect()
+    computes = config.engines > 0 or config.ranks != 0
+    machine = detect() if computes else machine_without_gpus()
     check_devices(config, machine)
+    devices = ComputingDevices(config, machine.kind)
+    limits_of = functools.partial(mismatch_limits_of, config, devices)
     children = Children(config.server_dir, config.log_dir)
     if left := children.reap():
         logger.warning("killed processes that an earlier server left running: %s", left)
@@ -213,17 +217,17 @@ def build(
     ledger = Ledger(config.server_dir / "ledger.sqlite", retention, config.splicing)
     intake = Intake(ledger, background)
 
-    def engine_on(devices: tuple[int, ...], owner: DeviceOwner, *of_fleet: Any) -> Engine:
+    def engine_on(numbers: tuple[int, ...], owner: DeviceOwner, *of_fleet: Any) -> Engine:
         return make_engine(
-            config.model_copy(update={"serve_devices": devices}),
+            config.model_copy(update={"serve_devices": numbers}),
             machine.kind,
-            device_environment(devices, machine),
+            device_environment(numbers, machine),
             owner,
             children,
             intake.receiver(),
             lambda: gate.num_inside > 0,
             background,
-            functools.partial(mismatch_limits_of, config, machine.kind),
+            limits_of,
             *of_fleet,
         )
 
@@ -238,17 +242,18 @@ def build(
         changed = asyncio.Condition()
         places = zip(engine_devices(config, machine), owners, strict=True)
         replicas = [engine_on(*place, f"engine-{number}", progress, changed) for number, place in enumerate(places)]
-        limits_of = functools.partial(mismatch_limits_of, config, machine.kind)
         engine = Fleet(replicas, progress, changed, config, limits_of)
         if config.takes_hosts:
-            hosts = find_hosts()(asked, engine, intake, changed, lambda: gate.num_inside > 0, background, children)
-    ranks = [device_environment(devices, machine) for devices in rank_devices(config, machine)]
+            hosts = find_hosts()(
+                asked, engine, devices, limits_of, intake, changed, lambda: gate.num_inside > 0, background, children
+            )
+    ranks = [device_environment(numbers, machine) for numbers in rank_devices(config, machine)]
     trainer = make_trainer(config, machine.kind, ranks, children)
     trainer.lender = hosts
     registry = Registry(config.path, ledger.forget_steps)
     check_shares(config, registry)
     queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs, config.shares)
-    base = BaseLoader(config, machine, owner, engine, trainer, ledger, queue)
+    base = BaseLoader(config, machine, devices, owner, engine, trainer, ledger, queue)
     registration = Registration(registry, base, engine, trainer, config.max_lora_rank)
     checkpoints = Checkpoints(registry, queue, gate, engine, ledger, incoming, config.keep_last)
     uploads = Uploads(registry, engine, trainer, checkpoints, incoming, config.max_lora_rank, base.load)
@@ -260,7 +265,7 @@ def build(
         trainer,
         owner if config.takes_turns else None,
         checkpoints.retain,
-        LayerCheck(config.server_dir / "layers"),
+        LayerCheck(config.server_dir / "layers", devices),
         reports.take,
         trainer.more,
     )
@@ -271,7 +276,7 @@ def build(
     return Server(
         config=config,
         lock_file=lock_file,
-        machine=machine,
+        devices=devices,
         background=background,
         loop_watch=loop_watch,
         reports=reports,

@@ -37,6 +37,8 @@ ENGINE_ARGS = frozenset(
 )
 """The vLLM arguments that `--engine-arg` accepts. Arguments that our own flags set (model, dtype, lengths, LoRA) and
 arguments that open files or sockets are left out on purpose."""
+GPU_ENGINE_ARGS = frozenset({"gpu_memory_utilization"})
+"""Those that a client may request for engines on GPUs only. On a CPU vLLM takes the share for main memory, which others use."""
 OWN_ENGINE_ARGS = frozenset({"max_seq_length", "record_distributions"})
 """What a client may request beside them: settings of ours with their own flags."""
 

@@ -10,3 +10,4 @@ from tests.quick.client.conftest import (  # noqa: F401
     server,
     server_trains,
 )
+from tests.quick.conftest import in_process  # noqa: F401

@@ -9,7 +9,7 @@ import asyncio
 import functools
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -38,8 +38,8 @@ from art_server.api.parameters import (
     TheCaller,
     TheCheckpoints,
     TheConfig,
+    TheDevices,
     TheEngine,
-    TheMachine,
     TheRegistration,
     TheRegistry,
     TheReports,
@@ -168,7 +168,7 @@ async def register(
     body: ModelBody,
     registration: TheRegistration,
     engine: TheEngine,
-    machine: TheMachine,
+    devices: TheDevices,
     caller: TheCaller,
 ) -> dict[str, list[str]]:
     caller.check_project(body.project)
@@ -179,7 +179,7 @@ async def register(
         base_model=body.base_model,
         lora=body.lora,
     )
-    requested, notes = read_settings(body, machine.kind)
+    requested, notes = read_settings(body, devices.engines)
     info = await registration.register(wanted, requested, always_logprobs=True)
     notes += engine.ignored_args(requested) + info.notes
     log_notes(info.inference_name, notes)
@@ -215,7 +215,7 @@ async def prepare(
 async def train_model(
     request: Request,
     config: TheConfig,
-    machine: TheMachine,
+    devices: TheDevices,
     registry: TheRegistry,
     base: TheBase,
     registration: TheRegistration,
@@ -228,7 +228,7 @@ async def train_model(
     try:
         call = await beside(read_call, text)
         model = await model_of_body(call.body.model, registry, caller)
-        settings, notes = read_train_config(call, machine.kind)
+        settings, notes = read_train_config(call, devices.engines)
         await base.wait_found()
         new = requests.begin(model, settings, registration.limits(model))
         dropped: set[str] = set()
@@ -289,7 +289,7 @@ async def delete_checkpoints(
 # --- requests -----------------------------------------------------------------------------------------------------
 
 
-def read_settings(body: ModelBody, device: Device) -> tuple[dict[str, str], list[str]]:
+def read_settings(body: ModelBody, devices: Set[Device]) -> tuple[dict[str, str], list[str]]:
     """The engine arguments that a model requests, and a note for each of its settings that has no effect.
 
     Raises:
@@ -301,7 +301,7 @@ def read_settings(body: ModelBody, device: Device) -> tuple[dict[str, str], list
     unknown += [f"_internal_config.{key}" for key in config.unknown()]
     unknown += [f"init_args.{key}" for key in init_args if key != "max_seq_length"]
     length = {"max_seq_length": init_args.get("max_seq_length")}
-    requested, others = requested_engine_args(engine_args | length, device)
+    requested, others = requested_engine_args(engine_args | length, devices)
     return requested, no_effect([*unknown, *others])
 
 
@@ -344,7 +344,7 @@ def parse_group(text: bytes, index: int, dropped: set[str]) -> TrajectoryGroupBo
         raise invalid_body(error, (GROUPS, index)) from error
 
 
-def read_train_config(call: Call, device: Device) -> tuple[TrainConfig, list[str]]:
+def read_train_config(call: Call, devices: Set[Device]) -> tuple[TrainConfig, list[str]]:
     """The configuration of a train call, and a note for each option that has no effect. The model's `trainer_args`
     override the configuration, because NVIDIA's plugin drops them from the configuration that it sends.
 
@@ -365,7 +365,7 @@ def read_train_config(call: Call, device: Device) -> tuple[TrainConfig, list[str
         except ValidationError as error:
             raise invalid_body(error) from error
         unknown += [f"{name}.{key}" for key in ignored]
-    return config, read_settings(body.model, device)[1] + no_effect(unknown)
+    return config, read_settings(body.model, devices)[1] + no_effect(unknown)
 
 
 def known_fields(value: Any, name: str, dropped: set[str]) -> Any:

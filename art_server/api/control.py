@@ -34,9 +34,9 @@ from art_server.api.parameters import (
     PathJob,
     PathModel,
     TheCaller,
+    TheDevices,
     TheEngine,
     TheLedger,
-    TheMachine,
     TheRefusedNames,
     TheRegistration,
     TheRegistry,
@@ -77,11 +77,11 @@ async def register(
     body: RegisterRequest,
     registration: TheRegistration,
     engine: TheEngine,
-    machine: TheMachine,
+    devices: TheDevices,
     caller: TheCaller,
 ) -> ModelInfo:
     caller.check_project(body.project)
-    requested, unknown = requested_engine_args(body.engine_args, machine.kind)
+    requested, unknown = requested_engine_args(body.engine_args, devices.engines)
     info = await registration.register(body, requested)
     notes = no_effect(unknown) + engine.ignored_args(requested)
     return info.model_copy(update={"notes": notes + info.notes})

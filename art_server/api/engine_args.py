@@ -1,11 +1,11 @@
 """The settings of the engine that a client may request, in ART's `_internal_config`."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from art_server.errors import InvalidInput
-from art_server.settings import ENGINE_ARGS, OWN_ENGINE_ARGS, Device
+from art_server.settings import ENGINE_ARGS, GPU_ENGINE_ARGS, OWN_ENGINE_ARGS, Device
 
 MAX_NOTES = 50
 VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
@@ -16,8 +16,9 @@ VALUES = {
 }
 
 
-def requested_engine_args(given: Mapping[str, Any], device: Device) -> tuple[dict[str, str], list[str]]:
-    """The arguments that the engine can have, as text, and the names of all others. None counts as not given.
+def requested_engine_args(given: Mapping[str, Any], devices: Set[Device]) -> tuple[dict[str, str], list[str]]:
+    """The arguments that an engine can have, as text, and the names of all others. None counts as not given. `devices` are
+    those of the engines; while there are none, an argument of any device can have an effect.
 
     Raises:
         InvalidInput: a value cannot be an engine argument.
@@ -27,7 +28,7 @@ def requested_engine_args(given: Mapping[str, Any], device: Device) -> tuple[dic
     for key, value in given.items():
         text = str(value).lower() if isinstance(value, bool) else str(value)
         is_known = key in ENGINE_ARGS or key in OWN_ENGINE_ARGS
-        if not is_known or (device == "cpu" and key == "gpu_memory_utilization"):
+        if not is_known or (key in GPU_ENGINE_ARGS and devices == {"cpu"}):
             unknown.append(f"engine_args.{key}")
         elif value is not None and not VALUES.get(key, VALUE).fullmatch(text):
             raise InvalidInput(f"_internal_config: {key} cannot be {text[:80]!r}", code="invalid_body", param=key)

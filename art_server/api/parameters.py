@@ -11,7 +11,7 @@ from art_server.api.auth import TheCaller
 from art_server.api.bodies import GroupLines
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints import Checkpoints
-from art_server.engine.device.detection import Machine
+from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.fleet import AnyEngine
 from art_server.errors import ServerError
 from art_server.inference_proxy import RefusedNames
@@ -39,7 +39,7 @@ def part(find: Callable[[Server], object]) -> Any:
 
 TheServer = Annotated[Server, part(lambda server: server)]
 TheConfig = Annotated[ServerConfig, part(lambda server: server.config)]
-TheMachine = Annotated[Machine, part(lambda server: server.machine)]
+TheDevices = Annotated[ComputingDevices, part(lambda server: server.devices)]
 TheReports = Annotated[Reports, part(lambda server: server.reports)]
 TheLedger = Annotated[Ledger, part(lambda server: server.ledger)]
 TheRefusedNames = Annotated[RefusedNames, part(lambda server: server.proxy.refused_names)]

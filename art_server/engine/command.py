@@ -54,17 +54,36 @@ def seq_length(config: ServerConfig, base: BaseModel, device: Device) -> int | N
     Raises:
         InvalidInput: `--max-seq-length` is above the model's limit.
     """
+    check_seq_length(config, base)
+    if config.max_seq_length is None and device == "cpu":
+        return min(base.facts.max_positions, CPU_MAX_SEQ_LENGTH)
+    return config.max_seq_length
+
+
+def check_seq_length(config: ServerConfig, base: BaseModel) -> None:
+    """Checks that the model has as many positions as `--max-seq-length`.
+
+    Raises:
+        InvalidInput: it has fewer.
+    """
     longest = base.facts.max_positions
-    if config.max_seq_length is None:
-        return None if device == "cuda" else min(longest, CPU_MAX_SEQ_LENGTH)
-    if config.max_seq_length > longest:
+    if config.max_seq_length is not None and config.max_seq_length > longest:
         raise InvalidInput(
             f"max_seq_length {config.max_seq_length} is above the {longest} positions of base model '{base.name}': "
             f"start the server with --max-seq-length {longest} or less",
             code="context_too_long",
             param="max_seq_length",
         )
-    return config.max_seq_length
+
+
+def notes_on_device(device: Device, facts: Facts) -> list[str]:
+    """How an engine on this device computes a model otherwise than usual, one sentence each."""
+    notes: list[str] = []
+    if device == "cpu" and facts.has_delta_rule:
+        notes.append("it computes in bfloat16, as gated delta layers have to on a CPU")
+    if device == "cpu" and facts.has_latent_attention:
+        notes.append(f"its attention is {LATENT_BACKEND}, vLLM's only one for latent attention in float32 on a CPU")
+    return notes
 
 
 def attention_on_cpu(facts: Facts) -> dict[str, str]:

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 import aiohttp
 
 from art_protocol.log_file import LogFile
-from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
+from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, notes_on_device, seq_length
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.device.plan import MemoryPlan
 from art_server.engine.failures import find_cause, refusal_of
@@ -35,7 +35,7 @@ from art_server.process.progress import StartProgress
 from art_server.process.shared.engine_messages import new_request_id
 from art_server.process.shared.trainer_messages import MismatchLimits
 from art_server.process.shared.work_counters import FILE_VARIABLE, make_file, read_work
-from art_server.settings import Device, Handover, ServerConfig
+from art_server.settings import GPU_ENGINE_ARGS, Device, Handover, ServerConfig
 from art_server.store import files
 from art_server.store.base_models import BaseModel
 from art_server.store.model_folder import (
@@ -208,8 +208,10 @@ class Engine:
         """Starts vLLM with `base` in the background; `wait_ready` returns when it serves. `requested` are a client's
         engine arguments, as in `ServerConfig.with_requested`; `plan` is a GPU's memory plan."""
         assert self.base is None, "an engine serves one base model"
-        self._config = self._given.with_requested(requested, base.facts.max_positions)
+        self._config = self._given.with_requested(self._possible(requested), base.facts.max_positions)
         self._seq_length = seq_length(self._config, base, self._device)
+        for note in notes_on_device(self._device, base.facts):
+            self.progress.note(f"{self.name}: {note}")
         self._plan = plan
         self.base = base
         self.state = "starting"
@@ -268,18 +270,13 @@ class Engine:
 
     def ignored_args(self, requested: Mapping[str, str]) -> list[str]:
         """One sentence for each requested engine argument that is not in effect."""
-        running = ENGINE_DEFAULTS | dict(self._config.engine_args)
         records = self._config.records_distributions(self._device)
-        running |= {
-            "max_seq_length": str(self.max_seq_length),
-            "record_distributions": str(records).lower(),
-        }
-        return [
-            f"{name}={value} is not applied: the engine was started with {running.get(name, 'its default')}. Such "
-            "settings apply from the command line (art-server --help) or from the registration that starts the engine"
-            for name, value in requested.items()
-            if running.get(name) != value
-        ]
+        return ignored_args(self._possible(requested), self._config, self.max_seq_length, records)
+
+    def _possible(self, requested: Mapping[str, str]) -> dict[str, str]:
+        """The requested engine arguments that an engine on this device can have; another replica may have the rest."""
+        has_gpu = self._device == "cuda"
+        return {name: value for name, value in requested.items() if has_gpu or name not in GPU_ENGINE_ARGS}
 
     @property
     def log_path(self) -> Path:
@@ -786,6 +783,23 @@ class Engine:
             status, text = await self._post("/v1/load_lora_adapter", body, LOAD_SECONDS)
         if status != 200:
             raise AdapterRefused(f"vLLM refused adapter '{name}': {text[:500]}")
+
+
+def ignored_args(
+    requested: Mapping[str, str], config: ServerConfig, max_seq_length: int | None, records_distributions: bool
+) -> list[str]:
+    """One sentence for each requested engine argument that an engine with this configuration does not have."""
+    running = ENGINE_DEFAULTS | dict(config.engine_args)
+    running |= {
+        "max_seq_length": str(max_seq_length),
+        "record_distributions": str(records_distributions).lower(),
+    }
+    return [
+        f"{name}={value} is not applied: the engine was started with {running.get(name, 'its default')}. Such "
+        "settings apply from the command line (art-server --help) or from the registration that starts the engine"
+        for name, value in requested.items()
+        if running.get(name) != value
+    ]
 
 
 def make_scaled_adapter(source: Path, target: Path, factor: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from art_server.engine.device.plan import MemoryPlan
-from art_server.engine.engine import START_TIMEOUT_SECONDS, AdapterRefused, Engine, EngineDied, State
+from art_server.engine.engine import START_TIMEOUT_SECONDS, AdapterRefused, Engine, EngineDied, State, ignored_args
 from art_server.engine.routing import Router
 from art_server.errors import Unavailable
 from art_server.process.progress import StartProgress
@@ -112,8 +112,7 @@ class Fleet:
         lengths = [length for replica in self.replicas if (length := replica.max_seq_length) is not None]
         if lengths or self.base is None:
             return min(lengths, default=None)
-        longest = self.base.facts.max_positions
-        return self._config.with_requested(self.requested, longest).max_seq_length or longest
+        return self._with_requested(self.base).max_seq_length or self.base.facts.max_positions
 
     @property
     def mismatch_limits(self) -> MismatchLimits | None:
@@ -127,7 +126,16 @@ class Fleet:
         return f"the engines, which are starting. {self.detail or ''}".rstrip()
 
     def ignored_args(self, requested: Mapping[str, str]) -> list[str]:
-        return self.replicas[0].ignored_args(requested) if self.replicas else []
+        """As `Engine.ignored_args`, for all replicas. While there is none, those that the first replica will not have."""
+        if self.replicas:
+            return list(dict.fromkeys(note for replica in self.replicas for note in replica.ignored_args(requested)))
+        if self.base is None:
+            return []
+        config = self._with_requested(self.base)
+        return ignored_args(requested, config, self.max_seq_length, config.record_distributions)
+
+    def _with_requested(self, base: BaseModel) -> ServerConfig:
+        return self._config.with_requested(self.requested, base.facts.max_positions)
 
     async def wait_ready(self, timeout_seconds: float) -> None:
         """Returns when a replica is ready.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from art_protocol.wire import LoRAConfig
+from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.engine import PolicyDiffers
 from art_server.engine.fleet import AnyEngine
 from art_server.jobs.gang import Gang
@@ -33,6 +34,7 @@ NAME = ".layers"
 class LayerCheck:
     _folder: Path
     """Keeps the answers."""
+    _devices: ComputingDevices
 
     def known(self, base: BaseModel, limits: MismatchLimits) -> dict[str, str] | None:
         """The kinds of layers that the engine does not adapt, and why; None if that was not checked yet (blocking)."""
@@ -72,6 +74,7 @@ class LayerCheck:
         Raises:
             PolicyDiffers: the engine adapts no kind as the trainer does; this is not remembered.
         """
+        file = await asyncio.to_thread(self._file, base, limits)  # the engines that join later have compared nothing
         lost: dict[str, str] = {}
         for kind in kinds:
             name = f"{NAME}/{kind}@0"
@@ -86,22 +89,22 @@ class LayerCheck:
         logger.info("%s: the engine adapts %s", base.name, ", ".join(sorted({*kinds} - {*lost})))
         for kind, reason in lost.items():
             logger.warning("%s: layers %s are not trained: %s", base.name, kind, reason)
-        await asyncio.to_thread(self._remember, base, limits, lost)
+        await asyncio.to_thread(_remember, base, file, lost)
         return lost
 
-    def _remember(self, base: BaseModel, limits: MismatchLimits, lost: dict[str, str]) -> None:
-        file = self._file(base, limits)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            files.write_json(file, lost)
-        except OSError as error:  # the next start checks again
-            logger.warning("the check of %s is not kept: %s", base.name, error)
-
     def _file(self, base: BaseModel, limits: MismatchLimits) -> Path:
-        """Named after all that the answer depends on: the base's files, versions and number types."""
-        facts = facts_digest(base.path, base.template)
-        name = hashlib.sha256(f"{facts} {limits.model_dump_json()}".encode()).hexdigest()
+        """Named after all that the answer depends on: the base's files, versions, number types and the engines' devices."""
+        facts, engines = facts_digest(base.path, base.template), " ".join(sorted(self._devices.engines))
+        name = hashlib.sha256(f"{facts} {limits.model_dump_json()} {engines}".encode()).hexdigest()
         return self._folder / f"{name}.json"
+
+
+def _remember(base: BaseModel, file: Path, lost: dict[str, str]) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        files.write_json(file, lost)
+    except OSError as error:  # the next start checks again
+        logger.warning("the check of %s is not kept: %s", base.name, error)
 
 
 def note_lost(lost: dict[str, str]) -> list[str]:

@@ -4,9 +4,11 @@ docs/precision.md has the measured gaps that the limits are derived from.
 """
 
 import math
+from collections.abc import Set
 
+from art_server.engine.device.computing import ComputingDevices
 from art_server.process.shared.trainer_messages import MismatchLimits
-from art_server.settings import Device, ServerConfig
+from art_server.settings import NumberType, ServerConfig
 from art_server.store.base_models import BaseModel
 
 WRONG_FACTOR = 4.0
@@ -26,10 +28,18 @@ EXACT = MismatchLimits(high=1e-5, wrong=WRONG_FACTOR * 1e-5, largest=WRONG_FACTO
 model with 30 layers one of 8e-6 (the largest measured)."""
 
 
-def mismatch_limits_of(config: ServerConfig, device: Device, base: BaseModel) -> MismatchLimits | None:
-    """The limits of a server for a base model."""
-    types = config.number_types(device, has_delta_rule=base.facts.has_delta_rule)
-    return mismatch_limits(types, config.exact, config.gap_limit)
+def mismatch_limits_of(config: ServerConfig, devices: ComputingDevices, base: BaseModel) -> MismatchLimits | None:
+    """The limits of a server for a base model: those of the coarsest number types of all engines and all ranks. While no machine
+    with an engine has joined nothing samples or trains, and there are none."""
+    engines, ranks = devices.number_types(base)
+    if not engines:
+        return None
+    return mismatch_limits((coarsest(engines), coarsest(ranks or engines)), config.exact, config.gap_limit)
+
+
+def coarsest(number_types: Set[NumberType]) -> NumberType:
+    """The number type that rounds the most."""
+    return max(number_types, key=lambda number_type: LARGEST_MEASURED[number_type])
 
 
 def mismatch_limits(

@@ -264,8 +264,8 @@ def check_trainable(base: BaseModel, trainer: str = "auto") -> None:
         )
 
 
-def check_on_cpu(base: BaseModel) -> None:
-    """Checks that vLLM can serve the base model on a CPU. Needs no weights.
+def check_on_cpu(base: BaseModel, *, serves: bool = True) -> None:
+    """Checks that the base model can be trained and, if an engine `serves` it there, served on a CPU. Needs no weights.
 
     Raises:
         InvalidInput: the weights are quantised, or vLLM computes the family's layers otherwise there.
@@ -276,7 +276,7 @@ def check_on_cpu(base: BaseModel) -> None:
             f"base_model '{base.name}' is quantised by '{facts.quantization}', which needs a GPU: use "
             f"{_unquantized(base.name, facts.model_type, USUAL)}"
         )
-    reason = NOT_ON_CPU.get(facts.model_type)
+    reason = NOT_ON_CPU.get(facts.model_type) if serves else None
     if reason is not None and (facts.is_mixture or facts.has_delta_rule):
         raise _not_trainable(
             f"base_model '{base.name}' is not served on a CPU: {reason}: start the server on a GPU, or use another base model, "

@@ -33,8 +33,8 @@ def check_devices(config: ServerConfig, machine: Machine) -> None:
         _check_engines(config.engines, len(config.serve_devices or machine.gpus))
     uses_own = config.engines or config.num_ranks(machine.kind)
     for index in (*config.serve_devices, *config.train_devices) or (0,) * bool(uses_own):
-        if machine.gpus and "bfloat16" in config.number_types("cuda"):
-            _check_bfloat16(machine.gpus[index])
+        if machine.gpus:
+            check_bfloat16(config, gpu_without_bfloat16(machine.gpus[index : index + 1]))
 
 
 def _check_ranks(config: ServerConfig, machine: Machine, kind: str) -> None:
@@ -96,10 +96,20 @@ def engine_devices(config: ServerConfig, machine: Machine) -> list[tuple[int, ..
     return [devices[start : start + size] for start in range(0, len(devices), size)]
 
 
-def _check_bfloat16(gpu: Gpu) -> None:
-    if gpu.capability < FIRST_BFLOAT16:
+def gpu_without_bfloat16(gpus: Sequence[Gpu]) -> str:
+    """The name of a GPU without bfloat16; empty if all have bfloat16."""
+    return next((gpu.name for gpu in gpus if gpu.capability < FIRST_BFLOAT16), "")
+
+
+def check_bfloat16(config: ServerConfig, without_bfloat16: str) -> None:
+    """Checks that nothing computes in bfloat16 if a GPU lacks bfloat16; `without_bfloat16` is its name.
+
+    Raises:
+        InvalidInput: the settings ask for bfloat16.
+    """
+    if without_bfloat16 and "bfloat16" in config.number_types("cuda"):
         raise InvalidInput(
-            f"{gpu.name} has no bfloat16: start the server with --dtype float16 --trainer-dtype float32",
+            f"{without_bfloat16} has no bfloat16: start the server with --dtype float16 --trainer-dtype float32",
             code="no_such_number_type",
             param="dtype",
         )

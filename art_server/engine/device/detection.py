@@ -1,6 +1,7 @@
 """Finds the devices for engine and trainer, once when the server starts."""
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import os
 from dataclasses import dataclass
@@ -45,11 +46,16 @@ def detect() -> Machine:
     Raises:
         InvalidInput: the CUDA build is installed, but there is no usable GPU. There is no fallback to the CPU.
     """
-    host = main_memory()
+    machine = machine_without_gpus()
+    gpus = _find_gpus(machine.host) if _has_cuda_build() else ()
+    return dataclasses.replace(machine, kind="cuda", gpus=gpus) if gpus else machine
+
+
+def machine_without_gpus() -> Machine:
+    """The machine with its CPU only; for a server that computes nothing also where the CUDA build is installed."""
     is_linux = hasattr(os, "sched_getaffinity")
     cores = sorted(os.sched_getaffinity(0)) if is_linux else range(os.cpu_count() or 1)
-    gpus = _find_gpus(host) if _has_cuda_build() else ()
-    return Machine("cuda" if gpus else "cpu", gpus, host, tuple(cores))
+    return Machine("cpu", (), main_memory(), tuple(cores))
 
 
 def _has_cuda_build() -> bool:

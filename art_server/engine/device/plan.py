@@ -90,7 +90,7 @@ class Demand:
     training_card: Card | None = None
     """The trainer's own card, of the first rank; None: it shares the engine's first card."""
     num_ranks: int = 1
-    """Cards on which the trainer works, each with a process."""
+    """Cards on which the trainer works, each with a process. 0: it works on other machines, and takes nothing here."""
     shard: Literal["auto", "on", "off"] = "auto"
     """Whether the ranks divide the trainer's base among them; auto: if it does not fit otherwise."""
 
@@ -136,6 +136,8 @@ class MemoryPlan:
     """Ranks that divide the trainer's base among them."""
     training_card: Card | None = None
     """The trainer's own card; the table's second column is then for it."""
+    trains: bool = True
+    """False: no trainer works on this machine, and the numbers of a micro-batch are 0."""
 
     def used(self) -> tuple[float, float]:
         """Bytes on the card while sampling, and while training."""
@@ -155,15 +157,21 @@ class MemoryPlan:
             [
                 f"memory plan for {card.name}, {card.total / GIB:.1f} GiB ({self._turns()}):",
                 *rows,
-                f"main memory: {self.host / GIB:.1f} of {card.host / GIB:.1f} GiB; tokens per micro-batch: "
-                f"{self.tokens:,}, {self.checkpointed_tokens:,} with gradient checkpointing",
+                f"main memory: {self.host / GIB:.1f} of {card.host / GIB:.1f} GiB{self._micro_batches()}",
             ]
         )
+
+    def _micro_batches(self) -> str:
+        if not self.trains:
+            return ""
+        return f"; tokens per micro-batch: {self.tokens:,}, {self.checkpointed_tokens:,} with gradient checkpointing"
 
     def _turns(self) -> str:
         """How engine and trainer share the card."""
         if self.training_card is not None:
             return f"the trainer has {self.training_card.name}, {self.training_card.total / GIB:.1f} GiB, to itself"
+        if not self.trains:
+            return "the trainer works on other machines"
         base = "stays"
         if not self.is_base_resident:
             base = "leaves the card between steps"
@@ -178,7 +186,8 @@ def make_memory_plan(card: Card, demand: Demand, figures: MemoryFigures) -> Memo
     Raises:
         InvalidInput: no case fits; the message contains the numbers.
     """
-    wanted = {"auto": (1, demand.num_ranks), "on": (demand.num_ranks,), "off": (1,)}
+    num_ranks = max(1, demand.num_ranks)
+    wanted = {"auto": (1, num_ranks), "on": (num_ranks,), "off": (1,)}
     plans, fitting = list[MemoryPlan](), list[MemoryPlan]()
     for num in dict.fromkeys(wanted[demand.shard]):
         if not fitting:
@@ -191,7 +200,7 @@ def make_memory_plan(card: Card, demand: Demand, figures: MemoryFigures) -> Memo
 
 
 def _cases(demand: Demand, num_shards: int) -> tuple[tuple[Handover, bool], ...]:
-    if demand.training_card:
+    if demand.training_card or not demand.num_ranks:
         return CASES[:1]
     # Shards stay: main memory has no copy of them, and reading them again would need all ranks.
     return tuple(case for case in CASES if demand.handover in (None, case[0]) and (case[1] or num_shards == 1))
@@ -265,7 +274,7 @@ def _make(
         room = own.total - parts.context - parts.trainer
     else:
         kept = {"none": parts.engine + parts.states + kv, "kv_cache": parts.engine, "sleep": parts.graphs}[handover]
-        room = card.total - 2 * parts.context - kept - parts.trainer
+        room = card.total - 2 * parts.context - kept - parts.trainer if demand.num_ranks else 0.0
     tokens = max(0, min(MAX_TOKENS, int(room / parts.per_token)))
     checkpointed_tokens = max(0, int(room / parts.checkpointed))
     activations = max(tokens * parts.per_token, min(checkpointed_tokens, MAX_TOKENS) * parts.checkpointed)
@@ -291,12 +300,13 @@ def _make(
         lines=_lines(demand, parts, handover, is_resident, kv, activations),
         num_shards=num_shards,
         training_card=own,
+        trains=demand.num_ranks > 0,
     )
 
 
 def _utilization(card: Card, demand: Demand, parts: _Parts, handover: Handover, is_resident: bool) -> float:
     """The share of the card that vLLM gets: what processes and trainer leave."""
-    if demand.training_card is not None:
+    if demand.training_card is not None or not demand.num_ranks:
         contexts, between = parts.context, 0.0
     elif handover == "none":
         contexts = 2 * parts.context
@@ -330,6 +340,8 @@ def _lines(
     ]
     if parts.states:
         lines.append(engine(f"recurrent states, {STATES} sequences", parts.states, has_cache))
+    if not demand.num_ranks:
+        return tuple(lines)
     stays = is_resident and is_shared
     lines += [
         Line("trainer: context", parts.context if is_shared else 0.0, parts.context),
@@ -362,7 +374,7 @@ def _missing(card: Card, demand: Demand, plan: MemoryPlan) -> list[str]:
             f"{case}: the engine's share of {plan.utilization * card.total / GIB:.1f} GiB leaves {plan.kv_tokens:,} "
             f"tokens of KV cache, and {demand.kv_tokens:,} are needed"
         )
-    if plan.checkpointed_tokens < demand.row_tokens:
+    if plan.trains and plan.checkpointed_tokens < demand.row_tokens:
         missing.append(
             f"{case}: training has room for {plan.checkpointed_tokens:,} tokens at a time, and a sequence has {demand.row_tokens:,}"
         )

@@ -35,6 +35,7 @@ from art_cluster.orders import (
     Welcome,
 )
 from art_server import __version__
+from art_server.engine.device.assignment import gpu_without_bfloat16
 from art_server.engine.device.detection import Machine, detect
 from art_server.errors import ServerError, UsageError
 from art_server.image_operators import installed_versions
@@ -222,6 +223,7 @@ class Host:
             address=address,
             port=port,
             device=self.offer.machine.kind,
+            without_bfloat16=gpu_without_bfloat16(self.offer.machine.gpus),
             engines=engines,
             ranks=ranks,
             versions=versions(),

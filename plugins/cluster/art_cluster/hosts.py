@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import time
@@ -33,16 +32,19 @@ from art_cluster.orders import (
     Welcome,
 )
 from art_cluster.placing import RayProcess
+from art_server.engine.device.assignment import check_bfloat16
+from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.fleet import Fleet
 from art_server.errors import InvalidInput, NotFound
-from art_server.jobs.mismatch_limits import mismatch_limits_of
 from art_server.jobs.trainer_process import TrainerError, TrainerProcess
 from art_server.ledger.intake import Intake
 from art_server.process.background import Background
 from art_server.process.children import Children
+from art_server.process.shared.trainer_messages import MismatchLimits
 from art_server.settings import ServerConfig
 from art_server.store import files
+from art_server.store.base_models import BaseModel
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ class Hosts:
         self,
         config: ServerConfig,
         fleet: Fleet,
+        devices: ComputingDevices,
+        mismatch_limits_of: Callable[[BaseModel], MismatchLimits | None],
         intake: Intake,
         changed: asyncio.Condition,
         is_busy: Callable[[], bool],
@@ -65,6 +69,8 @@ class Hosts:
     ):
         self._config = config
         self._fleet = fleet
+        self._devices = devices
+        self._mismatch_limits_of = mismatch_limits_of
         self._intake = intake
         self._changed = changed
         self._is_busy = is_busy
@@ -104,7 +110,7 @@ class Hosts:
     # --- ranks (`jobs/gang.Lender`) ---
 
     def ranks(self) -> Sequence[TrainerProcess]:
-        return [rank for host in self._joined for rank in self._ranks[host]]
+        return [rank for host in self._joined for rank in self._ranks.get(host, ())]
 
     async def meeting(self, first: TrainerProcess) -> str:
         try:
@@ -131,7 +137,7 @@ class Hosts:
             await refuse(connection, "it is another version of art-server than the server: install the same on both")
             return
         server = connection.scope.get("server") or ("127.0.0.1", 0)
-        host = JoinedHost(greeting, server[0], connection, self._offered, self._tickets)
+        host = JoinedHost(greeting, server[0], connection, self._devices, self._offered, self._tickets)
         if (reason := await self._find_fault(host)) is not None:
             logger.warning("host %s is refused: %s", greeting.name, reason)
             await refuse(connection, reason)
@@ -140,19 +146,22 @@ class Hosts:
         await connection.send_text(Welcome().model_dump_json())
         serving = asyncio.create_task(host.serve())
         replicas: list[EngineOnHost] = []
+        has_offered = False
         try:
             if (base := self._fleet.base) is not None:
                 await host.use_base(base)
+            self._devices.join(greeting)
+            has_offered = True
             self._add(host, replicas)
             await asyncio.shield(serving)
-        except OrderFailed as error:
-            host.dismiss(str(error))
-        except HostLost:
+        except (OrderFailed, HostLost):  # it has been sent away, or it has left
             pass
         finally:
             host.lose("the server ends")
             self._joined.remove(host)
             self._ranks.pop(host, None)
+            if has_offered:
+                self._devices.leave(greeting)
             for replica in replicas:
                 await self._fleet.remove(replica)
             await serving
@@ -168,6 +177,10 @@ class Hosts:
                 f"{n} {greeting.versions.get(n, 'is missing')} here, {own.get(n)} there" for n in differing
             )
             return f"its packages differ from the server's ({listed}): install the same versions on both"
+        try:
+            check_bfloat16(self._config, greeting.without_bfloat16)
+        except InvalidInput as error:
+            return error.message
         try:
             async with asyncio.timeout(REACH_SECONDS):
                 _, writer = await asyncio.open_connection(greeting.address, greeting.port)
@@ -199,7 +212,7 @@ class Hosts:
                 receiver=self._intake.receiver(),
                 is_busy=self._is_busy,
                 background=self._background,
-                mismatch_limits_of=functools.partial(mismatch_limits_of, config, greeting.device),
+                mismatch_limits_of=self._mismatch_limits_of,
                 name=f"engine-{greeting.name}-{slot}",
                 progress=self._fleet.progress,
                 changed=self._changed,

@@ -40,6 +40,8 @@ from art_cluster.orders import (
     Write,
 )
 from art_protocol.log_file import LogFile
+from art_server.engine.device.computing import ComputingDevices
+from art_server.errors import InvalidInput
 from art_server.jobs.replay_record import base_digests
 from art_server.jobs.trainer_process import MAX_ANSWER_BYTES
 from art_server.process.children import END_SECONDS
@@ -125,6 +127,7 @@ class JoinedHost:
     own_address: str
     """Of the server, as the machine reaches it."""
     _connection: WebSocket
+    _devices: ComputingDevices
     offered: defaultdict[str, list[Path]]
     """Files that hosts may fetch, by digest; the same content may be in several."""
     tickets: dict[str, Path]
@@ -244,17 +247,26 @@ class JoinedHost:
     # --- base models and children ---
 
     async def use_base(self, base: BaseModel) -> None:
-        """Has the machine find a base model, and compare its files with the server's.
+        """Has the machine find a base model that its devices can compute, and compare its files with the server's. A machine that
+        cannot is dismissed.
 
         Raises:
-            OrderFailed: it has other files, or none.
+            OrderFailed: it has other files, or none, or its devices cannot compute the model.
             HostLost: the machine is lost.
         """
         if base.name not in self._bases:
             self._bases[base.name] = asyncio.create_task(self._use_base(base))
-        await asyncio.shield(self._bases[base.name])
+        try:
+            await asyncio.shield(self._bases[base.name])
+        except OrderFailed as error:
+            self.dismiss(str(error))
+            raise
 
     async def _use_base(self, base: BaseModel) -> None:
+        try:
+            await asyncio.to_thread(self._devices.check_offer, self.greeting, base)
+        except InvalidInput as error:
+            raise OrderFailed(f"host {self.name}: {error.message}") from error
         digests = await asyncio.to_thread(base_digests, base.path)
         template = await asyncio.to_thread(base.template.read_text) if base.template is not None else None
         await self.order(UseBase(name=base.name, digests=digests, template=template), FILES_SECONDS)

@@ -98,7 +98,8 @@ class RankOnHost(TrainerProcess):
 
     def use(self, config: WorkerConfig) -> None:
         dtype = self._given.number_types(self.host.greeting.device)[1]
-        self._worker = config.model_copy(update={"dtype": dtype})
+        # Its card is its own: the base leaves between steps only where an engine of the server shares the card.
+        self._worker = config.model_copy(update={"dtype": dtype, "between_steps": "stay"})
 
     @property
     def pid(self) -> int | None:

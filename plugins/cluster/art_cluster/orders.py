@@ -42,6 +42,8 @@ class Greeting(Message):
     port: int
     """At which it listens, so that the server can try."""
     device: Literal["cpu", "cuda"]
+    without_bfloat16: str
+    """The name of a GPU without bfloat16; empty if all have bfloat16."""
     engines: int
     ranks: int
     versions: dict[str, str]

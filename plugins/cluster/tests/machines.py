@@ -86,16 +86,24 @@ async def house(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) 
     monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.05)
     given = {"engines": 0, "ranks": 0, "api_keys": KEYS, "base_model": "art/tiny", "gap_limit": 0.0, **settings}
     server = build(ServerConfig(path=folder / "server", **given))
-    listening = uvicorn.Server(uvicorn.Config(make_app(server, None), port=0, log_level="warning"))
-    listening.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    running = asyncio.create_task(listening.serve())
-    await until(lambda: listening.started)
-    port = listening.servers[0].sockets[0].getsockname()[1]
-    here = House(f"http://127.0.0.1:{port}", server, folder)
+    async with listening(server) as url:
+        here = House(url, server, folder)
+        try:
+            yield here
+        finally:
+            for name in list(here.tasks):
+                await here.end(name)
+
+
+@contextlib.asynccontextmanager
+async def listening(server: Server) -> AsyncIterator[str]:
+    """The address of a server that runs."""
+    serving = uvicorn.Server(uvicorn.Config(make_app(server, None), port=0, log_level="warning"))
+    serving.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    running = asyncio.create_task(serving.serve())
     try:
-        yield here
+        await until(lambda: serving.started)
+        yield f"http://127.0.0.1:{serving.servers[0].sockets[0].getsockname()[1]}"
     finally:
-        for name in list(here.tasks):
-            await here.end(name)
-        listening.should_exit = True
+        serving.should_exit = True
         await running

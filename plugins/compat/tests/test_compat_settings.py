@@ -70,7 +70,7 @@ async def test_settings_of_a_registration(server: Any, backend: art.Backend, cap
     for name, status in groups.items():
         assert (f"_internal_config: {name} has no effect" in said) == (status == "warns"), name
     assert sent["engine_args"].keys() == engine.keys(), "the server decides"
-    requested, unknown = requested_engine_args(sent["engine_args"], "cuda")
+    requested, unknown = requested_engine_args(sent["engine_args"], {"cuda"})
     assert requested.keys() == {name for name, status in engine.items() if status == "works"}
     assert len(unknown) == sum(status == "warns" for status in engine.values())
 

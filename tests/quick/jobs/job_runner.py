@@ -6,6 +6,7 @@ from pathlib import Path
 
 from art_protocol.history import pack_rows
 from art_protocol.wire import JobReport, TrainConfig
+from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.jobs.job_row import Payload
@@ -14,6 +15,7 @@ from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
 from art_server.process.background import Background
 from art_server.process.shared.trainer_messages import Batch, MismatchLimits, Probe
+from art_server.settings import ServerConfig
 from art_server.store.registry import RegisteredModel, Registry
 from tests.fakes import FakeEngine, FakeTrainer, keep_all
 from tests.new_models import add_model
@@ -46,7 +48,7 @@ class House:
         )
 
     def check_layers(self) -> None:
-        layers = LayerCheck(self.folder / "layers")
+        layers = LayerCheck(self.folder / "layers", ComputingDevices(ServerConfig(), "cpu"))
         self.runner._layers, self.engine.mismatch_limits = layers, LIMITS
         self.trainer.layer_probes = {"attn.q_proj": PROBE, "attn.kv_b_proj": PROBE}
 

@@ -13,6 +13,7 @@ from art_server import base_loader
 from art_server.engine.device.detection import Gpu, Machine
 from art_server.engine.device.plan import Card
 from art_server.errors import Conflict, InvalidInput
+from art_server.settings import ApiKey
 from art_server.store.base_models import SMALL_FILES, TINY_DIR, BaseModel
 from art_server.trainer.checkpoint import write_first_checkpoint
 from tests.quick.checkpoints.house import TINY_LORA, House, add_model, house
@@ -201,6 +202,18 @@ async def test_each_side_is_planned_on_its_own_card(tmp_path: Path) -> None:
         (plan,) = made.plans
         assert plan.training_card == Card("card 1", 24 << 30, 256 << 30)
         assert plan.handover == "none"
+        await made.loader.stop()
+
+
+async def test_ranks_of_other_machines_get_no_plan_of_the_servers_card(tmp_path: Path) -> None:
+    keys = (ApiKey(key="joins", scopes=frozenset({"host"})),)
+    async with house(tmp_path / "art", ranks=0, api_keys=keys) as here:
+        engine = here.engine
+        here.server.base._engine = engine  # type: ignore[assignment]
+        made = Loading(here)
+        made.loader._machine = Machine("cuda", GPUS, 256 << 30)
+        await made.loader.load("art/tiny")
+        assert made.plans == [None]
         await made.loader.stop()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from art_server.base_loader import check_number_types
+from art_server.engine.device.computing import check_number_types
 from art_server.engine.inspection_process.tested import TESTED
 from art_server.errors import InvalidInput
 from art_server.settings import ServerConfig
@@ -313,13 +313,12 @@ def test_gated_delta_layers_on_a_cpu_want_bfloat16(given: dict[str, Any], flag: 
     make_model("qwen3_5_text", tmp_path / "base")
     model, config = BaseModel("a base", tmp_path / "base"), ServerConfig(**given)
     assert model.facts.has_delta_rule and not BaseModel("art/tiny", TINY_DIR).facts.has_delta_rule
-    check_number_types(config, "cuda", model)
-    check_number_types(config, "cpu", BaseModel("art/tiny", TINY_DIR))
+    check_number_types(config, BaseModel("art/tiny", TINY_DIR))
     if flag is None:
-        check_number_types(config, "cpu", model)
+        check_number_types(config, model)
         return
     with refused(InvalidInput, "not_trainable", "base_model") as caught:
-        check_number_types(config, "cpu", model)
+        check_number_types(config, model)
     assert flag in caught.value.message
 
 

@@ -79,6 +79,21 @@ def test_a_trainer_with_a_card_of_its_own_takes_no_turns() -> None:
     make_memory_plan(card("48 GB"), replace(small, training_card=card("80 GB")), FIGURES)
 
 
+def test_an_engine_whose_trainer_is_elsewhere_has_the_card_to_itself() -> None:
+    """A model is served where it could not be trained."""
+    here, wanted = card("24 GB"), demand("1.7B")
+    plan = make_memory_plan(here, replace(wanted, num_ranks=0), FIGURES)
+    shared = make_memory_plan(here, wanted, FIGURES)
+    assert (plan.handover, plan.is_base_resident, plan.trains, plan.tokens) == ("none", True, False, 0)
+    assert plan.utilization > 0.9 > shared.utilization and plan.kv_tokens > shared.kv_tokens
+    assert not any(line.what.startswith("trainer") for line in plan.lines)
+    assert "the trainer works on other machines" in plan.table(here) and "micro-batch" not in plan.table(here)
+    assert make_memory_plan(here, demand("8B"), FIGURES).handover == "sleep"
+    assert make_memory_plan(here, replace(demand("8B"), num_ranks=0), FIGURES).handover == "none"
+    with refused(InvalidInput, "does_not_fit", "base_model"):
+        make_memory_plan(here, replace(demand("32B"), num_ranks=0), FIGURES)
+
+
 def test_several_cards_share_the_engine() -> None:
     wanted = replace(demand("32B"), training_card=card("80 GB"))
     with refused(InvalidInput, "does_not_fit", "base_model"):
