@@ -164,9 +164,10 @@ def sum_gradients(policy: Policy) -> None:
         return
     parameters = policy.parameters.values()
     has_gradient = [float(each.grad is not None) for each in parameters]
-    flat = [torch.zeros_like(each).flatten() if each.grad is None else each.grad.flatten() for each in parameters]
-    flags = torch.tensor(has_gradient, device=policy.device)
-    summed = policy.gang.sum(torch.cat([*flat, flags]))
+    with policy.gang.together():
+        flat = [torch.zeros_like(each).flatten() if each.grad is None else each.grad.flatten() for each in parameters]
+        joined = torch.cat([*flat, torch.tensor(has_gradient, device=policy.device)])
+    summed = policy.gang.sum(joined)
     *gradients, flags = summed.split([*(each.numel() for each in parameters), len(has_gradient)])
     for each, gradient, flag in zip(parameters, gradients, flags.tolist(), strict=True):
         each.grad = gradient.view_as(each) if flag else None
@@ -228,8 +229,8 @@ def _whole_loss(
         return None
     started = time.perf_counter()
     logprobs_S = compute_logprobs(policy, step.micro_batches, lambda batch: policy.logprobs(batch)[0], report)
-    tokens = step.tokens.to(policy.device)
-    loss = policy_loss(logprobs_S.to(policy.device), tokens, config)
+    with policy.gang.together():
+        loss = policy_loss(logprobs_S.to(policy.device), step.tokens.to(policy.device), config)
     step.timed("extra_forward", started)
     return loss
 

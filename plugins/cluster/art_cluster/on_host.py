@@ -90,6 +90,8 @@ class RankOnHost(TrainerProcess):
         self, host: JoinedHost, slot: int, log_path: Path, config: ServerConfig, base: Callable[[], BaseModel | None]
     ) -> None:
         super().__init__((), log_path)
+        self.machine = f"host {host.name}"
+        self.device = host.greeting.device
         self.host = host
         self._slot = slot
         self._given = config
@@ -98,7 +100,7 @@ class RankOnHost(TrainerProcess):
 
     def use(self, config: WorkerConfig) -> None:
         dtype = self._given.number_types(self.host.greeting.device)[1]
-        self._worker = config.model_copy(update={"dtype": dtype})
+        self._worker = config.model_copy(update={"dtype": dtype, "machine": self.machine})
 
     @property
     def pid(self) -> int | None:
