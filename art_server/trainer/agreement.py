@@ -9,6 +9,7 @@ A gang of one exchanges nothing.
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
@@ -53,6 +54,7 @@ def own_facts(device: torch.device, dtype: torch.dtype, trainer: str, *, is_shar
         "number type": str(dtype).removeprefix("torch."),
         "attention": default_kind(device),
         "precision of float32 products": torch.get_float32_matmul_precision(),
+        "NVIDIA_TF32_OVERRIDE": os.environ.get("NVIDIA_TF32_OVERRIDE", "unset"),
         "trainer": trainer,
         "torch": torch.__version__,
         **{name: version(name) for name in ("transformers", "peft")},

@@ -117,7 +117,7 @@ class Gang:
         data = text.encode()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(data)]))
-        longest = max(map(int, lengths))
+        longest = max(1, *map(int, lengths))
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(texts, torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))
         return [bytes(each[: int(length)].tolist()).decode() for each, length in zip(texts, lengths, strict=True)]

@@ -163,14 +163,18 @@ def sum_gradients(policy: Policy) -> None:
     if policy.gang.size == 1:
         return
     parameters = policy.parameters.values()
-    has_gradient = [float(each.grad is not None) for each in parameters]
     with policy.gang.together():
-        flat = [torch.zeros_like(each).flatten() if each.grad is None else each.grad.flatten() for each in parameters]
-        joined = torch.cat([*flat, torch.tensor(has_gradient, device=policy.device)])
-    summed = policy.gang.sum(joined)
-    *gradients, flags = summed.split([*(each.numel() for each in parameters), len(has_gradient)])
+        joined = join_gradients(policy)
+    *gradients, flags = policy.gang.sum(joined).split([*(each.numel() for each in parameters), len(parameters)])
     for each, gradient, flag in zip(parameters, gradients, flags.tolist(), strict=True):
         each.grad = gradient.view_as(each) if flag else None
+
+
+def join_gradients(policy: Policy) -> torch.Tensor:
+    """All gradients in one vector, zeros for a parameter that has none, and then for each parameter whether it has one."""
+    parameters = policy.parameters.values()
+    flat = [torch.zeros_like(each).flatten() if each.grad is None else each.grad.flatten() for each in parameters]
+    return torch.cat([*flat, torch.tensor([float(each.grad is not None) for each in parameters], device=policy.device)])
 
 
 def _finish_gradient(policy: Policy, task: TrainTask, scale: float) -> float:
