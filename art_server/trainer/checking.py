@@ -55,9 +55,17 @@ def make_checked_micro_batches(
         fill, shared = policy.fill_tokens, policy.shares_prefixes
         return make_micro_batches(chosen, max_tokens, table=trained.table, shared=shared, fill_tokens=fill)
 
+    def plan() -> list[MicroBatch]:
+        micro_batches = make(trained.sequences)
+        check_plan(policy, micro_batches, max_tokens)
+        return micro_batches
+
+    # Ranks compare their plans before the checks, too, which are passes that all of them make or none.
+    micro_batches, is_shared = plan(), policy.shares_prefixes
+
     def checked() -> Iterator[list[TrainSequence]]:
         """Of each micro-batch with several sequences, some that fill one micro-batch."""
-        for batch in make(trained.sequences):
+        for batch in micro_batches if policy.shares_prefixes == is_shared else make(trained.sequences):
             found = sequences_to_check([trained.sequences[index] for index in batch.sequences])
             if len(found) > 1:
                 yield found
@@ -74,9 +82,7 @@ def make_checked_micro_batches(
     if not policy.shares_prefixes and policy.sequence_gap is None:
         sequences = next(checked(), sequences_to_check(trained.sequences))
         check_sequences(policy, make(sequences)[0], sequences)
-    micro_batches = make(trained.sequences)
-    check_plan(policy, micro_batches, max_tokens)
-    return micro_batches
+    return micro_batches if policy.shares_prefixes == is_shared else plan()
 
 
 def try_trees(policy: Policy, batch: MicroBatch) -> str | None:

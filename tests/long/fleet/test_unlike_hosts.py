@@ -3,6 +3,7 @@ one machine."""
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -20,7 +21,7 @@ import httpx
 import pytest
 
 import art
-from art_protocol.wire import JobInfo
+from art_protocol.wire import ErrorDetail, JobList
 from tests.live import Server
 from tests.ranks import BUDGET, FAULTY, difference
 from tests.waiting import until, wait_until
@@ -85,10 +86,11 @@ class Machines:
     def logs(self) -> str:
         return self.server.log_tail() + "".join(file.read_text()[-2000:] for file in self.folder.glob("*.log"))
 
-    def job(self) -> JobInfo:
-        """The newest job."""
+    def error(self) -> ErrorDetail | None:
+        """Why the last attempt at a waiting job failed; None before."""
         answer = httpx.get(f"{self.server.url}/api/jobs", headers={"authorization": f"Bearer {USER}"}, timeout=30)
-        return JobInfo.model_validate(answer.json()["jobs"][0])
+        jobs = JobList.model_validate(answer.json()).jobs
+        return next((job.error for job in jobs if job.finished_at is None), None)
 
 
 @pytest.fixture
@@ -105,14 +107,17 @@ async def machines(tmp_path: Path) -> AsyncIterator[Machines]:
 async def sample(model: art.TrainableModel) -> list[art.TrajectoryGroup]:
     chance = random.Random(0)
 
-    async def rollout(word: str) -> art.Trajectory:
-        messages: Any = [{"role": "user", "content": f"respond with yes, no, maybe: {word} {word}"}]
+    async def rollout(words: tuple[str, str]) -> art.Trajectory:
+        # Long questions that begin unlike, so that the job is many trees.
+        question = " ".join(words * 10)
+        messages: Any = [{"role": "user", "content": f"{question} respond with yes, no, maybe"}]
         completion = await model.openai_client().chat.completions.create(
             model=model.get_inference_name(), messages=messages, max_tokens=12
         )
         return art.Trajectory(messages_and_choices=[*messages, completion.choices[0]], reward=chance.random())
 
-    groups = [art.TrajectoryGroup(rollout(word) for _ in range(4)) for word in WORDS]
+    pairs = list(itertools.permutations(WORDS, 2))[::2]
+    groups = [art.TrajectoryGroup(rollout(words) for _ in range(4)) for words in pairs]
     return await art.gather_trajectory_groups(groups, pbar_desc=None)
 
 
@@ -121,12 +126,16 @@ async def test_unlike_machines_train_what_one_does_or_are_named(machines: Machin
     steps = folder / "art" / "p" / "models" / "m" / "checkpoints"
 
     async def train(name: str) -> dict[str, str]:
-        """Trains the groups from step 0, keeps the moments under this name, and goes back. Returns how it was computed."""
+        """Trains the groups from step 0, keeps the moments under this name, and goes back. Returns how it was computed. Each
+        rank has several micro-batches: with one or two, sums could not differ."""
         await model.train(groups, CONFIG)
         shutil.copy(steps / "0001" / "optimizer.safetensors", folder / f"{name}.safetensors")
-        environment = json.loads((steps / "0001" / "checkpoint.json").read_text())["environment"]
+        record = json.loads((steps / "0001" / "checkpoint.json").read_text())
+        names = ("data/step_num_micro_batches", "data/step_trainable_assistant_tokens", "loss/grad_norm")
+        print(name, {each: record["metrics"][each] for each in names}, record["environment"]["ranks"])
+        assert record["metrics"]["data/step_num_micro_batches"] >= 4 and record["metrics"]["loss/grad_norm"] > 1e-3
         await model.rollback(0)
-        return environment
+        return record["environment"]
 
     model = art.TrainableModel(name="m", project="p", base_model="art/tiny")
     async with art.Backend(machines.server.url, api_key=USER) as backend:
@@ -150,8 +159,8 @@ async def test_unlike_machines_train_what_one_does_or_are_named(machines: Machin
                 with machines.host("two", unlike, code):
                     began = time.monotonic()
                     training = asyncio.create_task(train(name))
-                    await until(lambda: machines.job().error is not None, machines.logs)
-                    error = machines.job().error
+                    await until(lambda: machines.error() is not None, machines.logs)
+                    error = machines.error()
                     print(f"{name}: after {time.monotonic() - began:.1f} s {error}")
                     assert error is not None and error.code == "unlike_ranks"
                     assert "host one" in error.message and "host two" in error.message and name in error.message

@@ -323,7 +323,12 @@ def test_ranks_that_cannot_be_made_alike_train_nothing(world: World, tmp_path: P
 def test_a_gang_of_a_cpu_and_a_gpu_is_refused_before_it_starts(tmp_path: Path) -> None:
     gang = server_side.Gang(tmp_path, [os.environ])
     gang.use(WorkerConfig(base_model="base", device="cpu"))
-    rank = TrainerProcess((), tmp_path / "log")
+
+    class RankOnGpu(TrainerProcess):
+        def use(self, config: WorkerConfig) -> None:
+            """Its device is its host's, whatever the server's own ranks have."""
+
+    rank = RankOnGpu((), tmp_path / "log")
     rank.machine, rank.device = "host b", "cuda"
 
     class Lender:
