@@ -1,8 +1,10 @@
-"""A trainer process that fails when it is told to: `faulty_rank.py CONFIG FILE`.
+"""A trainer process that fails when it is told to: `faulty_rank.py CONFIG FILE CODE`.
 
-FILE has a place (load, forward, backward, reduce, save) and a fault. The process removes it when it comes there.
+FILE has a place (load, forward, backward, join, reduce, save) and a fault. The process removes it when it comes there. CODE runs
+first, with `rank` and `is_last`: it makes the machine of one rank unlike the others.
 """
 
+import json
 import os
 import signal
 import sys
@@ -18,6 +20,8 @@ from art_server.trainer import job, step, worker
 from art_server.trainer.policy import Policy
 
 FILE = Path(sys.argv[2])
+GIVEN = json.loads(sys.argv[1])
+exec(sys.argv[3], {"rank": GIVEN["rank"], "is_last": GIVEN["rank"] == GIVEN["num_ranks"] - 1})
 
 
 def kill() -> None:
@@ -77,6 +81,7 @@ def comes_to(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
 Policy._load_base = comes_to("load", Policy._load_base)
 Policy.scores = comes_to("forward", Policy.scores)
 torch.Tensor.backward = comes_to("backward", torch.Tensor.backward)
+step.join_gradients = comes_to("join", step.join_gradients)
 step.sum_gradients = comes_to("reduce", step.sum_gradients)
 job.save_checkpoint = comes_to("save", job.save_checkpoint)
 

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from art_protocol.wire import LoRAConfig, TrainConfig
+from art_server.jobs.budgets import Budgets
 from art_server.jobs.gang import Gang
 from art_server.jobs.trainer_process import worker_environment
 from art_server.process.shared.trainer_messages import Batch, Done, TrainTask, WorkerConfig
@@ -22,6 +23,7 @@ BUDGET = 64
 """Tokens of a micro-batch."""
 RATE = 3e-3
 FAULTY = Path(__file__).parent / "faulty_rank.py"
+NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass
@@ -58,15 +60,20 @@ class Ranks:
 
 
 @contextmanager
-def running(base: Path, folder: Path, number: int, **given: Any) -> Iterator[Ranks]:
-    """`number` ranks on this base, which end with the block. `given` are fields of WorkerConfig."""
+def running(
+    base: Path, folder: Path, number: int, unlike: Mapping[str, Any] = NOTHING, code: str = "", **given: Any
+) -> Iterator[Ranks]:
+    """`number` ranks on this base, which end with the block. `given` are fields of WorkerConfig, and `unlike` other ones of the
+    last rank, as on a machine of its own. Each rank runs `code` first (`faulty_rank.py`)."""
     folder.mkdir(parents=True)
-    given = {"budgets": str(folder / "budgets.json"), **given}
     environment = worker_environment(folder, os.environ) | {"PYTHONPATH": str(FAULTY.parents[1])}
-    gang = Gang(folder, [environment] * number, meeting=folder / "meeting")
+    gang = Gang(folder, [environment] * number, meeting=folder / "meeting", budgets=Budgets(folder / "budgets.json"))
     gang.use(WorkerConfig(base_model=str(base), device="cpu", threads=1, **given))
     for rank, each in enumerate(gang.ranks):
-        each._command = [sys.executable, str(FAULTY), each._command[-1], str(folder / f"fault-{rank}")]
+        config = WorkerConfig.model_validate_json(each._command[-1]).model_copy(update={"machine": f"host {rank}"})
+        if rank == number - 1:
+            config = config.model_copy(update=unlike)
+        each._command = [sys.executable, str(FAULTY), config.model_dump_json(), str(folder / f"fault-{rank}"), code]
     with asyncio.Runner() as runner:
         try:
             yield Ranks(gang, folder, runner)

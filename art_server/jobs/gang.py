@@ -7,14 +7,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from art_server.jobs.budgets import Budgets
 from art_server.jobs.trainer_process import TrainerDied, TrainerError, TrainerProcess
 from art_server.process.children import Children
 from art_server.process.shared.trainer_messages import (
+    UNLIKE_RANKS,
     CheckTask,
     Done,
     InitTask,
     Progress,
     Task,
+    TrainTask,
     WorkerConfig,
 )
 
@@ -26,6 +29,7 @@ IDLE_SECONDS = 5.0
 waited for with a limit: a micro-batch may take minutes."""
 IDLE_SHARE = 0.02
 """Of a core, which ranks use that only wait."""
+DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
 COMPUTING = ("train", "forward")
 """Phases in which the ranks compute."""
 IN_STEP = ("cancelled", "non_finite", "gap_too_large", "out_of_memory")
@@ -58,9 +62,10 @@ class Gang:
         children: Children | None = None,
         meeting: Path | None = None,
         name: str = "trainer",
+        budgets: Budgets | None = None,
     ) -> None:
         """One rank on this machine for each of the environments. Several of them meet in the file `meeting`. `name` is that of
-        their logs."""
+        their logs. `budgets` are those that earlier jobs have learned; None: nothing is stored."""
         self._own = [
             TrainerProcess((), log_dir / f"{name}{f'-{rank}' * (rank > 0)}.log", environment, children)
             for rank, environment in enumerate(environments)
@@ -69,6 +74,7 @@ class Gang:
         self.lender: Lender | None = None
         """None: there are no ranks but those of this machine."""
         self._worker: WorkerConfig | None = None
+        self._budgets = budgets
         self._meeting = meeting
         self._have_met = False
         self._turn = asyncio.Lock()
@@ -94,6 +100,7 @@ class Gang:
 
     def _use(self, meeting: str) -> None:
         for rank, each in enumerate(self.ranks):
+            each.budgets = self._budgets
             update = {"rank": rank, "num_ranks": self.num_ranks, "meeting": meeting}
             if self._worker is not None:
                 each.use(self._worker.model_copy(update=update) if self.num_ranks > 1 else self._worker)
@@ -115,6 +122,22 @@ class Gang:
             raise TrainerError(
                 "no_rank", "no machine has joined that offers a rank: start `art-server host` there", True
             )
+
+    def _check_devices(self) -> None:
+        """Checks that all ranks compute on one kind of device, before they are started.
+
+        Raises:
+            TrainerError: they do not.
+        """
+        first = self.ranks[0]
+        for rank in self.ranks:
+            if rank.device != first.device:
+                raise TrainerError(
+                    UNLIKE_RANKS,
+                    f"a rank on {first.machine} computes on {DEVICES[first.device]}, one on {rank.machine} on "
+                    f"{DEVICES[rank.device]}, and they cannot train a job together: start one of both with --ranks 0",
+                    retryable=True,
+                )
 
     async def _prepare(self) -> None:
         """Sets where the ranks meet, if they have not met."""
@@ -138,6 +161,8 @@ class Gang:
         """As `TrainerProcess.run`, by all ranks."""
         async with self._turn:
             await self._gather()
+            if isinstance(task, TrainTask) and self._budgets is not None:
+                task = task.model_copy(update={"budgets": await asyncio.to_thread(self._budgets.read)})
             if self.num_ranks == 1 or isinstance(task, InitTask | CheckTask):
                 return await self.ranks[0].run(task, on_progress, batch)
             return await self._run_together(task, on_progress, batch)
@@ -145,6 +170,7 @@ class Gang:
     async def _run_together(
         self, task: Task, on_progress: Callable[[Progress], Awaitable[None]] | None, batch: bytes | None
     ) -> Done:
+        self._check_devices()
         await self._prepare()
         async with contextlib.AsyncExitStack() as on_failure:
             on_failure.push_async_callback(self.stop)
@@ -219,6 +245,6 @@ async def _first_error(runs: Sequence[asyncio.Task[Done]], watch: asyncio.Task[N
 
 
 def _rank_of_reason(error: TrainerError) -> int:
-    if error.code in IN_STEP:
+    if error.code in (*IN_STEP, UNLIKE_RANKS):
         return 0
     return {"trainer_died": 1, "trainer_error": 2, "other_rank_failed": 4}.get(error.code, 3)

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from art_server.engine.device.plan import MemoryPlan
+from art_server.jobs.budgets import Budgets
 from art_server.jobs.gang import Gang
 from art_server.jobs.trainer_process import TrainerProcess, worker_environment
 from art_server.process.children import Children
@@ -38,7 +39,8 @@ class Trainer(Gang):
         usual = worker_environment(config.server_dir / "unsloth", os.environ)
         environments = [usual | dict(each) for each in kept_to]
         num, meeting = config.num_ranks(device), config.server_dir / "ranks"
-        super().__init__(config.log_dir, environments[:num], children, meeting)
+        budgets = Budgets(config.server_dir / "budgets.json")
+        super().__init__(config.log_dir, environments[:num], children, meeting, budgets=budgets)
         self.more = [
             Gang(
                 config.log_dir,
@@ -46,6 +48,7 @@ class Trainer(Gang):
                 children,
                 meeting.with_name(f"ranks-of-{gang}"),
                 f"trainer-of-gang-{gang}",
+                budgets,
             )
             for gang in range(1, config.gangs)
         ]
@@ -74,7 +77,7 @@ class Trainer(Gang):
             threads=self._num_threads(),
             max_tokens_per_micro_batch=tokens,
             checkpointing_factor=factor,
-            budgets=str(self._config.server_dir / "budgets.json"),
+            base_name=str(path),
             is_sharded=plan.num_shards > 1 if plan is not None else self._config.shard == "on",
         )
         for gang in (self, *self.more):

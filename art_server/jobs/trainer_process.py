@@ -23,10 +23,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from art_protocol.log_file import LogFile
 from art_server.errors import InvalidInput, ServerError, Unavailable
+from art_server.jobs.budgets import Budgets
 from art_server.process.children import Child, Children, start_child
 from art_server.process.shared.trainer_messages import (
     Done,
     Failed,
+    Learned,
     Progress,
     Ready,
     Task,
@@ -38,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ANSWER = TypeAdapter[Ready | Progress | Done | Failed](TrainerReply)
+ANSWER = TypeAdapter[Ready | Progress | Learned | Done | Failed](TrainerReply)
 
 MAX_ANSWER_BYTES = 2**26
 """Longest line of the process. Answers are metrics and messages, so a longer line is not an answer."""
@@ -146,6 +148,12 @@ class TrainerProcess:
         children: Children | None = None,
     ) -> None:
         """`environment` None is that of this process. `children` is the list that the worker is added to."""
+        self.machine = "this machine"
+        """On which the process runs, for messages."""
+        self.device = ""
+        """The kind of its device, cpu or cuda."""
+        self.budgets: Budgets | None = None
+        """Where it has token budgets stored."""
         self._command = list(command)
         self._children = children
         self._log = LogFile(log_path)
@@ -159,6 +167,7 @@ class TrainerProcess:
     def use(self, config: WorkerConfig) -> None:
         """Sets how the process works that the next task starts."""
         self._command = worker_command(config)
+        self.device = config.device.partition(":")[0]
 
     @property
     def name(self) -> str:
@@ -207,6 +216,8 @@ class TrainerProcess:
                         break
                     if isinstance(answer, Progress) and on_progress is not None:
                         await on_progress(answer)
+                    if isinstance(answer, Learned) and self.budgets is not None:
+                        await asyncio.to_thread(self.budgets.learn, answer.key, answer.tokens)
                 on_failure.pop_all()
                 self._has_trained |= self._is_training
                 self._is_training = False
@@ -221,7 +232,7 @@ class TrainerProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGUSR1)
 
-    async def _receive_in_time(self, process: Process) -> Ready | Progress | Done | Failed:
+    async def _receive_in_time(self, process: Process) -> Ready | Progress | Learned | Done | Failed:
         """The next answer of the process.
 
         Raises:
@@ -287,7 +298,7 @@ class TrainerProcess:
         if self._children is not None:
             self._children.remove(process.pid)
 
-    async def _receive(self, process: Process) -> Ready | Progress | Done | Failed:
+    async def _receive(self, process: Process) -> Ready | Progress | Learned | Done | Failed:
         assert process.stdout is not None
         line = await process.stdout.readline()
         if not line.endswith(b"\n"):

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from art_server.trainer.agreement import check_plan
 from art_server.trainer.batches import (
     MicroBatch,
     TrainBatch,
@@ -20,7 +21,6 @@ from art_server.trainer.batches import (
     make_micro_batches,
 )
 from art_server.trainer.distributions import RAW
-from art_server.trainer.memory import fill_tokens
 from art_server.trainer.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -43,18 +43,29 @@ def make_checked_micro_batches(
 
     A tree above the budget is cut where its parts repeat only a short trunk, such as a system prompt that all groups
     share. Else gradient checkpointing raises the budget, and only trees above the raised budget are cut.
+
+    Raises:
+        UnlikeRanks: another rank has planned otherwise.
     """
     if not is_cheaply_divided(trained.sequences, max_tokens, shared=policy.shares_prefixes):
         policy.use_checkpointing(True)
         max_tokens = int(max_tokens * policy.checkpointing_factor)
 
     def make(chosen: Sequence[TrainSequence]) -> list[MicroBatch]:
-        fill, shared = fill_tokens(policy.device), policy.shares_prefixes
+        fill, shared = policy.fill_tokens, policy.shares_prefixes
         return make_micro_batches(chosen, max_tokens, table=trained.table, shared=shared, fill_tokens=fill)
+
+    def plan() -> list[MicroBatch]:
+        micro_batches = make(trained.sequences)
+        check_plan(policy, micro_batches, max_tokens)
+        return micro_batches
+
+    # Ranks compare their plans before the checks, too, which are passes that all of them make or none.
+    micro_batches, is_shared = plan(), policy.shares_prefixes
 
     def checked() -> Iterator[list[TrainSequence]]:
         """Of each micro-batch with several sequences, some that fill one micro-batch."""
-        for batch in make(trained.sequences):
+        for batch in micro_batches if policy.shares_prefixes == is_shared else make(trained.sequences):
             found = sequences_to_check([trained.sequences[index] for index in batch.sequences])
             if len(found) > 1:
                 yield found
@@ -71,29 +82,37 @@ def make_checked_micro_batches(
     if not policy.shares_prefixes and policy.sequence_gap is None:
         sequences = next(checked(), sequences_to_check(trained.sequences))
         check_sequences(policy, make(sequences)[0], sequences)
-    return make(trained.sequences)
+    return micro_batches if policy.shares_prefixes == is_shared else plan()
 
 
 def try_trees(policy: Policy, batch: MicroBatch) -> str | None:
-    """Computes a gradient over trees: None if this works, else a note for the report, and unshared sequences from here on.
+    """Computes a gradient over trees: None if this works on every rank, else a note for the report, and unshared sequences
+    from here on.
 
     FlexAttention is compiled for the GPU. Where a multiprocessor has 100 KB of shared memory, its backward pass does not
     fit for heads of more than 128 numbers.
     """
     from torch._dynamo.exc import TorchDynamoException  # imported here, because it takes seconds
 
+    reason = ""
     try:
         with policy.gang.together(), torch.enable_grad():
-            logprobs_N, _ = policy.logprobs(batch)
-            logprobs_N.sum().backward()
-        policy.has_tried_trees = True
-    except NotImplementedError as error:
-        return _give_up(policy, str(error))
-    except TorchDynamoException as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        return _give_up(policy, f"their attention cannot be compiled for this GPU: {reason}")
+            try:
+                logprobs_N, _ = policy.logprobs(batch)
+                logprobs_N.sum().backward()
+            except NotImplementedError as error:
+                reason = str(error)
+            except TorchDynamoException as error:
+                first_line = next(iter(str(error).splitlines()), type(error).__name__)
+                reason = f"their attention cannot be compiled for this GPU: {first_line}"
     finally:
         policy.drop_gradients()
+    reasons = policy.gang.gather(reason)
+    for rank, of_rank in enumerate(reasons):
+        if of_rank:
+            where = f" (rank {rank} on {policy.gang.machines[rank]})" if len(reasons) > 1 else ""
+            return _give_up(policy, of_rank + where)
+    policy.has_tried_trees = True
     return None
 
 

@@ -1,9 +1,9 @@
 """The ranks of a trainer: processes that compute the micro-batches of one job together.
 
-Every rank gets the whole job and plans it alike. Of the planned micro-batches each rank computes its own, whole. Two things
-need the others: the adapter's gradient, which is summed before the clip, and numbers by token, to which each rank adds zeros
-where others computed. All denominators of the loss count the whole step (`loss.py`), so the sums are those of one process,
-but for rounding. The same number of ranks gives the same bits.
+Every rank gets the whole job and plans it as the first rank decides (`agreement.py`). Of the planned micro-batches each rank
+computes its own, whole. Two things need the others: the adapter's gradient, which is summed before the clip, and numbers by
+token, to which each rank adds zeros where others computed. All denominators of the loss count the whole step (`loss.py`), so
+the sums are those of one process, but for rounding. The same number of ranks gives the same bits.
 
 A rank never decides alone. Where it could fail or choose differently (memory, a cancelled job, a check), all ranks agree by
 one reduced number, at one line. A rank that ends breaks the sums of the others. The server then ends them all and
@@ -13,10 +13,12 @@ repeats the job.
 import contextlib
 import datetime
 import fcntl
+import json
+import math
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -37,19 +39,43 @@ class OtherRankFailed(Exception):
     """Another rank failed, and reports the reason."""
 
 
+class UnlikeRanks(Exception):
+    """The ranks differ in what all of them must have alike. Nothing was trained."""
+
+
+class NoMemoryOnSomeRank(MemoryError):
+    """A rank ran out of memory, and all ranks know that."""
+
+
 class Gang:
     """One rank's view of all. A gang of one computes everything and waits for nobody."""
 
-    def __init__(self, rank: int = 0, size: int = 1, *, is_sharded: bool = False) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, *, is_sharded: bool = False, machines: Sequence[str] = ()) -> None:
         self.rank = rank
         self.size = size
+        self.machines = machines
+        """The machine of each rank, for messages."""
         self.is_sharded = is_sharded
         """Whether the ranks share the base's weights, so that each forward and backward pass needs all of them."""
 
     @classmethod
-    def join(cls, rank: int, size: int, meeting: str, device: torch.device, *, is_sharded: bool) -> "Gang":
+    def join(
+        cls,
+        rank: int,
+        size: int,
+        meeting: str,
+        device: torch.device,
+        *,
+        is_sharded: bool,
+        machine: str,
+        facts: Mapping[str, str],
+    ) -> "Gang":
         """Waits until all ranks have joined. `meeting` is a file of this machine, new for each gang, or for ranks of several
-        machines `tcp://ADDRESS:PORT` of the first one."""
+        machines `tcp://ADDRESS:PORT` of the first one. `facts` are what all ranks must have alike.
+
+        Raises:
+            UnlikeRanks: they have not.
+        """
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -60,8 +86,12 @@ class Gang:
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             store = dist.FileStore(meeting, size)
+        store.set_timeout(WAIT)
+        machines = _exchange(store, "machine", machine, rank, size)
+        # Before the ranks connect: a CPU cannot even sum with a GPU.
+        check_alike(machines, [json.loads(text) for text in _exchange(store, "facts", json.dumps(facts), rank, size)])
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=WAIT)
-        return cls(rank, size, is_sharded=is_sharded)
+        return cls(rank, size, is_sharded=is_sharded, machines=machines)
 
     @property
     def is_first(self) -> bool:
@@ -74,11 +104,29 @@ class Gang:
             dist.all_reduce(values)
         return values
 
+    def of_first(self, values: torch.Tensor) -> torch.Tensor:
+        """The first rank's values, in place: for numbers that each rank computes, and whose last bits may differ."""
+        if self.size > 1:
+            dist.broadcast(values, 0)
+        return values
+
+    def gather(self, text: str) -> list[str]:
+        """The text of each rank."""
+        if self.size == 1:
+            return [text]
+        data = text.encode()
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]))
+        longest = max(1, *map(int, lengths))
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(texts, torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))
+        return [bytes(each[: int(length)].tolist()).decode() for each, length in zip(texts, lengths, strict=True)]
+
     def most(self, value: float) -> float:
-        """The largest of the ranks' values."""
+        """The largest of the ranks' values; infinity if one of them is not a number, because a reduced maximum may lose it."""
         if self.size == 1:
             return value
-        values = torch.tensor([value], dtype=torch.float64)
+        values = torch.tensor([math.inf if math.isnan(value) else value], dtype=torch.float64)
         dist.all_reduce(values, dist.ReduceOp.MAX)
         return float(values)
 
@@ -93,22 +141,27 @@ class Gang:
     def rounds(self, loads: Sequence[int]) -> list[tuple[int, bool]]:
         """The micro-batches that this rank computes, by index, the largest first, and whether they count.
 
-        `loads` are their numbers of tokens. Each goes to the rank with least tokens so far. Ranks that share the base's weights
-        make equally many passes: those with fewer micro-batches repeat the smallest, which does not count.
+        `loads` are their numbers of tokens. Ranks that share the base's weights make equally many passes: those with fewer
+        micro-batches repeat the smallest, which does not count.
         """
         if self.size == 1:
             return [(index, True) for index in range(len(loads))]
+        shares = self.shares(loads)
+        own = [(index, True) for index in shares[self.rank]]
+        if self.is_sharded:
+            smallest = min(range(len(loads)), key=lambda index: (loads[index], -index))
+            own += [(smallest, False)] * (max(map(len, shares)) - len(own))
+        return own
+
+    def shares(self, loads: Sequence[int]) -> list[list[int]]:
+        """The micro-batches of each rank, by index, the largest first. Each goes to the rank with least tokens so far."""
         shares: list[list[int]] = [[] for _ in range(self.size)]
         tokens = [0] * self.size
-        by_load = sorted(range(len(loads)), key=lambda index: -loads[index])
-        for index in by_load:
+        for index in sorted(range(len(loads)), key=lambda index: -loads[index]):
             least = tokens.index(min(tokens))
             shares[least].append(index)
             tokens[least] += loads[index]
-        own = [(index, True) for index in shares[self.rank]]
-        if self.is_sharded:
-            own += [(by_load[-1], False)] * (max(map(len, shares)) - len(own))
-        return own
+        return shares
 
     def together(self) -> "_Together":
         """A block that all ranks leave alike: if it fails on one rank, it raises on every one.
@@ -117,7 +170,7 @@ class Gang:
         base's weights, the others wait for this one inside the block. It then raises alone, and the server ends them.
 
         Raises:
-            MemoryError: another rank ran out of memory.
+            NoMemoryOnSomeRank: this rank or another one ran out of memory.
             OtherRankFailed: another rank failed otherwise.
         """
         return _Together(self)
@@ -142,8 +195,36 @@ class _Together:
         worst = gang.most(own)
         if worst == FAILED and own != FAILED:
             raise OtherRankFailed("another rank failed")
-        if worst == OUT_OF_MEMORY and own == WELL:
-            raise MemoryError("another rank ran out of memory")
+        if worst == OUT_OF_MEMORY:
+            raise NoMemoryOnSomeRank(str(error or "another rank ran out of memory")) from error
+
+
+def _exchange(store: dist.Store, name: str, text: str, rank: int, size: int) -> list[str]:
+    """The text of each rank, through a store, for ranks that have no process group. Waits for all of them."""
+    store.set(f"{name}-{rank}", text)
+    texts = [store.get(f"{name}-{other}").decode() for other in range(size)]
+    store.set(f"{name}-read-by-{rank}", "")
+    # The first rank's process may hold the store, and may end before the others have read it.
+    store.wait([f"{name}-read-by-{other}" for other in range(size)], WAIT)
+    return texts
+
+
+def check_alike(machines: Sequence[str], facts: Sequence[Mapping[str, str]]) -> None:
+    """Checks that all ranks have the same facts, by name.
+
+    Raises:
+        UnlikeRanks: they have not. It names two machines, and the facts in which they differ.
+    """
+    first = facts[0]
+    for rank, other in enumerate(facts):
+        names = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+        if names:
+            listed = ", ".join(f"{name} {first.get(name, 'none')} and {other.get(name, 'none')}" for name in names)
+            raise UnlikeRanks(
+                f"rank 0 on {machines[0]} and rank {rank} on {machines[rank]} do not compute alike: {listed}. Nothing was "
+                "trained. Give both machines the same kind of device and the same packages, or let only one of them offer ranks "
+                "(--ranks 0 on the other)"
+            )
 
 
 def interface_to(address: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from art_server.process.shared.trainer_messages import BetweenSteps, Done, Probe, Progress, TrainTask
+from art_server.trainer.agreement import agree_on_terms
 from art_server.trainer.batches import TrainBatch, drop_stale, make_train_batch, with_penalties
 from art_server.trainer.checkpoint import load_checkpoint, save_checkpoint
 from art_server.trainer.gap import judge_gap
@@ -41,7 +42,7 @@ from art_server.trainer.step_metrics import (
     sampler_metrics,
     synced_seconds_since,
 )
-from art_server.trainer.token_budget import Budgets, TokenBudget
+from art_server.trainer.token_budget import Learn, TokenBudget, learn_nothing
 from art_server.trainer.token_record import TokenRecord
 
 
@@ -66,18 +67,22 @@ def train(
     report: Callable[[Progress], None],
     *,
     between_steps: BetweenSteps = "stay",
-    budgets: Budgets | None = None,
+    learn: Learn = learn_nothing,
+    base_name: str | None = None,
 ) -> Done:
     """Takes the steps of one job from in_dir to out_dir; returns metrics and notes.
 
     A batch without trained tokens writes the same weights and optimizer state again. Unless `between_steps` is "stay", the
-    policy leaves the device before "save" is reported. `budgets` stores what fitted after memory ran out.
+    policy leaves the device before "save" is reported. `learn` stores what fitted after memory ran out, for the base of this
+    name (None: its path).
 
     Raises:
+        UnlikeRanks: another rank would compute otherwise, or has planned otherwise.
         FloatingPointError: the loss, its gradient or a metric is not finite. No checkpoint is written.
         ValueError: the engine adapts none of the layers that have an adapter.
         GapTooLarge: the engine's log-probabilities are not those of this policy. No checkpoint is written.
     """
+    terms = agree_on_terms(policy, max_tokens_per_micro_batch)
     policy.return_to_device()
     policy.use_context(task.max_seq_length)
     rate, rule = base_learning_rate(task.config, policy.model_type, policy.hidden_size)
@@ -90,8 +95,7 @@ def train(
     notes = [rule] if rule else []
     reset_peak_memory(policy.device)
     longest = max((len(sequence.token_ids) for sequence in trained.sequences), default=1)
-    budgets = budgets or Budgets(None)
-    budget = TokenBudget.of_job(policy, task, max_tokens_per_micro_batch, longest, budgets, notes)
+    budget = TokenBudget.of_job(policy, task, terms, base_name or policy.base_model, longest, notes, learn)
     environment = _environment(policy, task, budget)
     record = TokenRecord(task.batch, policy.base_model)
     job = _Job(policy, task, optimizer, schedule, budget, record, report, notes)
@@ -101,7 +105,7 @@ def train(
         of_steps, probe = _take_steps(job, trained)
         metrics |= of_steps
         if policy.gang.is_first:
-            budget.store(budgets)
+            budget.store()
 
     if between_steps != "stay":
         started = time.perf_counter()
@@ -185,7 +189,7 @@ def _take_steps(job: _Job, trained: TrainBatch) -> tuple[dict[str, float], Probe
             policy, task, trained, len(mini_batches), max_tokens, job.report, notes
         )
     )
-    trained = apply_kl_penalty(task, trained, old)
+    trained = apply_kl_penalty(policy.gang, task, trained, old)
     gap: dict[str, float] = {}
     if old.old_logprobs_S is not None:
         gap = sampler_metrics(old.old_logprobs_S, old.sampled_tokens(task, trained.sequences))

@@ -16,6 +16,7 @@ from art_server.trainer.batches import (
     make_train_batch,
 )
 from art_server.trainer.checking import make_checked_micro_batches
+from art_server.trainer.gang import Gang
 from art_server.trainer.loss import kl_estimate, shape_advantages
 from art_server.trainer.policy import Policy
 
@@ -113,7 +114,7 @@ def _has_gap(task: TrainTask, trained: TrainBatch) -> bool:
     return False
 
 
-def apply_kl_penalty(task: TrainTask, trained: TrainBatch, old: OldLogprobs) -> TrainBatch:
+def apply_kl_penalty(gang: Gang, task: TrainTask, trained: TrainBatch, old: OldLogprobs) -> TrainBatch:
     """The batch with the KL penalty in the advantages of groups with signal; unchanged where KL is a term of the loss, or
     off.
 
@@ -124,7 +125,8 @@ def apply_kl_penalty(task: TrainTask, trained: TrainBatch, old: OldLogprobs) -> 
         return trained
     tokens = make_sampled_tokens(trained.sequences)
     kl_S = kl_estimate(tokens.sampled_logprobs_S, old.reference_logprobs_S, config.kl_estimator)[0]
-    kl_S = torch.where(tokens.is_unknown_S, 0.0, kl_S)
+    # It decides which groups are trained, and so the plan.
+    kl_S = gang.of_first(torch.where(tokens.is_unknown_S, 0.0, kl_S))
     lengths = [len(sequence.targets) for sequence in trained.sequences]
     if config.kl_in == "reward":
         penalties = [0.0] * trained.num_trajectories

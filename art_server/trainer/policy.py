@@ -28,7 +28,7 @@ from art_server.trainer.gang import ALONE, Gang
 from art_server.trainer.head import Scores, max_logits, score_targets, whole_pieces
 from art_server.trainer.host_copy import HostCopy
 from art_server.trainer.lora import fuse_lora
-from art_server.trainer.memory import CHECKPOINTING_FACTOR, default_tokens, free_cached_memory
+from art_server.trainer.memory import CHECKPOINTING_FACTOR, default_tokens, fill_tokens, free_cached_memory
 from art_server.trainer.rope import fix_rope
 from art_server.trainer.states import share_states
 from art_server.trainer.tree import Forest, pad_forest
@@ -56,7 +56,7 @@ class Policy:
         ranks. The ranks of a sharded gang load their policies at the same time."""
         found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.device = found if device is None else device
-        self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self.dtype = dtype or usual_dtype(self.device)
         self.base_model = base_model
         self.gang = gang
         self._base = self._load_base()
@@ -74,6 +74,8 @@ class Policy:
         """The same for `check_sequences`."""
         self.checkpointing_factor: float = CHECKPOINTING_FACTOR
         """How many times more tokens fit with gradient checkpointing."""
+        self.fill_tokens = fill_tokens(self.device)
+        """Small trees are packed together up to this many tokens; None is as many as fit."""
         self._away: HostCopy | None = None
         self._is_away = False
         self.use_trees(self.can_share)
@@ -92,6 +94,15 @@ class Policy:
         config: Any = self._base.config.get_text_config()  # Any: the fields that language models share
         intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         return default_tokens(self.device, self.dtype, config.num_hidden_layers, config.hidden_size, intermediate)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """How it computes, by name: what the ranks of a gang must have alike."""
+        return {
+            "number type": str(self.dtype).removeprefix("torch."),
+            "attention": self.attention_kind,
+            "attention of separate sequences": usual_attention(type(self._base), self._base.config),
+        }
 
     @property
     def model(self) -> PeftModel:
@@ -199,6 +210,11 @@ class Policy:
             if isinstance(module, GradientCheckpointingLayer):
                 # These layers read this flag. `load_base` has switched dropout off.
                 module.training = enabled
+
+    @property
+    def uses_checkpointing(self) -> bool:
+        """Whether gradient checkpointing is on."""
+        return bool(self._base.is_gradient_checkpointing)
 
     def logprobs(self, batch: MicroBatch, *, with_entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability of each prediction, and entropy of its distribution: both N, float32; see `scores`."""
@@ -365,6 +381,11 @@ class Policy:
 
     def _drop_adapter(self) -> None:
         self._base, self._model, self._lora = self.model.unload(), None, None
+
+
+def usual_dtype(device: torch.device) -> torch.dtype:
+    """The number type of a base model on this device if none is requested."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def write_fresh_adapter(base_model: str, lora: LoRAConfig, seed: int, folder: Path) -> None:

@@ -89,7 +89,8 @@ def finish_probe(policy: Policy, start: Probe, limits: MismatchLimits) -> Probe:
     moved = with_movement(start.moved, _rms(logprobs_T - before_T))
     needed = NUM_SIGMAS_OF_EFFECT * (start.rounding or limits.high)
     factor, scaled_T = 1, logprobs_T
-    while 0 < (effect := _rms(scaled_T - base_T)) < needed and factor < MAX_FACTOR:
+    # The first rank's effect counts: where ranks share the base's weights, all of them make these passes.
+    while 0 < (effect := _effect(policy, scaled_T, base_T)) < needed and factor < MAX_FACTOR:
         factor = min(MAX_FACTOR, factor * 2 ** max(1, math.ceil(math.log2(needed / effect))))
         with rescale_adapter_scale(policy.model, factor):
             scaled_T = policy.sequence_logprobs(start.token_ids).cpu()
@@ -174,6 +175,11 @@ def choose_tokens(sequences: Sequence[TrainSequence]) -> list[int]:
 
     chosen = max(sequences, key=movement)
     return [*chosen.token_ids[-NUM_TOKENS:], chosen.targets[-1]]
+
+
+def _effect(policy: Policy, logprobs_T: torch.Tensor, base_T: torch.Tensor) -> float:
+    effect = torch.tensor(_rms(logprobs_T - base_T), dtype=torch.float64)
+    return float(policy.gang.of_first(effect))
 
 
 def _rms(values_T: torch.Tensor) -> float:

@@ -163,13 +163,18 @@ def sum_gradients(policy: Policy) -> None:
     if policy.gang.size == 1:
         return
     parameters = policy.parameters.values()
-    has_gradient = [float(each.grad is not None) for each in parameters]
-    flat = [torch.zeros_like(each).flatten() if each.grad is None else each.grad.flatten() for each in parameters]
-    flags = torch.tensor(has_gradient, device=policy.device)
-    summed = policy.gang.sum(torch.cat([*flat, flags]))
-    *gradients, flags = summed.split([*(each.numel() for each in parameters), len(has_gradient)])
+    with policy.gang.together():
+        joined = join_gradients(policy)
+    *gradients, flags = policy.gang.sum(joined).split([*(each.numel() for each in parameters), len(parameters)])
     for each, gradient, flag in zip(parameters, gradients, flags.tolist(), strict=True):
         each.grad = gradient.view_as(each) if flag else None
+
+
+def join_gradients(policy: Policy) -> torch.Tensor:
+    """All gradients in one vector, zeros for a parameter that has none, and then for each parameter whether it has one."""
+    parameters = policy.parameters.values()
+    flat = [torch.zeros_like(each).flatten() if each.grad is None else each.grad.flatten() for each in parameters]
+    return torch.cat([*flat, torch.tensor([float(each.grad is not None) for each in parameters], device=policy.device)])
 
 
 def _finish_gradient(policy: Policy, task: TrainTask, scale: float) -> float:
@@ -228,8 +233,8 @@ def _whole_loss(
         return None
     started = time.perf_counter()
     logprobs_S = compute_logprobs(policy, step.micro_batches, lambda batch: policy.logprobs(batch)[0], report)
-    tokens = step.tokens.to(policy.device)
-    loss = policy_loss(logprobs_S.to(policy.device), tokens, config)
+    with policy.gang.together():
+        loss = policy_loss(logprobs_S.to(policy.device), step.tokens.to(policy.device), config)
     step.timed("extra_forward", started)
     return loss
 

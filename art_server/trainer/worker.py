@@ -21,17 +21,20 @@ from pydantic import TypeAdapter, ValidationError
 from art_server import __version__
 from art_server.process.children import be_child, claim_stdout
 from art_server.process.shared.trainer_messages import (
+    UNLIKE_RANKS,
     Done,
     Failed,
     LayersTask,
+    Learned,
     Progress,
     Ready,
     Task,
     WorkerConfig,
 )
 from art_server.store import files
+from art_server.trainer.agreement import own_facts
 from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint, write_first_checkpoint
-from art_server.trainer.gang import ALONE, Gang, OtherRankFailed
+from art_server.trainer.gang import ALONE, Gang, OtherRankFailed, UnlikeRanks
 from art_server.trainer.gap import GapTooLarge
 from art_server.trainer.job import train
 from art_server.trainer.memory import (
@@ -40,9 +43,9 @@ from art_server.trainer.memory import (
     return_freed_memory,
 )
 from art_server.trainer.optimizer import make_optimizer
-from art_server.trainer.policy import Policy
+from art_server.trainer.policy import Policy, usual_dtype
 from art_server.trainer.probe import write_layer_probes
-from art_server.trainer.token_budget import Budgets, TryAgainWithLess
+from art_server.trainer.token_budget import TryAgainWithLess
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +80,6 @@ class Worker:
         self._config = config
         self._dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
         self._device = find_device(config.device)
-        self._budgets = Budgets(Path(config.budgets)) if config.budgets else None
         self._answers = answers
         self._policy: Policy | None = None
         self._gang = ALONE
@@ -115,6 +117,8 @@ class Worker:
             failed = Failed(code="cancelled", message="the job was cancelled", retryable=True)
         except TryAgainWithLess as error:
             failed = Failed(code="out_of_memory", message=str(error), retryable=True)
+        except UnlikeRanks as error:
+            failed = Failed(code=UNLIKE_RANKS, message=str(error), retryable=True)
         except OtherRankFailed as error:
             failed = Failed(code="other_rank_failed", message=str(error), retryable=True)
         except Exception as error:
@@ -158,7 +162,8 @@ class Worker:
                 max_tokens,
                 self._report,
                 between_steps=self._config.between_steps,
-                budgets=self._budgets,
+                learn=self._learn,
+                base_name=self._config.base_name,
             )
         finally:
             policy.drop_gradients()
@@ -208,12 +213,19 @@ class Worker:
             raise Cancelled
         self._answer(progress)
 
+    def _learn(self, key: str, tokens: int) -> None:
+        self._answer(Learned(key=key, tokens=tokens))
+
     def _load_policy(self) -> Policy:
         config = self._config
         if self._gang.size < config.num_ranks:
             assert config.meeting is not None and self._device is not None, "the ranks of a gang have a place to meet"
+            dtype = self._dtype or usual_dtype(self._device)
             self._gang = Gang.join(
-                config.rank, config.num_ranks, config.meeting, self._device, is_sharded=config.is_sharded
+                *(config.rank, config.num_ranks, config.meeting, self._device),
+                is_sharded=config.is_sharded,
+                machine=config.machine,
+                facts=own_facts(self._device, dtype, config.trainer, is_sharded=config.is_sharded),
             )
         if self._policy is None:
             self._policy = self._make_policy()
@@ -241,7 +253,7 @@ class Worker:
             ) from error
         return UnslothPolicy(self._config.base_model, self._dtype, self._device, self._config.max_seq_length)
 
-    def _answer(self, answer: Ready | Progress | Done | Failed) -> None:
+    def _answer(self, answer: Ready | Progress | Learned | Done | Failed) -> None:
         self._answers.write(answer.model_dump_json().encode() + b"\n")
         self._answers.flush()
 

@@ -44,8 +44,10 @@ class WorkerConfig(TrainerMessage):
     """None is what fits the device."""
     checkpointing_factor: float | None = None
     """How many times more tokens fit with gradient checkpointing; None is the policy's estimate."""
-    budgets: str | None = None
-    """The file that stores which token budgets fitted after memory ran out."""
+    base_name: str | None = None
+    """The base model's name in stored token budgets, the same on all machines. None is `base_model`."""
+    machine: str = "this machine"
+    """On which the process runs, for messages."""
     rank: int = 0
     num_ranks: int = 1
     """Processes that train one job together (`trainer/gang.py`)."""
@@ -249,6 +251,8 @@ class TrainTask(TrainerMessage):
     """Divides the number of tokens per micro-batch, for a job during which the process died."""
     checkpointing: bool = False
     """Gradient checkpointing is on from the start, as in the job that `scripts/replay.py` repeats."""
+    budgets: dict[str, int] = {}
+    """Token budgets that fitted after memory ran out in earlier jobs, by key (`trainer/token_budget.py`)."""
 
 
 Task = Annotated[InitTask | CheckTask | LoadTask | LayersTask | TrainTask, Field(discriminator="kind")]
@@ -265,6 +269,14 @@ class Progress(TrainerMessage):
     phase: str
     completed: int
     total: int
+
+
+class Learned(TrainerMessage):
+    """A token budget that fitted, or that the next try is to have, after memory ran out. The server stores it."""
+
+    event: Literal["learned"] = "learned"
+    key: str
+    tokens: int
 
 
 class Done(TrainerMessage):
@@ -288,6 +300,10 @@ class Done(TrainerMessage):
     bits."""
 
 
+UNLIKE_RANKS = "unlike_ranks"
+"""The code of ranks that do not compute alike. A job is not the cause: it is tried again until the machines are alike."""
+
+
 class Failed(TrainerMessage):
     event: Literal["failed"] = "failed"
     code: str
@@ -296,4 +312,4 @@ class Failed(TrainerMessage):
     """The unchanged task may succeed later."""
 
 
-TrainerReply = Annotated[Ready | Progress | Done | Failed, Field(discriminator="event")]
+TrainerReply = Annotated[Ready | Progress | Learned | Done | Failed, Field(discriminator="event")]

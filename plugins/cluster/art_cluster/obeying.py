@@ -224,7 +224,6 @@ class Machinery:
                 "base_model": str(self._bases[order.base].path),
                 "device": "cuda:0" if machine.gpus else "cpu",
                 "threads": max(1, cores // ranks) if not machine.gpus and ranks > 1 else None,
-                "budgets": str(self._folder / "budgets.json"),
             }
         )
         environment = worker_environment(self._folder / "unsloth", os.environ)

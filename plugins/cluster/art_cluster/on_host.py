@@ -90,6 +90,8 @@ class RankOnHost(TrainerProcess):
         self, host: JoinedHost, slot: int, log_path: Path, config: ServerConfig, base: Callable[[], BaseModel | None]
     ) -> None:
         super().__init__((), log_path)
+        self.machine = f"host {host.name}"
+        self.device = host.greeting.device
         self.host = host
         self._slot = slot
         self._given = config
@@ -99,7 +101,8 @@ class RankOnHost(TrainerProcess):
     def use(self, config: WorkerConfig) -> None:
         dtype = self._given.number_types(self.host.greeting.device)[1]
         # Its card is its own: the base leaves between steps only where an engine of the server shares the card.
-        self._worker = config.model_copy(update={"dtype": dtype, "between_steps": "stay"})
+        update = {"dtype": dtype, "between_steps": "stay", "machine": self.machine}
+        self._worker = config.model_copy(update=update)
 
     @property
     def pid(self) -> int | None:

@@ -1,6 +1,7 @@
 """Hosts join, serve, train and are lost: real connections, files and processes, a fake vLLM (`machines.py`)."""
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -13,6 +14,9 @@ import art
 from art_cluster import host as host_module
 from art_cluster import hosts as hosts_module
 from art_cluster import joined as joined_module
+from art_server.process.shared.main_memory import main_memory
+from art_server.store.base_models import TINY_DIR
+from art_server.trainer.token_budget import budget_key
 from plugins.cluster.tests.machines import House, house
 from tests.quick.server.served import sample_group
 from tests.waiting import until
@@ -48,6 +52,29 @@ async def test_a_program_trains_on_machines_that_have_joined(tmp_path: Path, mon
             assert "p/m@2" in replica.loaded_adapters()
             kept = [*(tmp_path / name / "folders").iterdir()]
             assert len(kept) <= len(replica.loaded_adapters()) + 1, "a machine keeps the adapters that serve"
+
+
+async def test_what_was_learned_of_memory_is_the_servers_and_goes_to_all_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget in a machine's own folder counts for nobody: it would split the plans."""
+    lengths = [2**n for n in range(1, 12)]
+
+    def learned(tokens: int) -> dict[str, int]:
+        return {budget_key("CPU", main_memory(), str(TINY_DIR), 8, length): tokens for length in lengths}
+
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", engines=1, ranks=1)
+        here.host("two", ranks=1)
+        await here.ready(1)
+        await here.joined(2)
+        (tmp_path / "one" / "budgets.json").write_text(json.dumps(learned(32)))
+        (tmp_path / "server" / ".server" / "budgets.json").write_text(json.dumps(learned(64)))
+        model, backend = await register(here)
+        async with backend:
+            await model.train([await sample_group(model)], CONFIG)
+        made = here.server.registry.get("p", "m").folder.read_checkpoint(1).environment
+        assert (made["ranks"], made["max_tokens"]) == ("2", "64")
 
 
 async def test_a_lost_machine_costs_nothing_but_its_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

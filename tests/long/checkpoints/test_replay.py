@@ -8,19 +8,20 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import NotFound
 from art_server.jobs import replay_record
+from art_server.jobs.budgets import Budgets
 from art_server.jobs.gang import Gang
 from art_server.jobs.job_row import Payload
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.replay_record import FOLDER, ReplayRecord
 from art_server.jobs.runner import JobRunner
 from art_server.process.background import Background
+from art_server.process.shared.main_memory import main_memory
 from art_server.process.shared.trainer_messages import (
     Batch,
     InitTask,
@@ -32,7 +33,7 @@ from art_server.process.shared.trainer_messages import (
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Registry
-from art_server.trainer.token_budget import Budgets, budget_key
+from art_server.trainer.token_budget import budget_key
 from scripts import replay
 from tests.fakes import FakeEngine, keep_all
 from tests.waiting import PATIENCE_SECONDS
@@ -59,16 +60,15 @@ async def train_two_steps(path: Path) -> ModelFolder:
     engine.base = BaseModel("art/tiny", TINY_DIR)
     # The budget of an earlier job, and a plan's factor: without them the steps are split and added otherwise.
     budgets = Budgets(path / "budgets.json")
-    budgets.learn(budget_key(torch.device("cpu"), str(TINY_DIR), LORA.rank, 24), 16)
+    budgets.learn(budget_key("CPU", main_memory(), str(TINY_DIR), LORA.rank, 24), 16)
     config = WorkerConfig(
         base_model=str(TINY_DIR),
         trainer="peft",
         dtype="float32",
         threads=2,
         checkpointing_factor=1.5,
-        budgets=str(budgets.file),
     )
-    trainer = Gang(path, [os.environ])
+    trainer = Gang(path, [os.environ], budgets=budgets)
     trainer.use(config)
     folder = registry.folder("p", "a")
     first = folder.new_checkpoint_dir()

@@ -9,10 +9,12 @@ import pytest
 from art_server.errors import Conflict, StorageFull, Unavailable
 from art_server.jobs.backoff import MAX_DOUBTFUL, budget_divisor, error_detail, pause_after
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
+from art_server.process.shared.trainer_messages import UNLIKE_RANKS
 
 TEMPORARY: list[Exception] = [
     StorageFull("no room", code="no_disk_space"),
     TrainerError("no_disk_space", "os error 28", retryable=True),
+    TrainerError(UNLIKE_RANKS, "two machines differ", retryable=True),
     Unavailable("it starts", code="engine_starting"),
     OSError(errno.EROFS, "Read-only file system"),
     sqlite3.OperationalError("disk I/O error"),

@@ -1,5 +1,4 @@
 import base64
-import json
 import math
 import random
 import time
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.process.shared.advantages import group_advantages, trained_positions
 from art_server.process.shared.kept_set import pack_set
+from art_server.process.shared.main_memory import main_memory
 from art_server.process.shared.trainer_messages import (
     Batch,
     BetweenSteps,
@@ -42,7 +42,7 @@ from art_server.trainer.mini_batches import split_mini_batches
 from art_server.trainer.policy import ADAPTER_FILE, Policy
 from art_server.trainer.step import compute_gradient
 from art_server.trainer.step_metrics import merge_steps
-from art_server.trainer.token_budget import Budgets, budget_key
+from art_server.trainer.token_budget import budget_key
 from art_server.trainer.tree import MIN_SHARED_TOKENS, Forest
 
 BUDGET = 4096
@@ -840,7 +840,7 @@ def test_step_out_of_memory_is_tried_again_with_half_the_tokens_and_is_the_same_
 def test_what_fitted_after_memory_ran_out_is_remembered(
     base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch
 ) -> None:
-    tight, budgets = TightPolicy(str(base_dir), torch.float32), Budgets(tmp_path / "budgets.json")
+    tight, learned = TightPolicy(str(base_dir), torch.float32), dict[str, int]()
     tight.limit = 100
 
     def take(number: int, seed: int = 22) -> Done:
@@ -850,31 +850,31 @@ def test_what_fitted_after_memory_ran_out_is_remembered(
             out_dir=str(tmp_path / str(number)),
             config=TrainConfig(),
             batch=make_batch(seed),
+            budgets=learned,
         )
-        return train(tight, task, 400, lambda _: None, budgets=budgets)
+        return train(tight, task, 400, lambda _: None, learn=learned.__setitem__)
 
     take(1)
     assert tight.num_failures == 2
     done = take(2)
     assert tight.num_failures == 2 and done.metrics["data/step_num_out_of_memory_retries"] == 0
     assert done.notes[-1].startswith("100 tokens at a time, with gradient checkpointing")
-    assert str(tmp_path / "budgets.json") in done.notes[-1]
-    (key,) = json.loads((tmp_path / "budgets.json").read_text())
+    assert ".server/budgets.json" in done.notes[-1]
+    (key,) = learned
     assert key.startswith("CPU, ") and f"{base_dir}; rank 8; rows of 32" in key
     tight.limit = 10
     with pytest.raises(torch.OutOfMemoryError):
         take(3)
     tight.limit = 100
-    assert json.loads((tmp_path / "budgets.json").read_text()) == {key: 100}
-    other = budget_key(tight.device, str(base_dir), 16, 64)
-    assert other != key and budgets.find(other) is None
+    assert learned == {key: 100}
+    assert budget_key("CPU", main_memory(), str(base_dir), 16, 64) not in learned
 
 
 def test_what_fitted_after_the_process_was_killed_is_remembered(
     base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch
 ) -> None:
     """The divisor comes after the budget that an earlier job learned."""
-    policy, budgets = Policy(str(base_dir), torch.float32), Budgets(tmp_path / "budgets.json")
+    policy, learned = Policy(str(base_dir), torch.float32), dict[str, int]()
     task = TrainTask(
         lora=LoRAConfig(),
         in_dir=str(adapter_dir),
@@ -883,12 +883,12 @@ def test_what_fitted_after_the_process_was_killed_is_remembered(
         batch=make_batch(22),
         budget_divisor=4,
     )
-    done = train(policy, task, 400, lambda _: None, budgets=budgets)
+    done = train(policy, task, 400, lambda _: None, learn=learned.__setitem__)
     assert done.notes[0].startswith("100 tokens at a time, with gradient checkpointing")
-    (key,) = json.loads((tmp_path / "budgets.json").read_text())
-    again = task.model_copy(update={"out_dir": str(tmp_path / "2"), "budget_divisor": 2})
-    train(policy, again, 400, lambda _: None, budgets=budgets)
-    assert json.loads((tmp_path / "budgets.json").read_text()) == {key: 50}
+    (key,) = learned
+    again = task.model_copy(update={"out_dir": str(tmp_path / "2"), "budget_divisor": 2, "budgets": dict(learned)})
+    train(policy, again, 400, lambda _: None, learn=learned.__setitem__)
+    assert learned == {key: 50}
 
 
 def test_what_did_not_fit_is_not_remembered(base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch) -> None:
@@ -898,13 +898,13 @@ def test_what_did_not_fit_is_not_remembered(base_dir: Path, adapter_dir: Path, t
         def scores(self, batch: MicroBatch, *, with_entropy_gradient: bool = False):
             raise KeyboardInterrupt
 
-    policy, budgets = KilledPolicy(str(base_dir), torch.float32), Budgets(tmp_path / "budgets.json")
+    policy, learned = KilledPolicy(str(base_dir), torch.float32), dict[str, int]()
     policy.tree_gap = 0.0
     batch, config = make_batch(22), TrainConfig()
     task = train_task(adapter_dir, tmp_path / "1", batch, config, budget_divisor=2)
     with pytest.raises(KeyboardInterrupt):
-        train(policy, task, 400, lambda _: None, budgets=budgets)
-    assert not (tmp_path / "budgets.json").exists()
+        train(policy, task, 400, lambda _: None, learn=learned.__setitem__)
+    assert learned == {}
 
 
 def test_what_decides_the_split_of_a_step_is_recorded_and_repeats_it(
@@ -912,11 +912,11 @@ def test_what_decides_the_split_of_a_step_is_recorded_and_repeats_it(
 ) -> None:
     """Largest trees above the budget: the factor decides how they are cut."""
     batch, config = make_batch(22, num_openings=1), TrainConfig(learning_rate=1e-2)
-    policy, budgets = Policy(str(base_dir), torch.float32), Budgets(tmp_path / "budgets.json")
+    policy = Policy(str(base_dir), torch.float32)
     policy.checkpointing_factor = 1.5
-    budgets.learn(budget_key(policy.device, policy.base_model, 8, 24), 40)
-    first = train_task(adapter_dir, tmp_path / "first", batch, config, budget_divisor=2)
-    made = train(policy, first, 400, lambda _: None, budgets=budgets).environment
+    budgets = {budget_key("CPU", main_memory(), policy.base_model, 8, 24): 40}
+    first = train_task(adapter_dir, tmp_path / "first", batch, config, budget_divisor=2, budgets=budgets)
+    made = train(policy, first, 400, lambda _: None).environment
     assert made == {
         "max_tokens": "20",
         "max_tokens_at_end": "20",

@@ -25,6 +25,7 @@ from art_server.process.shared.trainer_messages import (
     Failed,
     InitTask,
     LayersTask,
+    Learned,
     LoadTask,
     MismatchLimits,
     Progress,
@@ -405,7 +406,7 @@ def test_the_memory_of_a_step_that_fails_is_free_before_the_answer(
             gc.disable()
             return policy
 
-        def _answer(self, answer: Ready | Progress | Done | Failed) -> None:
+        def _answer(self, answer: Ready | Progress | Learned | Done | Failed) -> None:
             if isinstance(answer, Failed):
                 assert not any(each() is not None for each in weights)
             super()._answer(answer)
