@@ -55,7 +55,7 @@ class Rank(TrainerProcess):
 
 def gang_of(folder: Path, *ranks: Rank) -> Gang:
     gang = Gang(folder, [{} for _ in ranks], meeting=folder / "meeting")
-    gang.ranks = [*ranks]
+    gang.ranks = list[TrainerProcess](ranks)
     return gang
 
 
