@@ -224,20 +224,22 @@ async def test_a_delivery_that_takes_too_long_costs_the_engine_and_not_the_machi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What arrives afterwards is not kept."""
-    monkeypatch.setattr(on_host_module, "LOAD_SECONDS", 0.05)
     async with house(tmp_path, monkeypatch) as here, here.relay() as network:
         here.host("slow", engines=1, through=network)
         await here.ready(1)
-        await register(here)
+        _, backend = await register(here)
+        await backend.close()
         (replica,) = here.server.engine.replicas
         assert isinstance(replica, EngineOnHost)
         folder = here.server.registry.get("p", "m").folder.checkpoint_dir(0)
+        copies = folders_of(tmp_path / "slow")
+        monkeypatch.setattr(on_host_module, "LOAD_SECONDS", 0.05)
         network.stall()
-        assert not await replica.try_load("p/m@0", folder)
+        assert not await replica.try_load("p/m@0-again", folder)
         network.resume()
         await replica._host.free_port()
-        await until(lambda: folders_of(tmp_path / "slow") == [])
-        assert replica._host.reason == "" and replica._delivered == {}
+        await until(lambda: folders_of(tmp_path / "slow") == copies)
+        assert replica._host.reason == "" and replica.num_starts == 1
 
 
 async def test_a_machine_that_is_silent_is_lost_and_joins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
