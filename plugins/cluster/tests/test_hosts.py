@@ -17,6 +17,7 @@ from art_cluster import on_host as on_host_module
 from art_cluster import orders
 from art_cluster.on_host import EngineOnHost
 from art_server.cli import UVICORN
+from art_server.engine import engine as engine_module
 from art_server.engine.engine import HANG_SECONDS, AdapterRefused
 from art_server.jobs import backoff
 from art_server.jobs import gang as gang_module
@@ -101,6 +102,21 @@ async def test_a_stall_of_the_network_is_no_death_of_the_ranks(
             assert (await job).step == 1
         row = here.server.queue.get(job.job_id)
         assert row.attempts == {} and len(here.server.trainer.ranks) == 2
+
+
+async def test_a_stall_of_the_network_is_no_hang_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work counters do not come through, while a request waits, for longer than an engine may compute nothing."""
+    monkeypatch.setattr(engine_module, "HANG_SECONDS", 0.3)
+    monkeypatch.setattr(host_module, "BEAT_SECONDS", 0.1)
+    async with house(tmp_path, monkeypatch) as here, here.relay() as network:
+        here.host("one", engines=1, through=network)
+        await here.ready(1)
+        (replica,) = here.server.engine.replicas
+        network.stall()
+        with here.server.gate.inside("a request"):
+            await until(lambda: network.num_held > 20 or replica.state != "ready")
+        network.resume()
+        assert replica.state == "ready" and replica.num_starts == 1
 
 
 @pytest.mark.parametrize("place", ["while it starts", "while it trains"])
