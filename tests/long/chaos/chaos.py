@@ -286,15 +286,15 @@ class Chaos:
             self._wait_for_a_step()
             assert count_deaths(self.folder) == num_deaths, f"{kind} counted as a death of the trainer"
 
-    def _wait_for_a_step(self) -> None:
-        """Returns when a program has made one, or after a while: with several processes a start takes longer than the work that
-        a kill is to hit."""
-        deadline, before = time.monotonic() + STEP_SECONDS, self._num_steps()
-        while self._num_steps() == before and time.monotonic() < deadline:
+    def _wait_for_a_step(self, *names: str) -> None:
+        """Returns when one of the programs has made one, or after a while: with several processes a start takes longer than the
+        work that a kill is to hit."""
+        deadline, before = time.monotonic() + STEP_SECONDS, self._num_steps(*names)
+        while self._num_steps(*names) == before and time.monotonic() < deadline:
             time.sleep(0.2)
 
-    def _num_steps(self) -> int:
-        files = [self.folder / f"{name}.jsonl" for name in MODELS]
+    def _num_steps(self, *names: str) -> int:
+        files = [self.folder / f"{name}.jsonl" for name in names or MODELS]
         return sum(file.read_text().count("\n") for file in files if file.exists())
 
     def _kill_program(self) -> None:
@@ -305,6 +305,7 @@ class Chaos:
         self._killed_programs[name] += 1
         self._programs[name] = self._start_program(name)
         self.counts["program"] += 1
+        self._wait_for_a_step(name)  # a program that registers needs a server that is there
         self.say(f"{sum(self.counts.values())}: killed program {name}")
 
     def _kill(self, pid: int, kind: str, is_early: bool, how: signal.Signals = signal.SIGKILL) -> None:
