@@ -25,12 +25,16 @@ GRACE_SECONDS = 10
 """How long open answers may continue after SIGTERM."""
 IDLE_CONNECTION_SECONDS = 600
 """Clients keep connections for reuse; closing one early makes their next request fail."""
+PING_SECONDS = 60.0
+"""A machine's connection may be silent for this long before it counts as dead. Hosts and server have a shorter limit of their own,
+which allows for a network that stalls (`plugins/cluster`)."""
 UVICORN: Mapping[str, Any] = {
     "log_level": "warning",
     "access_log": False,
     "proxy_headers": True,
     "timeout_graceful_shutdown": GRACE_SECONDS,
     "timeout_keep_alive": IDLE_CONNECTION_SECONDS,
+    "ws_ping_timeout": PING_SECONDS,
 }
 """Any: uvicorn's settings have several types. A proxy on this machine says in its headers that a request came by HTTPS."""
 

@@ -209,7 +209,8 @@ class Proxy:
                 folder = inference.model.folder.checkpoint_dir(inference.step)
             key = functools.partial(routing_key, inference)
             inference.engine = await self._engine.reach(inference.adapter, folder, key, limit, stack)
-            opened = stack.enter_context(self._ledger.open_request(self._to_record(inference, request_id)))
+            record = self._to_record(inference, request_id)
+            opened = stack.enter_context(self._ledger.open_request(record, inference.engine.silence_seconds))
             if span is not None:
                 stack.callback(set_span_attributes, span, inference, opened)
             sent = inference.headers | {

@@ -250,9 +250,14 @@ def build(
     ranks = [device_environment(numbers, machine) for numbers in rank_devices(config, machine)]
     trainer = make_trainer(config, machine.kind, ranks, children)
     trainer.lender = hosts
-    registry = Registry(config.path, ledger.forget_steps)
-    check_shares(config, registry)
     queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs, config.shares)
+
+    def forget_steps(project: str, name: str, after: int) -> None:
+        ledger.forget_steps(project, name, after)
+        queue.forget_keys(project, name, after)
+
+    registry = Registry(config.path, forget_steps)
+    check_shares(config, registry)
     base = BaseLoader(config, machine, devices, owner, engine, trainer, ledger, queue)
     registration = Registration(registry, base, engine, trainer, config.max_lora_rank)
     checkpoints = Checkpoints(registry, queue, gate, engine, ledger, incoming, config.keep_last)

@@ -38,6 +38,8 @@ async def keep_all(_: object) -> None:
 class FakeEngine:
     """Has the interface of `engine.Engine`. It is ready at once; after `listen`, a fake vLLM answers at its `http`."""
 
+    silence_seconds = 0.0
+
     def __init__(self) -> None:
         self.state: State = "ready"
         self.detail: str | None = None

@@ -141,6 +141,9 @@ class PolicyDiffers(AdapterRefused):
 class Engine:
     """vLLM's process, its state, and its loaded adapters."""
 
+    silence_seconds = 0.0
+    """For how long the server may hear nothing of an engine that is well: the network to its machine may stall."""
+
     def __init__(
         self,
         config: ServerConfig,
@@ -405,11 +408,11 @@ class Engine:
         return str(folder)
 
     async def _forget(self, folder: Path) -> None:
-        """Called when vLLM has unloaded the adapter of a delivered folder."""
+        """Called when vLLM has unloaded, or refused, the adapter of a delivered folder."""
 
-    def _read_work(self) -> bytes:
-        """vLLM's work counters (`work_counters.py`)."""
-        return read_work(self._work_file)
+    def _read_work(self) -> tuple[bytes, float]:
+        """vLLM's work counters (`work_counters.py`), and when they were read, on the clock of its machine."""
+        return read_work(self._work_file), time.monotonic()
 
     @property
     def _work_file(self) -> Path:
@@ -459,7 +462,7 @@ class Engine:
 
     async def is_alive(self) -> bool:
         """Whether vLLM says so. Its API process outlives its engine core for a moment, and answers with errors then."""
-        return self.state == "ready" and await self._answers(HEALTH_TIMEOUT_SECONDS)
+        return self.state == "ready" and await self._answers(HEALTH_TIMEOUT_SECONDS + self.silence_seconds)
 
     async def notice_end(self) -> None:
         """Waits until the supervisor knows that the engine has ended; not at all if the engine still answers. On a busy
@@ -499,10 +502,13 @@ class Engine:
             return response.status, await response.text()
 
     async def _watch(self) -> str:
-        """Watches a running engine. Returns the reason why it must be restarted."""
+        """Watches a running engine. Returns the reason why it must be restarted. Only the time that was seen counts: from one
+        reading of the counters to the next, and between two looks at most as long as a look takes. So a network that stalls,
+        or an event loop, is not taken for vLLM."""
         assert self._process is not None
-        answered = moved = used = time.monotonic()
-        work, probe = b"", None
+        now = answered = moved = used = 0.0
+        work, read_at = self._read_work()
+        probe = None
         exited = asyncio.create_task(self._process.wait())
         try:
             while True:
@@ -510,10 +516,12 @@ class Engine:
                 if done:
                     self.was_killed = self._ended is None and exited.result() in KILLED
                     return self._ended or f"vLLM ended with exit code {exited.result()}"
-                if await self._answers(timeout_seconds=HEALTH_TIMEOUT_SECONDS):
-                    answered = time.monotonic()
-                now = time.monotonic()
-                seen = self._read_work()
+                does_answer = await self._answers(timeout_seconds=HEALTH_TIMEOUT_SECONDS)
+                seen, seen_at = self._read_work()
+                now += min(seen_at - read_at, HEALTH_SECONDS + HEALTH_TIMEOUT_SECONDS)
+                read_at = seen_at
+                if does_answer:
+                    answered = now
                 is_probed = is_running(probe)
                 if now - answered > HANG_SECONDS:
                     return f"vLLM did not answer for {HANG_SECONDS:.0f} s"
@@ -621,7 +629,7 @@ class Engine:
             if self.state != "ready":
                 return
             try:
-                status, text = await self._post(path, timeout_seconds=timeout_seconds)
+                status, text = await self._post(path, timeout_seconds=timeout_seconds + self.silence_seconds)
             except LOST as error:
                 reason = f"{path} failed ({error!r})"
             else:
@@ -714,9 +722,11 @@ class Engine:
             with tempfile.TemporaryDirectory(dir=self._run_dir) as folder:
                 make_scaled_adapter(path, Path(folder), probe.factor)
                 await self._post_load(f"{name}*{probe.factor}", Path(folder))
-                scaled = await self._score(f"{name}*{probe.factor}", probe.token_ids)
-                await self._post("/v1/unload_lora_adapter", {"lora_name": f"{name}*{probe.factor}"})
-                await self._forget(Path(folder))
+                try:
+                    scaled = await self._score(f"{name}*{probe.factor}", probe.token_ids)
+                    await self._post("/v1/unload_lora_adapter", {"lora_name": f"{name}*{probe.factor}"})
+                finally:
+                    await self._forget(Path(folder))
         return find_fault(probe, logprobs, scaled, limits)
 
     async def _score(self, name: str, token_ids: list[int]) -> list[float]:
@@ -782,6 +792,7 @@ class Engine:
             await self._post("/v1/unload_lora_adapter", {"lora_name": name})
             status, text = await self._post("/v1/load_lora_adapter", body, LOAD_SECONDS)
         if status != 200:
+            await self._forget(path)
             raise AdapterRefused(f"vLLM refused adapter '{name}': {text[:500]}")
 
 

@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from art_server.jobs.budgets import Budgets
-from art_server.jobs.trainer_process import TrainerDied, TrainerError, TrainerProcess
+from art_server.jobs.trainer_process import RankLost, TrainerDied, TrainerError, TrainerProcess, Usage
 from art_server.process.children import Children
 from art_server.process.shared.trainer_messages import (
     UNLIKE_RANKS,
@@ -22,11 +21,11 @@ from art_server.process.shared.trainer_messages import (
 )
 
 LAST_SECONDS = 5.0
-"""How long the others may take to answer when a rank has failed. All ranks end a job alike, or they wait for one that does
-not come."""
+"""How long the others may take to answer when a rank has failed, beside the time for which their network may be silent. All
+ranks end a job alike, or they wait for one that does not come."""
 IDLE_SECONDS = 5.0
-"""Ranks that compute nothing for so long in the middle of a step wait for one that hangs or is stopped. One that computes is not
-waited for with a limit: a micro-batch may take minutes."""
+"""Ranks that are seen to compute nothing for so long in the middle of a step wait for one that hangs or is stopped. On several
+machines they may also wait for the network. One that computes is not waited for with a limit: a micro-batch may take minutes."""
 IDLE_SHARE = 0.02
 """Of a core, which ranks use that only wait."""
 DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
@@ -80,6 +79,7 @@ class Gang:
         self._turn = asyncio.Lock()
         self._phase = ""
         """What the first rank does."""
+        self._idleness = Idleness()
 
     @property
     def num_ranks(self) -> int:
@@ -176,7 +176,7 @@ class Gang:
             on_failure.push_async_callback(self.stop)
 
             async def note(progress: Progress) -> None:
-                self._phase = progress.phase
+                self._phase, self._idleness = progress.phase, Idleness()
                 if on_progress is not None:
                     await on_progress(progress)
 
@@ -184,25 +184,41 @@ class Gang:
             first, *others = self.ranks
             leading = asyncio.create_task(first.run(task, note, batch))
             runs = [leading, *(asyncio.create_task(each.run(task, None, batch)) for each in others)]
-            error = await _first_error(runs, asyncio.create_task(self._watch()))
+            error = await self._first_error(runs, asyncio.create_task(self._watch()))
             if error is None or (error.code in IN_STEP and self._all_run()):
                 on_failure.pop_all()
         if error is not None:
             raise error
         return leading.result()
 
+    @property
+    def _num_machines(self) -> int:
+        return len({rank.machine for rank in self.ranks})
+
+    @property
+    def _silence_seconds(self) -> float:
+        """For how long a network may be silent that the ranks, or the server and they, speak through."""
+        return max(rank.silence_seconds for rank in self.ranks)
+
     async def _watch(self) -> None:
-        """Raises TrainerDied when no rank computes in the middle of a step. Without /proc it never does."""
-        used, since = 0.0, time.monotonic()
+        """Raises an error when no rank computes in the middle of a step. Without /proc it never does."""
+        limit = IDLE_SECONDS + (self._silence_seconds if self._num_machines > 1 else 0.0)
+        suspect: Idleness | None = None
         while True:
             await asyncio.sleep(IDLE_SECONDS / 5)
-            now = sum(each.cpu_seconds for each in self.ranks)
-            passed = time.monotonic() - since
-            is_busy = now - used > IDLE_SHARE * passed * self.num_ranks
-            if not self._phase.startswith(COMPUTING) or not self._all_run() or is_busy:
-                used, since = now, time.monotonic()
-            elif passed > IDLE_SECONDS:
-                raise TrainerDied(f"no rank has computed for {passed:.0f} s: one of them hangs or is stopped")
+            if not self._phase.startswith(COMPUTING) or not self._all_run():
+                self._idleness = Idleness()
+            passed = self._idleness.seconds([rank.usage() for rank in self.ranks])
+            # Readings overtake the progress that came with them: what says that the ranks are further is read by the next look.
+            if passed > limit and suspect is self._idleness:
+                raise self._stuck(f"no rank has computed for {passed:.0f} s: one of them hangs or is stopped")
+            suspect = self._idleness if passed > limit else None
+
+    def _stuck(self, reason: str) -> TrainerError:
+        """Ranks that wait for one that does not come. Those of several machines may wait for the network."""
+        if self._num_machines > 1:
+            return RankLost(f"{reason}, or the network between their machines is")
+        return TrainerDied(reason)
 
     def cancel(self) -> None:
         """As `TrainerProcess.cancel`, on all ranks."""
@@ -215,36 +231,62 @@ class Gang:
         for each in self.ranks:
             await each.stop()
 
+    async def _first_error(self, runs: Sequence[asyncio.Task[Done]], watch: asyncio.Task[None]) -> TrainerError | None:
+        """The reason why a task failed on some rank, or what the watch found; None if all have done it. No run is left."""
+        try:
+            pending: set[asyncio.Task[Any]] = {*runs, watch}
+            while pending > {watch}:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                if any(each.exception() for each in done):
+                    break
+            if not watch.done() and (rest := pending - {watch}):
+                is_lost = any(isinstance(run.exception(), RankLost) for run in runs if run.done())
+                # Else the answer of a rank, or the news of its machine's loss, may be under way.
+                await asyncio.wait(rest, timeout=LAST_SECONDS + (0.0 if is_lost else self._silence_seconds))
+        finally:  # a run that is cancelled kills its process
+            for each in (*runs, watch):
+                each.cancel()
+            await asyncio.wait([*runs, watch])
+        errors: list[TrainerError] = []
+        for each in (watch, *runs):
+            if each is watch and (each.cancelled() or not any(run.cancelled() or run.exception() for run in runs)):
+                continue
+            if each.cancelled():
+                errors.append(self._stuck("a rank did not answer after another one had failed: it hangs or is stopped"))
+            elif error := each.exception():
+                if not isinstance(error, TrainerError):
+                    raise error
+                errors.append(error)
+        return min(errors, key=_rank_of_reason, default=None)
 
-async def _first_error(runs: Sequence[asyncio.Task[Done]], watch: asyncio.Task[None]) -> TrainerError | None:
-    """The reason why a task failed on some rank, or what the watch found; None if all have done it. No run is left."""
-    try:
-        pending: set[asyncio.Task[Any]] = {*runs, watch}
-        while pending > {watch}:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if any(each.exception() for each in done):
-                break
-        if not watch.done() and (rest := pending - {watch}):
-            await asyncio.wait(rest, timeout=LAST_SECONDS)
-    finally:  # a run that is cancelled kills its process
-        for each in (*runs, watch):
-            each.cancel()
-        await asyncio.wait([*runs, watch])
-    errors: list[TrainerError] = []
-    for each in (watch, *runs):
-        if each.cancelled() and each is watch:
-            continue
-        if each.cancelled():
-            errors.append(TrainerDied("a rank did not answer after another one had failed"))
-        elif error := each.exception():
-            if not isinstance(error, TrainerError):
-                raise error
-            errors.append(error)
-    # What the ranks say of each other is the least likely reason, and a death more likely than a sum that broke.
-    return min(errors, key=_rank_of_reason, default=None)
+
+class Idleness:
+    """For how long ranks have computed nothing, as far as it was seen: of ranks on other machines the server has readings,
+    which come late when the network stalls, and only the time between two readings was seen."""
+
+    def __init__(self) -> None:
+        self._since: Sequence[Usage] = ()
+        """The readings from which on no rank has computed."""
+
+    def seconds(self, readings: Sequence[Usage | None]) -> float:
+        """Takes the newest readings of all ranks; for how long each of them was seen to compute nothing."""
+        seen = [reading for reading in readings if reading is not None]
+        if len(seen) < len(readings) or len(seen) != len(self._since):
+            self._since = seen
+            return 0.0
+        pairs = list(zip(self._since, seen, strict=True))
+        passed = [newest.at - earlier.at for earlier, newest in pairs]
+        used = sum(newest.cpu_seconds - earlier.cpu_seconds for earlier, newest in pairs)
+        if used > IDLE_SHARE * sum(passed):
+            self._since = seen
+            return 0.0
+        return min(passed)
 
 
 def _rank_of_reason(error: TrainerError) -> int:
+    """The lower, the more likely an error is the reason of the others: a lost machine breaks sums and ends processes, a death
+    breaks sums, and what the ranks say of each other is the least likely one."""
     if error.code in (*IN_STEP, UNLIKE_RANKS):
         return 0
-    return {"trainer_died": 1, "trainer_error": 2, "other_rank_failed": 4}.get(error.code, 3)
+    known = {"connection_lost": 1, "trainer_died": 2, "trainer_error": 3, "other_rank_failed": 5}
+    return known.get(error.code, 4)

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -75,6 +75,13 @@ class TrainerDied(TrainerError):
         super().__init__("trainer_died", message, retryable=True)
 
 
+class RankLost(TrainerError):
+    """The machine of a rank is lost, or the network to it or between the ranks. No job is the cause."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("connection_lost", message, retryable=True)
+
+
 def worker_command(config: WorkerConfig) -> list[str]:
     """The command line of a worker, with this Python interpreter."""
     module = "unsloth_worker" if config.trainer == "unsloth" else "worker"
@@ -108,6 +115,14 @@ def cpu_seconds(pid: int) -> float:
     return own + sum(cpu_seconds(int(each)) for each in children.split())
 
 
+class Usage(NamedTuple):
+    """What a process had used of the cores at one moment."""
+
+    cpu_seconds: float
+    at: float
+    """When it was read, on the clock of the machine of the process."""
+
+
 class Lines(Protocol):
     """The lines that a process writes."""
 
@@ -139,6 +154,9 @@ class TrainerProcess:
 
     Use it from the main thread's event loop, because the worker dies with the thread that started it.
     """
+
+    silence_seconds = 0.0
+    """For how long the server may hear nothing of a process that is well: the network to its machine may stall."""
 
     def __init__(
         self,
@@ -178,10 +196,10 @@ class TrainerProcess:
         """The id of the process and of its process group on this machine; None while no process runs."""
         return self._process.pid if self._process is not None else None
 
-    @property
-    def cpu_seconds(self) -> float:
-        """What the process has used of the cores, with all its threads; 0 if that cannot be read."""
-        return cpu_seconds(self.pid) if self.pid is not None else 0.0
+    def usage(self) -> Usage | None:
+        """The newest reading of what the process has used of the cores, with all its threads; None without one."""
+        used = cpu_seconds(self.pid) if self.pid is not None else 0.0
+        return Usage(used, time.monotonic()) if used else None
 
     @property
     def is_running(self) -> bool:

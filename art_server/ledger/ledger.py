@@ -128,9 +128,10 @@ class Ledger:
         """The text of tokens; None without a tokenizer."""
         return self._decoder.decode(token_ids) if self._decoder is not None else None
 
-    def open_request(self, request: Request) -> "OpenRequest":
-        """Announces a request. Use the result as a context manager while the engine has the request."""
-        return OpenRequest(self, request)
+    def open_request(self, request: Request, silence_seconds: float = 0.0) -> "OpenRequest":
+        """Announces a request. Use the result as a context manager while the engine has the request. Its records may be late
+        by `silence_seconds`, if the engine's network stalls."""
+        return OpenRequest(self, request, RECORD_WAIT_SECONDS + silence_seconds)
 
     # --- messages from the engine ---
 
@@ -518,14 +519,16 @@ class OpenRequest:
 
     ledger: Ledger
     request: Request
+    record_wait_seconds: float
+    """How long an answer waits for its records, for all of its choices together."""
     prompts: dict[int, Prompt] = field(default_factory=dict)
     records: dict[int, Record] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     """Choices without a record, with the reason."""
     _candidates: Candidates | None = None
     _came: asyncio.Event = field(default_factory=asyncio.Event)
-    _patience: float = field(default_factory=lambda: RECORD_WAIT_SECONDS)
-    """Seconds that the answer may still wait for records, for all of its choices together."""
+    _waited: float = 0.0
+    """Seconds of it that are over."""
 
     def __enter__(self) -> "OpenRequest":
         self.ledger._open[self.request.request_id] = self
@@ -563,13 +566,13 @@ class OpenRequest:
             return self.records[index]
         started = time.monotonic()
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(max(0.0, self.record_wait_seconds - self._waited)):
                 while index not in self.records and index not in self.lost:
                     self._came.clear()
                     await self._came.wait()
         except TimeoutError:
             logger.error("no record came for choice %d of %s", index, self.request.request_id)
-            self.lost[index] = f"no record came within {RECORD_WAIT_SECONDS:.0f} s"
+            self.lost[index] = f"no record came within {self.record_wait_seconds:.0f} s"
         finally:
-            self._patience = max(0.0, self._patience - (time.monotonic() - started))
+            self._waited += time.monotonic() - started
         return self.records.get(index)

@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -213,18 +213,23 @@ class ModelFolder:
             return f"{DESCRIPTION_FILE} is that of step {record.step}"
         return content_fault(folder, record.files)
 
-    def newest_whole_step(self) -> int | None:
-        """Returns the newest step whose files match their digests. Newer, broken steps are set aside and logged."""
+    def newest_faults(self) -> dict[int, str]:
+        """What is wrong with each step that is newer than the newest one whose files match their digests, newest first."""
+        faults: dict[int, str] = {}
         for step in reversed(self.steps()):
-            fault = self.fault(step)
-            if fault is None:
-                return step
+            if (fault := self.fault(step)) is None:
+                break
+            faults[step] = fault
+        return faults
+
+    def set_broken_aside(self, faults: Mapping[int, str]) -> None:
+        """Sets steps aside, with a line in the log for each."""
+        for step, fault in faults.items():
             aside = self.set_aside(step, "broken")
             logger.error(
                 "CHECKPOINT %s/%s@%d IS BROKEN: %s. It was moved to %s; the newest whole step before it serves",
                 *(self.project, self.name, step, fault, aside),
             )
-        return None
 
     def set_aside(self, step: int, why: SetAside) -> Path:
         """Renames a step's folder, so that it is no longer a checkpoint. Returns the new path."""

@@ -135,8 +135,8 @@ class Registry:
     """All models under the server's path, read once at start."""
 
     def __init__(self, root: Path, forget_steps: Callable[[str, str, int], None] | None = None):
-        """`forget_steps` is called in a thread when later steps than this one of a model were set aside, because they were
-        broken: their numbers will be used again."""
+        """`forget_steps` is called in a thread when later steps than this one of a model are set aside, because they are
+        broken: their numbers will be used again. It is called before, so that a server that dies in between calls it again."""
         self._root = root.absolute()
         self._models: dict[tuple[str, str], RegisteredModel] = {}
         self.models_lock = asyncio.Lock()
@@ -170,7 +170,11 @@ class Registry:
         async with model.verify_lock:
             if model.is_verified:
                 return
-            newest = await asyncio.to_thread(model.folder.newest_whole_step)
+            faults = await asyncio.to_thread(model.folder.newest_faults)
+            newest = max((step for step in model.folder.steps() if step not in faults), default=None)
+            if faults and newest is not None and self._forget_steps is not None:
+                await asyncio.to_thread(self._forget_steps, model.record.project, model.record.name, newest)
+            await asyncio.to_thread(model.folder.set_broken_aside, faults)
             if newest is None:
                 logger.error(NOTHING_WHOLE, model.id)
                 self._models.pop((model.record.project, model.record.name), None)
@@ -179,8 +183,6 @@ class Registry:
                     code="unknown_model",
                     param="name",
                 )
-            if newest != model.step and self._forget_steps is not None:
-                await asyncio.to_thread(self._forget_steps, model.record.project, model.record.name, newest)
             model.step, model.is_verified = newest, True
 
     def all(self, projects: frozenset[str] | None = None, only: str | None = None) -> list[RegisteredModel]:

@@ -26,8 +26,9 @@ import torch.distributed as dist
 
 from art_server.trainer.memory import is_out_of_memory
 
-WAIT = datetime.timedelta(minutes=30)
-"""How long a rank waits for the others: longer than any micro-batch. The server ends ranks that hang much earlier."""
+WAIT = datetime.timedelta(minutes=25)
+"""How long a rank waits for the others: longer than any micro-batch, and less than the server waits for the first progress, so that
+ranks that do not reach each other say so. The server ends ranks that hang much earlier."""
 
 WELL, OUT_OF_MEMORY, FAILED = 0.0, 1.0, 2.0
 
@@ -225,6 +226,12 @@ def check_alike(machines: Sequence[str], facts: Sequence[Mapping[str, str]]) -> 
                 "trained. Give both machines the same kind of device and the same packages, or let only one of them offer ranks "
                 "(--ranks 0 on the other)"
             )
+
+
+def is_lost_connection(error: Exception) -> bool:
+    """Whether the ranks could not speak to each other: another one has ended, or the network between them broke. Gloo raises a
+    plain RuntimeError."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 def interface_to(address: str) -> str:

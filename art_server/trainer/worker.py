@@ -34,7 +34,7 @@ from art_server.process.shared.trainer_messages import (
 from art_server.store import files
 from art_server.trainer.agreement import own_facts
 from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint, write_first_checkpoint
-from art_server.trainer.gang import ALONE, Gang, OtherRankFailed, UnlikeRanks
+from art_server.trainer.gang import ALONE, Gang, OtherRankFailed, UnlikeRanks, is_lost_connection
 from art_server.trainer.gap import GapTooLarge
 from art_server.trainer.job import train
 from art_server.trainer.memory import (
@@ -128,7 +128,9 @@ class Worker:
             # was in use is unknown, so the next task loads the base again.
             is_dropped = uses_policy
             traceback.print_exc()
-            if is_disk_full(error):
+            if is_lost_connection(error):
+                failed = Failed(code="other_rank_failed", message=f"another rank is lost: {error}", retryable=True)
+            elif is_disk_full(error):
                 failed = Failed(code="no_disk_space", message=str(error), retryable=True)
             elif is_out_of_memory(error):
                 failed = Failed(code="out_of_memory", message=f"{error}. {OUT_OF_MEMORY_ADVICE}")

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_SECONDS = 10.0
 """A server that cannot be reached for so long ends a host that has never joined."""
-NAME_SECONDS = 2 * SILENCE_SECONDS
+NAME_SECONDS = SILENCE_SECONDS + BEAT_SECONDS
 """As long as this a name may still be that of the host's own lost connection."""
 AGAIN_SECONDS = 2.0
 """Between two tries to join."""
@@ -172,7 +172,7 @@ class Host:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _join(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=None, connect=FIRST_SECONDS / 2)
+        timeout = aiohttp.ClientTimeout(total=None, connect=REACH_SECONDS)
         headers = {"authorization": f"Bearer {self.token}"}
         async with aiohttp.ClientSession(self.url, timeout=timeout, headers=headers) as session:
             try:
@@ -189,7 +189,8 @@ class Host:
         since = time.monotonic()
         with contextlib.closing(listen(address)) as trial:
             await connection.send_str(self._greeting(address, trial.getsockname()[1]).model_dump_json())
-            answer = FROM_SERVER.validate_json(await connection.receive_str(timeout=REACH_SECONDS + REPLY_SECONDS))
+            limit = REACH_SECONDS + NAME_SECONDS + REPLY_SECONDS
+            answer = FROM_SERVER.validate_json(await connection.receive_str(timeout=limit))
         if isinstance(answer, Refusal):
             raise Refused(answer.reason)
         assert isinstance(answer, Welcome)

@@ -8,7 +8,7 @@ import logging
 import secrets
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,6 +82,8 @@ class RemoteChild:
     stdout: asyncio.StreamReader = field(default_factory=lambda: asyncio.StreamReader(limit=MAX_ANSWER_BYTES))
     work: bytes = b""
     cpu_seconds: float = 0.0
+    read_at: float = 0.0
+    """When these two were read, on the clock of its machine."""
     _status: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
@@ -206,15 +208,20 @@ class JoinedHost:
                 if (reply := self._replies.pop(message.number, None)) is not None and not reply.done():
                     reply.set_result(message)
             case Beat():
-                for name, child in self._children.items():
-                    child.work = bytes.fromhex(message.work.get(name, child.work.hex()))
-                    child.cpu_seconds = message.cpu_seconds.get(name, child.cpu_seconds)
+                self._take_beat(message)
             case Output():
                 if (child := self._children.get(message.child)) is not None:
                     child.take(message)
             case Ended():
                 if (child := self._children.get(message.child)) is not None:
                     child.end(message.status)
+
+    def _take_beat(self, beat: Beat) -> None:
+        for name, child in self._children.items():
+            if name in beat.work:
+                child.work, child.read_at = bytes.fromhex(beat.work[name]), beat.at
+            elif name in beat.cpu_seconds:
+                child.cpu_seconds, child.read_at = beat.cpu_seconds[name], beat.at
 
     def tell(self, message: Message) -> None:
         """Sends a message that has no reply."""
@@ -318,20 +325,23 @@ class JoinedHost:
 
     # --- files ---
 
-    async def put(self, folder: Path | None = None) -> tuple[str, str]:
-        """Has the machine keep a copy of a folder, or an empty one. Returns its number and its path there.
+    async def put(self, folder: Path | None = None, names: Collection[str] = ()) -> tuple[str, str]:
+        """Has the machine keep a copy of a folder, with those of its files that have one of the names; without a folder, an
+        empty one. Returns its number and its path there. If it fails, or is cancelled, nothing is kept.
 
         Raises:
             OrderFailed, HostLost: it cannot take the files.
         """
-        digests = await asyncio.to_thread(folder_digests, folder) if folder is not None else {}
+        digests = await asyncio.to_thread(folder_digests, folder, names) if folder is not None else {}
         number = uuid.uuid4().hex
-        with contextlib.ExitStack() as offers:
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as offers:
+            undo.callback(self.tell, Drop(folder=number))
             for file, digest in digests.items():
                 self.offered[digest].append(file)
                 offers.callback(self.offered[digest].remove, file)
             files_by_name = {file.name: digest for file, digest in digests.items()}
             reply = await self.order(Put(folder=number, files=files_by_name), FILES_SECONDS)
+            undo.pop_all()
         return number, reply.path
 
     async def drop(self, number: str) -> None:
@@ -357,10 +367,10 @@ class JoinedHost:
         return (await self.order(FreePort())).port
 
 
-def folder_digests(folder: Path) -> Mapping[Path, str]:
-    """SHA-256 of each file of a checkpoint; the folders below are the server's own."""
-    found = {each: each.stat() for each in sorted(folder.iterdir()) if each.is_file()}
-    return {each: _digest(each, stat.st_size, stat.st_mtime_ns) for each, stat in found.items()}
+def folder_digests(folder: Path, names: Collection[str]) -> Mapping[Path, str]:
+    """SHA-256 of those files of a folder that have one of the names."""
+    stats = {file: file.stat() for file in sorted(folder.iterdir()) if file.name in names}
+    return {file: _digest(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()}
 
 
 @functools.lru_cache(maxsize=1000)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,8 @@ class Machinery:
         self._digests: dict[str, set[Path]] = {}
         """The files of all folders, by digest."""
         self._fetching: dict[str, asyncio.Lock] = {}
+        self._putting: dict[str, asyncio.Task[None]] = {}
+        """The orders that fill a folder, by its name."""
 
     def begin(self, order: Order, tasks: asyncio.TaskGroup) -> None:
         """Obeys an order, in a task if it takes time. Its errors are its reply."""
@@ -124,7 +127,10 @@ class Machinery:
                 with contextlib.suppress(ProcessLookupError):
                     child.process.send_signal(signal.SIGUSR1)
         elif not isinstance(order, Alive):
-            tasks.create_task(self._obey(order))
+            task = tasks.create_task(self._obey(order))
+            if isinstance(order, Put):
+                self._putting[order.folder] = task
+                task.add_done_callback(lambda _: self._putting.pop(order.folder))
 
     async def _obey(self, order: Order) -> None:
         try:
@@ -150,6 +156,9 @@ class Machinery:
             case Send():
                 await self._send(order)
             case Drop():
+                if (task := self._putting.get(order.folder)) is not None:  # the server waits for it no longer
+                    task.cancel()
+                    await asyncio.wait({task})
                 await asyncio.to_thread(self._drop, order.folder)
             case FreePort():
                 with contextlib.closing(listen(self._address)) as trial:
@@ -166,7 +175,8 @@ class Machinery:
             if child.work_file is not None
         }
         ranks = {name: child.process.pid for name, child in self._children.items() if child.work_file is None}
-        return Beat(work=work, cpu_seconds={name: cpu_seconds(pid) for name, pid in ranks.items()})
+        used = {name: cpu_seconds(pid) for name, pid in ranks.items()}
+        return Beat(work=work, cpu_seconds=used, at=time.monotonic())
 
     async def end_all(self) -> None:
         """Ends all children."""

@@ -10,24 +10,33 @@ from typing import Any, NoReturn
 import aiohttp
 
 from art_cluster.joined import HostLost, JoinedHost, OrderFailed, RemoteChild
-from art_server.engine.engine import TIMEOUT, Engine
-from art_server.jobs.trainer_process import TrainerDied, TrainerError, TrainerProcess
+from art_cluster.orders import SILENCE_SECONDS
+from art_server.engine.engine import LOAD_SECONDS, AdapterRefused, Engine
+from art_server.jobs.trainer_process import RankLost, TrainerDied, TrainerError, TrainerProcess, Usage
 from art_server.process.shared.switches import SECRET_HEADER
 from art_server.process.shared.trainer_messages import Done, LayersTask, Progress, Task, TrainTask, WorkerConfig
 from art_server.settings import ServerConfig
 from art_server.store.base_models import BaseModel
+from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE, CONTENT_FILES, DESCRIPTION_FILE
+
+ENGINE_FILES = (CONFIG_FILE, ADAPTER_FILE, DESCRIPTION_FILE)
+"""Of a checkpoint. The others are two thirds of it, and come and go while an engine fetches it."""
+TIMEOUT_ON_HOST = aiohttp.ClientTimeout(total=None, connect=SILENCE_SECONDS)
+"""Of requests to another machine, whose network may stall while they connect."""
 
 
 class EngineOnHost(Engine):
     """vLLM on another machine. The server supervises it as one of its own; its files, records and counters pass through the
     machine's connection, its requests go to a port of its own."""
 
+    silence_seconds = SILENCE_SECONDS
+
     def __init__(self, host: JoinedHost, slot: int, **of_engine: Any):
         super().__init__(**of_engine)
         self._host = host
         self._slot = slot
         self._delivered: dict[Path, str] = {}
-        """The numbers of the folders that its machine keeps."""
+        """The numbers of the copies that its machine keeps, by folder."""
 
     @property
     def pid(self) -> int | None:
@@ -53,28 +62,46 @@ class EngineOnHost(Engine):
         self._http = aiohttp.ClientSession(
             f"http://{shown}:{port}",
             connector=aiohttp.TCPConnector(limit=0),
-            timeout=TIMEOUT,
+            timeout=TIMEOUT_ON_HOST,
             headers={SECRET_HEADER: secret},
         )
         return child
 
+    async def stop(self) -> None:
+        # The requests that it had are not to blame for a lost machine.
+        self.was_killed |= bool(self._host.reason)
+        await super().stop()
+        await self._drop_unused()
+
     async def _kill(self, process: Any) -> None:
         await self._host.end(process)
+        await self._drop_unused()
 
     async def _deliver(self, folder: Path) -> str:
         try:
-            self._delivered[folder], path = await self._host.put(folder)
-        except (OrderFailed, HostLost) as error:
+            async with asyncio.timeout(LOAD_SECONDS):
+                number, path = await self._host.put(folder, ENGINE_FILES)
+        except (OSError, OrderFailed, HostLost) as error:
+            if not (folder / ADAPTER_FILE).exists():
+                raise AdapterRefused(f"the adapter in {folder.name} was deleted while the engine fetched it") from error
             raise TimeoutError(str(error)) from error
+        earlier, self._delivered[folder] = self._delivered.get(folder), number
+        if earlier is not None:  # of the process before this one; its files were linked
+            await self._host.drop(earlier)
         return path
+
+    async def _drop_unused(self) -> None:
+        """Drops the copies of adapters that the next process will not load."""
+        for folder in self._delivered.keys() - set(self.kept.values()):
+            await self._forget(folder)
 
     async def _forget(self, folder: Path) -> None:
         if (number := self._delivered.pop(folder, None)) is not None:
             await self._host.drop(number)
 
-    def _read_work(self) -> bytes:
+    def _read_work(self) -> tuple[bytes, float]:
         assert isinstance(self._process, RemoteChild)
-        return self._process.work
+        return self._process.work, self._process.read_at
 
 
 async def wait_for_removal() -> NoReturn:
@@ -85,6 +112,8 @@ async def wait_for_removal() -> NoReturn:
 
 class RankOnHost(TrainerProcess):
     """A rank of the trainer on another machine."""
+
+    silence_seconds = SILENCE_SECONDS
 
     def __init__(
         self, host: JoinedHost, slot: int, log_path: Path, config: ServerConfig, base: Callable[[], BaseModel | None]
@@ -108,9 +137,11 @@ class RankOnHost(TrainerProcess):
     def pid(self) -> int | None:
         return None  # it is no process of this machine
 
-    @property
-    def cpu_seconds(self) -> float:
-        return self._process.cpu_seconds if isinstance(self._process, RemoteChild) else 0.0
+    def usage(self) -> Usage | None:
+        child = self._process
+        if not isinstance(child, RemoteChild) or not child.cpu_seconds:
+            return None
+        return Usage(child.cpu_seconds, child.read_at)
 
     async def _launch(self) -> RemoteChild:
         base = self._base()
@@ -131,7 +162,11 @@ class RankOnHost(TrainerProcess):
                 return await super().run(task, on_progress, batch)
             return await self._run_with_files(task, on_progress, batch)
         except HostLost as error:
-            raise TrainerDied(str(error)) from error
+            raise RankLost(str(error)) from error
+        except TrainerDied as error:
+            if not self.host.reason:
+                raise
+            raise RankLost(f"{self.machine} was lost: {self.host.reason}") from error
         except OrderFailed as error:
             raise TrainerError("host_failed", str(error), retryable=True) from error
 
@@ -146,7 +181,7 @@ class RankOnHost(TrainerProcess):
             stack.push_async_callback(self.host.drop, number)
             there = {"out_dir": path}
             if isinstance(task, TrainTask):
-                start, there["in_dir"] = await self.host.put(Path(task.in_dir))
+                start, there["in_dir"] = await self.host.put(Path(task.in_dir), CONTENT_FILES)
                 stack.push_async_callback(self.host.drop, start)
             done = await super().run(task.model_copy(update=there), on_progress, batch)
             if self._worker is not None and self._worker.rank == 0:

@@ -18,12 +18,15 @@ DIGEST_HEADER = "x-art-digest"
 
 BEAT_SECONDS = 2.0
 """Each side sends something at least this often."""
-SILENCE_SECONDS = 15.0
-"""After this long without a message each side takes the other one for lost."""
+STALL_SECONDS = 15.0
+"""For so long a network may carry nothing, and nothing happens."""
+SILENCE_SECONDS = 2 * (STALL_SECONDS + BEAT_SECONDS)
+"""After this long without a message each side takes the other one for lost. TCP sends again after pauses that double, so that a
+connection may be silent for twice as long as its network was."""
 REPLY_SECONDS = 60.0
 """Limit for a reply that needs no large file."""
-REACH_SECONDS = 5.0
-"""Limit for the server's connection to a host's port."""
+REACH_SECONDS = SILENCE_SECONDS
+"""Limit for a connection between the two, which waits for a network that stalls as well."""
 
 
 class Message(BaseModel):
@@ -85,6 +88,8 @@ class Beat(Message):
     """The work counters of each engine, in hexadecimal digits."""
     cpu_seconds: dict[str, float] = {}
     """Of each rank."""
+    at: float
+    """When they were read, on the host's clock. Beats come late, and several at once, when the network has stalled."""
 
 
 # --- from the server ---

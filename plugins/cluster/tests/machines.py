@@ -4,7 +4,7 @@ their ranks the real trainer."""
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,80 @@ from art_server.app import make_app
 from art_server.engine import engine as engine_module
 from art_server.engine.device.detection import detect
 from art_server.process.children import Children
+from art_server.process.shared.trainer_messages import Done, Progress, Task
 from art_server.server import Server, build
 from art_server.settings import ApiKey, ServerConfig
 from tests.waiting import until
 
+CHUNK_BYTES = 2**16
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 KEYS = (ApiKey(key="user"), ApiKey(key="joins", scopes=frozenset({"host"})))
+
+
+class Relay:
+    """The network between a server and its hosts, which can stall: what is sent meanwhile arrives afterwards."""
+
+    def __init__(self, port: int) -> None:
+        self.url = ""
+        self.num_held = 0
+        """Of the pieces that hosts have sent during the stall, and that wait."""
+        self._port = port
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+        self._pumps: list[asyncio.Task[None]] = []
+        self._writers: list[asyncio.StreamWriter] = []
+        self._is_over = False
+
+    async def start(self) -> None:
+        self._listening = await asyncio.start_server(self._pass, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._listening.sockets[0].getsockname()[1]}"
+
+    def stall(self) -> None:
+        self._is_open.clear()
+
+    def resume(self) -> None:
+        self.num_held = 0
+        self._is_open.set()
+
+    async def stop(self) -> None:
+        self._is_over = True
+        self._listening.close()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        for writer in self._writers:
+            writer.transport.abort()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += [writer, far_writer]
+        if self._is_over:
+            writer.transport.abort()
+            far_writer.transport.abort()
+            return
+        for pump in (self._pump(reader, far_writer, counts=True), self._pump(far_reader, writer)):
+            self._pumps.append(asyncio.create_task(pump))
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counts: bool = False) -> None:
+        arrived: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def read() -> None:
+            with contextlib.suppress(ConnectionError):
+                while chunk := await reader.read(CHUNK_BYTES):
+                    self.num_held += counts and not self._is_open.is_set()
+                    arrived.put_nowait(chunk)
+            arrived.put_nowait(b"")
+
+        reading = asyncio.create_task(read())
+        try:
+            with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+                while chunk := await arrived.get():
+                    await self._is_open.wait()
+                    writer.write(chunk)
+        finally:
+            reading.cancel()
 
 
 @dataclass
@@ -37,11 +105,13 @@ class House:
     folder: Path
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
-    def host(self, name: str, *, engines: int = 0, ranks: int = 0, key: str = "joins") -> asyncio.Task[None]:
+    def host(
+        self, name: str, *, engines: int = 0, ranks: int = 0, key: str = "joins", through: Relay | None = None
+    ) -> asyncio.Task[None]:
         """Starts a host; the task ends with the reason why it is refused."""
         folder = self.folder / name
         offer = Offer(name, detect(), ((),) * engines, ((),) * ranks)
-        host = Host(self.url, key, offer, folder, Children(folder, folder / "logs"))
+        host = Host(self.url if through is None else through.url, key, offer, folder, Children(folder, folder / "logs"))
         self.tasks[name] = asyncio.create_task(host.run_forever())
         return self.tasks[name]
 
@@ -50,6 +120,36 @@ class House:
         task = self.tasks.pop(name)
         task.cancel()
         await asyncio.wait({task})
+
+    @contextlib.asynccontextmanager
+    async def relay(self) -> AsyncIterator[Relay]:
+        relay = Relay(int(self.url.rpartition(":")[2]))
+        await relay.start()
+        try:
+            yield relay
+        finally:
+            await relay.stop()
+
+    def when_training(self, action: Callable[[], object]) -> None:
+        """Has `action` called when a rank says that the next job is trained."""
+        trainer = self.server.trainer
+        run = trainer.run
+
+        async def watched(
+            task: Task,
+            on_progress: Callable[[Progress], Awaitable[None]] | None = None,
+            batch: bytes | None = None,
+        ) -> Done:
+            async def note(progress: Progress) -> None:
+                if progress.phase == "train" and trainer.run is watched:
+                    trainer.run = run
+                    action()
+                if on_progress is not None:
+                    await on_progress(progress)
+
+            return await run(task, note, batch)
+
+        trainer.run = watched
 
     async def refusal(self, name: str, **offered: Any) -> str:
         """Why a host is refused."""

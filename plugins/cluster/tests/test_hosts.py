@@ -14,6 +14,14 @@ import art
 from art_cluster import host as host_module
 from art_cluster import hosts as hosts_module
 from art_cluster import joined as joined_module
+from art_cluster import on_host as on_host_module
+from art_cluster import orders
+from art_cluster.on_host import EngineOnHost
+from art_server.cli import UVICORN
+from art_server.engine import engine as engine_module
+from art_server.engine.engine import HANG_SECONDS, AdapterRefused
+from art_server.jobs import backoff
+from art_server.jobs import gang as gang_module
 from art_server.process.shared.main_memory import main_memory
 from art_server.store.base_models import TINY_DIR
 from art_server.trainer.token_budget import budget_key
@@ -98,6 +106,72 @@ async def test_a_lost_machine_costs_nothing_but_its_engines(tmp_path: Path, monk
         assert here.server.background.faults == {}
 
 
+@pytest.mark.parametrize("ranks", [(2,), (1, 1)], ids=["one host", "two hosts"])
+async def test_a_stall_of_the_network_is_no_death_of_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...]
+) -> None:
+    """No beat comes for many times as long as idle ranks are waited for."""
+    monkeypatch.setattr(gang_module, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(host_module, "BEAT_SECONDS", 0.1)
+    async with house(tmp_path, monkeypatch) as here, here.relay() as network:
+        here.host("serves", engines=1)
+        for number, num_ranks in enumerate(ranks):
+            here.host(f"trains-{number}", ranks=num_ranks, through=network)
+        await here.ready(1)
+        await here.joined(2)
+        model, backend = await register(here)
+        async with backend:
+            groups = [await sample_group(model) for _ in range(2)]
+            here.when_training(network.stall)
+            job = await model.submit(groups, CONFIG)
+            await until(lambda: network.num_held > 20)
+            network.resume()
+            assert (await job).step == 1
+        row = here.server.queue.get(job.job_id)
+        assert row.attempts == {} and len(here.server.trainer.ranks) == 2
+
+
+async def test_a_stall_of_the_network_is_no_hang_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work counters do not come through, while a request waits, for longer than an engine may compute nothing."""
+    monkeypatch.setattr(engine_module, "HANG_SECONDS", 0.3)
+    monkeypatch.setattr(host_module, "BEAT_SECONDS", 0.1)
+    async with house(tmp_path, monkeypatch) as here, here.relay() as network:
+        here.host("one", engines=1, through=network)
+        await here.ready(1)
+        (replica,) = here.server.engine.replicas
+        network.stall()
+        with here.server.gate.inside("a request"):
+            await until(lambda: network.num_held > 20 or replica.state != "ready")
+        network.resume()
+        assert replica.state == "ready" and replica.num_starts == 1
+
+
+@pytest.mark.parametrize("place", ["while it starts", "while it trains"])
+async def test_a_lost_machine_is_no_death_of_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """The attempt is repeated without it, and not counted against the job."""
+    monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 0.0)
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("kept", engines=1, ranks=1)
+        here.host("lost", ranks=1)
+        await here.ready(1)
+        await here.joined(2)
+        model, backend = await register(here)
+        async with backend:
+            groups = [await sample_group(model)]
+            if place == "while it trains":
+                here.when_training(lambda: here.tasks["lost"].cancel())
+                job = await model.submit(groups, CONFIG)
+            else:
+                job = await model.submit(groups, CONFIG)
+                await until(lambda: any(rank.is_running for rank in here.server.trainer.ranks))
+                await here.end("lost")
+            assert (await job).step == 1
+        assert here.server.queue.get(job.job_id).attempts == {"connection_lost": 1}
+        assert here.server.trainer.num_ranks == 1
+
+
 async def test_a_job_is_taken_while_no_machine_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with house(tmp_path, monkeypatch) as here:
         here.host("one", engines=1, ranks=1)
@@ -126,6 +200,89 @@ async def test_an_engine_that_dies_is_started_again(tmp_path: Path, monkeypatch:
             await until(lambda: replica.num_starts == 2 and replica.state == "ready")
             assert replica.was_killed and replica.loaded_adapters() == ["p/m@0"]
             await sample_group(model)
+
+
+def folders_of(machine: Path) -> list[list[str]]:
+    """The files of each folder that a host keeps."""
+    kept = machine / "folders"
+    return [sorted(file.name for file in folder.iterdir()) for folder in kept.iterdir()] if kept.exists() else []
+
+
+async def test_an_engine_gets_the_files_of_its_adapter_only_and_keeps_one_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", engines=1)
+        await here.ready(1)
+        model, backend = await register(here)
+        async with backend:
+            await sample_group(model)
+        folder = here.server.registry.get("p", "m").folder.checkpoint_dir(0)
+        (folder / "optimizer.safetensors").write_bytes(b"comes and goes")
+        (folder / "tokens.safetensors").write_bytes(b"comes and goes")
+        (replica,) = here.server.engine.replicas
+
+        async def start_again() -> None:
+            process, num_starts = replica._process, replica.num_starts
+            assert process is not None
+            os.kill(process.pid, signal.SIGKILL)
+            await until(lambda: replica.num_starts > num_starts and replica.state == "ready")
+
+        for _ in range(2):
+            await start_again()
+            files = ["adapter_config.json", "adapter_model.safetensors", "checkpoint.json"]
+            assert folders_of(tmp_path / "one") == [files]
+        replica.unload_adapter("p/m@0")
+        await start_again()
+        assert folders_of(tmp_path / "one") == [], "it was to be unloaded when vLLM died"
+
+
+async def test_an_adapter_that_vllm_refuses_is_not_kept_on_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", engines=1)
+        await here.ready(1)
+        (replica,) = here.server.engine.replicas
+        (tmp_path / "broken").mkdir()
+        (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"without a configuration")
+        with pytest.raises(AdapterRefused, match="vLLM refused"):
+            await replica.try_load("p/m@7", tmp_path / "broken")
+        assert folders_of(tmp_path / "one") == [] and replica.state == "ready"
+
+
+async def test_an_adapter_that_is_deleted_while_it_is_fetched_costs_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", engines=1)
+        await here.ready(1)
+        (replica,) = here.server.engine.replicas
+        with pytest.raises(AdapterRefused, match="was deleted"):
+            await replica.try_load("p/m@7", tmp_path / "0007")
+        assert replica.state == "ready" and replica.num_starts == 1
+
+
+async def test_a_delivery_that_takes_too_long_costs_the_engine_and_not_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What arrives afterwards is not kept."""
+    async with house(tmp_path, monkeypatch) as here, here.relay() as network:
+        here.host("slow", engines=1, through=network)
+        await here.ready(1)
+        _, backend = await register(here)
+        await backend.close()
+        (replica,) = here.server.engine.replicas
+        assert isinstance(replica, EngineOnHost)
+        folder = here.server.registry.get("p", "m").folder.checkpoint_dir(0)
+        copies = folders_of(tmp_path / "slow")
+        monkeypatch.setattr(on_host_module, "LOAD_SECONDS", 0.05)
+        network.stall()
+        assert not await replica.try_load("p/m@0-again", folder)
+        network.resume()
+        await replica._host.free_port()
+        await until(lambda: folders_of(tmp_path / "slow") == copies)
+        assert replica._host.reason == "" and replica.num_starts == 1
 
 
 async def test_a_machine_that_is_silent_is_lost_and_joins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,3 +414,12 @@ class Closed:
 
     def close(self) -> None:
         pass
+
+
+def test_each_limit_allows_for_a_network_that_stalls() -> None:
+    """TCP sends again after pauses that double: after a stall of 15 s it may be silent for 15 s more."""
+    assert orders.SILENCE_SECONDS > 2 * orders.STALL_SECONDS + orders.BEAT_SECONDS
+    assert UVICORN["ws_ping_timeout"] > orders.SILENCE_SECONDS, "the connection's own limit comes first"
+    assert HANG_SECONDS > orders.SILENCE_SECONDS, "a machine is lost before its engine hangs"
+    assert min(orders.REPLY_SECONDS, orders.REACH_SECONDS) >= orders.SILENCE_SECONDS
+    assert host_module.NAME_SECONDS > orders.SILENCE_SECONDS, "a machine that is back waits for its name"

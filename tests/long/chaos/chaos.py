@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import httpx
 import psutil
 from safetensors import safe_open
 
-from tests.live import Server
+from tests.live import ROOT, Server
 from tests.long.chaos.client import PROJECT
 from tests.long.chaos.server import POINTS, VARIABLE
 
@@ -31,7 +31,14 @@ KINDS = {"trainer": 5, "engine": 2, "server": 1, "point": 2}
 """Weights of the random choice. A killed server or engine takes a minute to restart."""
 OF_SEVERAL = {"trainer stopped": 1, "engine stopped": 1, "program": 1}
 """More of them, with several engines or ranks. Stopped is SIGSTOP: the server finds it, and kills it."""
+OF_HOSTS = {"host": 2, "network stalls": 4}
+"""More of them, with hosts that were started by hand. Their network is a relay (`network.py`), which is stopped."""
+NO_DEATH = {"host", "host stalls", "network stalls"}
+"""Which no job may count as a death of its trainer."""
 OF_CLUSTER = {"host": 1, "host stalls": 2, "actor": 1, "driver": 1, "gcs": 1, "raylet": 1}
+KEY_FILE = Path(__file__).with_name("keys.txt")
+USER_KEY = "chaos"
+"""The key of programs in it. Without hosts the server knows no keys, and takes any."""
 MODULES = {
     "trainer": "art_server.trainer.worker",
     "engine": "art_server.engine.vllm_process.child",
@@ -42,6 +49,8 @@ MODULES = {
     "raylet": "raylet/raylet",
 }
 """What the command line contains: of trainer and engine, that of the session's leader."""
+NETWORK_STALLS = (6.0, 12.0)
+"""Seconds for which a network is stopped, and nothing happens."""
 STALLS = (10.0, 60.0)
 """Seconds for which a host is stopped. After the shorter ones nothing has happened, after the longer ones it joins anew."""
 UNREACHED = {"engine paused", "engine woken"}
@@ -64,23 +73,68 @@ class Places:
     engines: int = 1
     ranks: int = 1
     cluster: str | None = None
+    hosts: int = 0
+    """Started by hand, each with an engine and a rank; the server has none of its own."""
 
     def arguments(self) -> list[str]:
+        if self.hosts:
+            return ["--engines", "0", "--ranks", "0", "--api-key-file", str(KEY_FILE)]
         several = self != Places()
         flags = ["--engines", str(self.engines), "--ranks", str(self.ranks)] if several else []
         return [*flags, "--cluster", self.cluster] if self.cluster else flags
 
     def kinds(self) -> dict[str, int]:
-        return KINDS | (OF_SEVERAL if self != Places() else {}) | (OF_CLUSTER if self.cluster else {})
+        of_hosts = OF_HOSTS if self.hosts else {}
+        return KINDS | (OF_SEVERAL if self != Places() else {}) | (OF_CLUSTER if self.cluster else {}) | of_hosts
 
     def points(self) -> list[str]:
-        return [point for point in POINTS if self.cluster is None or point not in UNREACHED]
+        has_hosts = self.cluster is not None or self.hosts > 0
+        return [point for point in POINTS if not has_hosts or point not in UNREACHED]
+
+
+class Machine:
+    """A host that was started by hand, as under systemd: it is started again after each end. Its network is a relay."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.name = f"host-{number}"
+        self._home = folder / self.name
+        self._home.mkdir()
+        (self._home / "key").write_text("joins\n")
+        self._port = 0
+        self.relay: subprocess.Popen[bytes] | None = None
+        self.host: subprocess.Popen[bytes] | None = None
+
+    def start(self, url: str) -> None:
+        """Starts the relay to the server, at first, and the host."""
+        if self.relay is None:
+            command = [sys.executable, "-m", "tests.long.chaos.network", url.rpartition(":")[2]]
+            self.relay = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+            assert self.relay.stdout is not None
+            self._port = int(self.relay.stdout.readline())
+        command = [sys.executable, "-m", "art_server.cli", "host", "--join", f"http://127.0.0.1:{self._port}"]
+        command += ["--token-file", "key", "--name", self.name, "--engines", "1", "--ranks", "1"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with open(self._home / "log", "ab") as log:
+            self.host = subprocess.Popen(command, cwd=self._home, stdout=log, stderr=log, env=environment)
+
+    def keep_alive(self, url: str) -> None:
+        if self.host is None or self.host.poll() is not None:
+            self.start(url)
+
+    def stop(self) -> None:
+        for process in (self.host, self.relay):
+            if process is not None:
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+                process.wait()
 
 
 @dataclass
 class ArmedServer(Server):
     """A server that restarts after each death, as under systemd. Its next process may be armed to die at a point."""
 
+    machines: Sequence[Machine] = ()
+    """Hosts that join it, and are kept alive with it."""
     next_point: str | None = None
     point: str | None = None
     """The point at which the running process will die."""
@@ -107,6 +161,8 @@ class ArmedServer(Server):
     def keep_alive(self) -> None:
         """Restarts the server after each death until `is_over` is set. Runs in a thread."""
         while not self.is_over:
+            for machine in self.machines:
+                machine.keep_alive(self.url)
             assert self.process is not None
             try:
                 self.process.wait(timeout=0.2)
@@ -139,6 +195,8 @@ class Chaos:
         self.server = ArmedServer(folder)
         # All steps are checked at the end.
         self.server.arguments = [*self.server.arguments, "--keep-last", "0", *self.places.arguments()]
+        self.server.environment = {"PYTHONPATH": str(ROOT)}
+        self.server.machines = [Machine(folder, number) for number in range(self.places.hosts)]
         self._programs: dict[str, subprocess.Popen[bytes]] = {}
         self._killed_programs: Counter[str] = Counter()
 
@@ -175,9 +233,13 @@ class Chaos:
             keeper.join()
             family = self._family()
             self.server.stop()
+            for machine in self.server.machines:
+                machine.stop()
         left = [f"{each.pid} {command_of(each)}" for each in psutil.wait_procs(family, timeout=60)[1]]
         assert not left, f"left running: {left}"
         figures = check(self.folder, self._killed_programs)
+        num_deaths = count_deaths(self.folder)
+        assert num_deaths <= sum(self.counts[kind] for kind in self.counts if kind.startswith("trainer")), num_deaths
         return {
             "kills": sum(self.counts.values()),
             **self.counts,
@@ -187,8 +249,9 @@ class Chaos:
 
     def _start_program(self, name: str) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "tests.long.chaos.client", self.server.url, name]
+        environment = {**os.environ, "ART_API_KEY": USER_KEY}
         with open(self.folder / f"{name}.log", "ab") as log:
-            return subprocess.Popen([*command, str(self.folder)], stdout=log, stderr=log)
+            return subprocess.Popen([*command, str(self.folder)], stdout=log, stderr=log, env=environment)
 
     def _program_log(self) -> str:
         return "".join((self.folder / f"{name}.log").read_text()[-2000:] for name in MODELS)
@@ -198,7 +261,7 @@ class Chaos:
     def _kill_one(self) -> None:
         kinds = self.places.kinds()
         kind = self.random.choices(list(kinds), list(kinds.values()))[0]
-        is_early = self.random.random() < STARTING_SHARE
+        is_early = self.random.random() < STARTING_SHARE and kind not in NO_DEATH
         if not is_early:
             self.server.wait_ready()
             if self.places != Places():
@@ -216,18 +279,22 @@ class Chaos:
             return
         what, _, how = kind.partition(" ")
         pids = self._processes(what)
+        num_deaths = count_deaths(self.folder)
         if pids:
             self._kill(self.random.choice(pids), kind, is_early, signal.SIGSTOP if how else signal.SIGKILL)
+        if kind in NO_DEATH:
+            self._wait_for_a_step()
+            assert count_deaths(self.folder) == num_deaths, f"{kind} counted as a death of the trainer"
 
-    def _wait_for_a_step(self) -> None:
-        """Returns when a program has made one, or after a while: with several processes a start takes longer than the work that
-        a kill is to hit."""
-        deadline, before = time.monotonic() + STEP_SECONDS, self._num_steps()
-        while self._num_steps() == before and time.monotonic() < deadline:
+    def _wait_for_a_step(self, *names: str) -> None:
+        """Returns when one of the programs has made one, or after a while: with several processes a start takes longer than the
+        work that a kill is to hit."""
+        deadline, before = time.monotonic() + STEP_SECONDS, self._num_steps(*names)
+        while self._num_steps(*names) == before and time.monotonic() < deadline:
             time.sleep(0.2)
 
-    def _num_steps(self) -> int:
-        files = [self.folder / f"{name}.jsonl" for name in MODELS]
+    def _num_steps(self, *names: str) -> int:
+        files = [self.folder / f"{name}.jsonl" for name in names or MODELS]
         return sum(file.read_text().count("\n") for file in files if file.exists())
 
     def _kill_program(self) -> None:
@@ -238,6 +305,7 @@ class Chaos:
         self._killed_programs[name] += 1
         self._programs[name] = self._start_program(name)
         self.counts["program"] += 1
+        self._wait_for_a_step(name)  # a program that registers needs a server that is there
         self.say(f"{sum(self.counts.values())}: killed program {name}")
 
     def _kill(self, pid: int, kind: str, is_early: bool, how: signal.Signals = signal.SIGKILL) -> None:
@@ -245,8 +313,8 @@ class Chaos:
             os.kill(pid, how)
         except ProcessLookupError:
             return
-        if kind == "host stalls":
-            time.sleep(self.random.choice(STALLS))
+        if kind.endswith(" stalls"):
+            time.sleep(self.random.choice(NETWORK_STALLS if kind == "network stalls" else STALLS))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         while self.server.process is not None and self.server.process.pid == pid:
@@ -269,14 +337,20 @@ class Chaos:
         self.say(f"{sum(self.counts.values())}: died at: {point}")
 
     def _family(self) -> list[psutil.Process]:
-        assert self.server.process is not None
-        try:
-            return psutil.Process(self.server.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
+        """The processes below the server, and the hosts that were started by hand with theirs."""
+        family: list[psutil.Process] = []
+        hosts = [machine.host for machine in self.server.machines]
+        for parent in (self.server.process, *hosts):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if parent is not None:
+                    process = psutil.Process(parent.pid)
+                    family += [process] * (parent in hosts) + process.children(recursive=True)
+        return family
 
     def _processes(self, what: str) -> list[int]:
         """The ids of the server's processes of this kind."""
+        if what == "network":
+            return [machine.relay.pid for machine in self.server.machines if machine.relay is not None]
         found: list[int] = []
         for child in self._family():
             with contextlib.suppress(OSError, psutil.Error):
@@ -299,12 +373,21 @@ class Chaos:
                     "max_tokens": 1,
                     "prompt_logprobs": 1,
                 }
-                answer = httpx.post(f"{self.server.url}/v1/completions", json=body, timeout=120)
+                headers = {"authorization": f"Bearer {USER_KEY}"}
+                answer = httpx.post(f"{self.server.url}/v1/completions", json=body, timeout=120, headers=headers)
                 assert answer.status_code == 200, answer.text
                 scored = answer.json()["choices"][0]["prompt_logprobs"][len(row["prompt"]) :]
                 again = [entry[str(token)]["logprob"] for entry, token in zip(scored, row["tokens"], strict=True)]
                 gap = max(abs(a - b) for a, b in zip(again, row["logprobs"], strict=True))
                 assert gap < MAX_GAP, f"{name}@{row['step']} was sampled with another adapter: {gap}"
+
+
+def count_deaths(folder: Path) -> int:
+    """How many deaths of the trainer the jobs have counted."""
+    with contextlib.closing(sqlite3.connect(folder / "art" / ".server" / "jobs.sqlite", timeout=60.0)) as db:
+        return sum(
+            json.loads(attempts).get("trainer_died", 0) for (attempts,) in db.execute("SELECT attempts FROM jobs")
+        )
 
 
 def command_of(process: psutil.Process) -> str:

@@ -23,13 +23,14 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--cluster", choices=["auto"], help="Ray places engines and ranks")
+    parser.add_argument("--hosts", type=int, default=0, help="`art-server host`, each with an engine and a rank")
     flags = parser.parse_args()
     deadline = time.monotonic() + 60 * flags.minutes
     seed = flags.seed
     while (left := flags.kills - num_kills(flags.file)) > 0 and time.monotonic() < deadline:
         folder = Path(tempfile.mkdtemp(prefix="chaos-"))
         print(f"seed {seed}, in {folder}, {left} kills to go", flush=True)
-        places = Places(flags.engines, flags.ranks, flags.cluster)
+        places = Places(flags.engines, flags.ranks, flags.cluster, flags.hosts)
         chaos = Chaos(folder, seed, lambda text: print(text, flush=True), places)
         figures = chaos.run(min(left, KILLS_A_RUN), deadline - time.monotonic())
         with open(flags.file, "a") as results:

@@ -31,7 +31,7 @@ POINTS: dict[str, tuple[Any, str, bool]] = {
     "step described": (files, "publish_folder", False),
     "step renamed": (files, "publish_folder", True),
     "engine woken": (Engine, "resume", True),
-    "adapter loaded": (Engine, "load_adapter", True),
+    "adapter loaded": (Engine, "_load", True),
     "trajectories written": (ModelFolder, "write_lines", True),
     "history begins": (MetricHistory, "add", False),
     "history written": (MetricHistory, "add", True),

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from art_protocol.history import history_row
-from art_protocol.wire import LoRAConfig, RegisterRequest
+from art_protocol.wire import JobReport, LoRAConfig, RegisterRequest, TrainConfig
 from art_server.errors import NotFound, StorageFull
-from art_server.process.shared.trainer_messages import Done, InitTask
+from art_server.jobs.job_row import Payload
+from art_server.process.shared.trainer_messages import Batch, Done, InitTask
 from art_server.store import files
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE, OPTIMIZER_FILE, ModelFolder
@@ -131,6 +132,34 @@ async def test_a_step_that_is_made_again_has_none_of_the_lost_one_s_metrics(tmp_
     assert model.best_step() == imported.best_step() == 1
     model.history.add(2, {"val/reward": 0.6})
     assert model.history.values([2])[2]["val/reward"] == 0.6 and model.best_step() == 2
+
+
+async def test_the_key_of_a_job_whose_step_was_set_aside_names_a_new_job(tmp_path: Path, tiny_adapter: Path) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=3)
+    async with house(tmp_path) as here:
+        for step in (1, 2):
+            job = here.queue.insert(
+                "p", "a", f"key-{step}", "digest", TrainConfig(), Payload.make(Batch(groups=[])), JobReport()
+            )
+            here.queue.set_running(job.job_id, step)
+            here.queue.set_done(job.job_id, {}, JobReport())
+    spoil(folder.checkpoint_dir(2) / ADAPTER_FILE)
+    async with house(tmp_path) as here:
+        await here.registry.get_whole("p", "a")
+        kept = here.queue.find_key("p", "a", "key-1", "digest")
+        assert kept is not None and kept.target_step == 1
+        assert here.queue.find_key("p", "a", "key-2", "digest") is None, "it would answer: done, step 2"
+
+
+async def test_a_server_that_dies_while_it_sets_a_step_aside_forgets_it_nevertheless(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=3)
+    spoil(folder.checkpoint_dir(2) / ADAPTER_FILE)
+    steps_when_told: list[list[int]] = []
+    registry = Registry(tmp_path, lambda *_: steps_when_told.append(folder.steps()))
+    await registry.verify(registry.get("p", "a"))
+    assert steps_when_told == [[0, 1, 2]] and folder.steps() == [0, 1]
 
 
 async def test_every_use_of_a_model_verifies_it(tmp_path: Path, tiny_adapter: Path) -> None:

@@ -8,13 +8,15 @@ import pytest
 
 from art_server.errors import Conflict, StorageFull, Unavailable
 from art_server.jobs.backoff import MAX_DOUBTFUL, budget_divisor, error_detail, pause_after
-from art_server.jobs.trainer_process import TrainerDied, TrainerError
+from art_server.jobs.trainer_process import RankLost, TrainerDied, TrainerError
 from art_server.process.shared.trainer_messages import UNLIKE_RANKS
 
 TEMPORARY: list[Exception] = [
     StorageFull("no room", code="no_disk_space"),
     TrainerError("no_disk_space", "os error 28", retryable=True),
     TrainerError(UNLIKE_RANKS, "two machines differ", retryable=True),
+    RankLost("host a was lost: its connection ended"),
+    TrainerError("other_rank_failed", "Connection reset by peer", retryable=True),
     Unavailable("it starts", code="engine_starting"),
     OSError(errno.EROFS, "Read-only file system"),
     sqlite3.OperationalError("disk I/O error"),
@@ -58,5 +60,5 @@ def test_a_job_s_own_fault_ends_it_at_once(error: Exception) -> None:
 
 
 def test_the_third_death_and_each_after_it_halve_the_tokens() -> None:
-    deaths = [Counter(trainer_died=number, internal_error=3) for number in range(6)]
+    deaths = [Counter(trainer_died=number, internal_error=3, connection_lost=9) for number in range(6)]
     assert [budget_divisor(each) for each in deaths] == [1, 1, 1, 2, 4, 8]

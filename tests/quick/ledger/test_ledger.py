@@ -346,10 +346,25 @@ async def test_an_answer_waits_once_for_all_of_its_records(tmp_path: Path, monke
     monkeypatch.setattr(ledger_module, "RECORD_WAIT_SECONDS", 0.5)
     ledger = Ledger(tmp_path / "l.sqlite")
     with ledger.open_request(REQUEST) as opened:
-        assert await opened.wait(0) is None and opened._patience == 0.0
+        assert await opened.wait(0) is None and opened._waited >= 0.5
         for index in range(1, 1000):
             assert await opened.wait(index) is None
         assert len(opened.lost) == 1000 and "no record came" in opened.lost[999]
+
+
+@pytest.mark.anyio
+async def test_a_record_from_a_machine_whose_network_stalls_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "RECORD_WAIT_SECONDS", 0.0)
+    ledger = Ledger(tmp_path / "l.sqlite")
+    with ledger.open_request(REQUEST, silence_seconds=600.0) as opened:
+        waiting = asyncio.create_task(opened.wait(0))
+        await asyncio.wait({waiting}, timeout=0.05)
+        assert ledger.take_prompt(REQUEST.request_id, 0, [1, 2]) is None
+        ledger.take_samples([(REQUEST.request_id, 0, 0, sample())])
+        record = await waiting
+    assert record is not None and opened.lost == {}
 
 
 def test_an_open_request_holds_few_bytes_for_each_token_of_its_prompt(tmp_path: Path) -> None:
