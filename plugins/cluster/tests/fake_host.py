@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ class FakeHost:
 
     def _answers(self, order: Order) -> list[Message]:
         if isinstance(order, Alive):
-            return [Beat()]
+            return [Beat(at=time.monotonic())]
         self.orders.append(order)
         if isinstance(order, UseBase) and not self._has_base:
             return []
