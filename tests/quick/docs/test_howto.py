@@ -6,8 +6,8 @@ among its tests.
 
 import asyncio
 import json
-import re
 import os
+import re
 import signal
 import sys
 import threading
