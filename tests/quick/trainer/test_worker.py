@@ -118,6 +118,7 @@ def test_worker_answers_each_line_and_ends_with_its_stdin(
         "optimizer_steps": None,
         "layer_probes": {},
         "probe": None,
+        "lora": None,
     }
 
     *progress, done = ask(train_task(tmp_path / "0", tmp_path / "1", make_batch(1)))
