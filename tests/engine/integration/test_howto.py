@@ -236,10 +236,13 @@ async def test_the_same_program_gives_the_same_rewards_again(
     await model.register(backend)
     names["model"] = model
     await run("resume.md", 1, names)
+    assert names["result"].step == names["NUM_STEPS"] + 1
+    keep(names["groups"])  # as read again from the file, and so with another digest than the sampled ones
+    await run("resume.md", 1, names)
     made: art.TrainResult = names["result"]
     keep(names["groups"])
     await run("resume.md", 1, names)
-    assert names["result"].step == made.step == names["NUM_STEPS"] + 1
+    assert names["result"].step == made.step
 
 
 async def test_the_queue_is_shown_and_its_routes_answer(server: Server, model: art.TrainableModel) -> None:
