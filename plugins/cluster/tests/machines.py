@@ -196,6 +196,15 @@ async def house(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) 
 
 
 @contextlib.asynccontextmanager
+async def house_with_an_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
+    """A server that the host "one" has joined with an engine, which serves."""
+    async with house(folder, monkeypatch) as here:
+        here.host("one", engines=1)
+        await here.ready(1)
+        yield here
+
+
+@contextlib.asynccontextmanager
 async def listening(server: Server) -> AsyncIterator[str]:
     """The address of a server that runs."""
     serving = uvicorn.Server(uvicorn.Config(make_app(server, None), port=0, log_level="warning"))

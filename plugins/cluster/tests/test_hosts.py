@@ -25,7 +25,7 @@ from art_server.jobs import gang as gang_module
 from art_server.process.shared.main_memory import main_memory
 from art_server.store.base_models import TINY_DIR
 from art_server.trainer.token_budget import budget_key
-from plugins.cluster.tests.machines import House, house
+from plugins.cluster.tests.machines import House, house, house_with_an_engine
 from tests.quick.server.served import sample_group
 from tests.waiting import until
 
@@ -188,9 +188,7 @@ async def test_a_job_is_taken_while_no_machine_is_there(tmp_path: Path, monkeypa
 
 
 async def test_an_engine_that_dies_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with house(tmp_path, monkeypatch) as here:
-        here.host("one", engines=1)
-        await here.ready(1)
+    async with house_with_an_engine(tmp_path, monkeypatch) as here:
         model, backend = await register(here)
         async with backend:
             await sample_group(model)
@@ -212,9 +210,7 @@ def folders_of(machine: Path) -> list[list[str]]:
 async def test_an_engine_gets_the_files_of_its_adapter_only_and_keeps_one_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with house(tmp_path, monkeypatch) as here:
-        here.host("one", engines=1)
-        await here.ready(1)
+    async with house_with_an_engine(tmp_path, monkeypatch) as here:
         model, backend = await register(here)
         async with backend:
             await sample_group(model)
@@ -241,9 +237,7 @@ async def test_an_engine_gets_the_files_of_its_adapter_only_and_keeps_one_copy(
 async def test_an_adapter_that_vllm_refuses_is_not_kept_on_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with house(tmp_path, monkeypatch) as here:
-        here.host("one", engines=1)
-        await here.ready(1)
+    async with house_with_an_engine(tmp_path, monkeypatch) as here:
         (replica,) = here.server.engine.replicas
         (tmp_path / "broken").mkdir()
         (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"without a configuration")
@@ -255,9 +249,7 @@ async def test_an_adapter_that_vllm_refuses_is_not_kept_on_the_machine(
 async def test_an_adapter_that_is_deleted_while_it_is_fetched_costs_no_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with house(tmp_path, monkeypatch) as here:
-        here.host("one", engines=1)
-        await here.ready(1)
+    async with house_with_an_engine(tmp_path, monkeypatch) as here:
         (replica,) = here.server.engine.replicas
         with pytest.raises(AdapterRefused, match="was deleted"):
             await replica.try_load("p/m@7", tmp_path / "0007")
@@ -287,9 +279,7 @@ async def test_a_delivery_that_takes_too_long_costs_the_engine_and_not_the_machi
 
 
 async def test_a_machine_that_is_silent_is_lost_and_joins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with house(tmp_path, monkeypatch) as here:
-        here.host("one", engines=1)
-        await here.ready(1)
+    async with house_with_an_engine(tmp_path, monkeypatch) as here:
         first = here.server.engine.replicas[0]
         ended = first._process
         with monkeypatch.context() as silent:
@@ -304,9 +294,7 @@ async def test_a_machine_that_is_silent_is_lost_and_joins_anew(tmp_path: Path, m
 async def test_a_machine_whose_server_is_silent_ends_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with house(tmp_path, monkeypatch) as here:
-        here.host("one", engines=1)
-        await here.ready(1)
+    async with house_with_an_engine(tmp_path, monkeypatch) as here:
         first = here.server.engine.replicas[0]
         process = first._process
         assert process is not None
@@ -319,9 +307,7 @@ async def test_a_machine_whose_server_is_silent_ends_its_children(
 async def test_an_engines_port_takes_requests_of_its_server_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with house(tmp_path, monkeypatch) as here:
-        here.host("one", engines=1)
-        await here.ready(1)
+    async with house_with_an_engine(tmp_path, monkeypatch) as here:
         address = str(here.server.engine.replicas[0].http._base_url)
         async with httpx.AsyncClient(base_url=address) as client:
             assert (await client.get("/health")).status_code == 401
