@@ -17,9 +17,12 @@ from tests.live import Server
 settings.register_profile("busy", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
-# A script that starts the tests in the background has them ignore Ctrl-C, and so the programs to which they send it.
+# A script that starts the tests in the background, or with nohup, has them ignore Ctrl-C or SIGHUP, and so the programs to which
+# they send these signals.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.hookimpl(wrapper=True)

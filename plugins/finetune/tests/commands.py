@@ -6,10 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# A process that a shell started in the background ignores Ctrl-C, and so would this one.
 CODE = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import sys
 sys.argv[0] = "art"
 from art_watch.terminal.cli import main
 main()
