@@ -119,7 +119,10 @@ class Speakers:
         start = bisect.bisect_right(self._heard, turn.requested_at, key=lambda message: message.first.requested_at)
         for message in self._heard[start : start + MAX_LATER]:
             is_reader = by is None or message.first is by or message.first.speaker == turn.speaker
-            if is_reader and words and message.beginning.digest not in asked and spoken(words) in self._text(message):
+            if not is_reader or not words or spoken(words) not in self._text(message):
+                continue
+            # A message of the turn's own conversation does not quote the answer, unless it is the answer: a move of a game.
+            if message.beginning.digest not in asked or self._text(message) == spoken(words):
                 return True
         return False
 

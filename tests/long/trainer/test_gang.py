@@ -14,6 +14,7 @@ from art_server.jobs.trainer_process import TrainerDied
 from art_server.process.shared.trainer_messages import Batch, TokenSequence, TrainableGroup
 from tests.architectures import ARCHITECTURES, CONFIGS
 from tests.ranks import RATE, World, difference
+from tests.unlike_ranks import MADE_ALIKE, UNLIKE, check_made_alike, check_refused
 
 PLACES = [("load", 1), ("forward", 0), ("forward", 1), ("backward", 1), ("reduce", 0), ("reduce", 1), ("save", 0)]
 
@@ -102,3 +103,19 @@ def test_a_rank_ends_in_every_phase(
     two.train(world.start, tmp_path / "after", config, world.batches[:1])
     made = [tmp_path / of / "1/adapter_model.safetensors" for of in ("before", "after")]
     assert made[0].read_bytes() == made[1].read_bytes()
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(tmp_path_factory.mktemp("qwen3"), stack)
+
+
+@pytest.mark.parametrize("name", MADE_ALIKE)
+def test_ranks_on_unlike_machines_are_one(qwen3: World, tmp_path: Path, name: str) -> None:
+    check_made_alike(qwen3, tmp_path, name)
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_ranks_that_cannot_be_made_alike_train_nothing(qwen3: World, tmp_path: Path, name: str) -> None:
+    check_refused(qwen3, tmp_path, name)

@@ -409,6 +409,12 @@ USED = [
         of_b=["rock", "stone"],
     ),
     Script(
+        "a game without history, in which a move repeats the other's",
+        [a("your move", "rock"), b("rock", "rock"), a("rock", "paper")],
+        ["rock", "paper"],
+        of_b=["rock"],
+    ),
+    Script(
         "a debate in which one side speaks last",
         [a("q", "yes, because"), b("q", "no, since"), a("q | =yes, because | B says: no, since", "still yes")],
         ["yes, because", "still yes"],
