@@ -262,6 +262,8 @@ class Chaos:
         kinds = self.places.kinds()
         kind = self.random.choices(list(kinds), list(kinds.values()))[0]
         is_early = self.random.random() < STARTING_SHARE and kind not in NO_DEATH
+        # A program that registers needs a server that is there.
+        is_early = is_early and all(self._num_steps(name) for name in MODELS)
         if not is_early:
             self.server.wait_ready()
             if self.places != Places():
