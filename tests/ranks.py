@@ -8,14 +8,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from safetensors.torch import load_file
 
 from art_protocol.wire import LoRAConfig, TrainConfig
+from art_server.jobs import trainer_process
 from art_server.jobs.budgets import Budgets
 from art_server.jobs.gang import Gang
 from art_server.jobs.trainer_process import worker_environment
 from art_server.process.shared.trainer_messages import Batch, Done, TrainTask, WorkerConfig
+from tests import forked
 from tests.architectures import start
 from tests.forests import random_forest
 
@@ -74,7 +77,7 @@ def running(
         if rank == number - 1:
             config = config.model_copy(update=unlike)
         each._command = [sys.executable, str(FAULTY), config.model_dump_json(), str(folder / f"fault-{rank}"), code]
-    with asyncio.Runner() as runner:
+    with patch.object(trainer_process, "start_child", forked.start_child), asyncio.Runner() as runner:
         try:
             yield Ranks(gang, folder, runner)
         finally:

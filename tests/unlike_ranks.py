@@ -21,11 +21,7 @@ attention.ForestAttention.of = classmethod(lambda cls, forest, kind, device: of(
 SMALL_TREES = "from art_server.trainer import policy\nif rank: policy.fill_tokens = lambda device: 16"
 
 MADE_ALIKE: dict[str, tuple[dict[str, Any], str, int]] = {
-    "numbers": (
-        {"max_tokens_per_micro_batch": 8 * BUDGET, "checkpointing_factor": 1.0, "threads": 2},
-        SMALL_TREES,
-        BUDGET,
-    ),
+    "numbers": ({"max_tokens_per_micro_batch": 8 * BUDGET, "checkpointing_factor": 1.0}, SMALL_TREES, BUDGET),
     "default tokens": ({"max_tokens_per_micro_batch": BUDGET // 2}, "", BUDGET // 2),
     "more default tokens": ({"max_tokens_per_micro_batch": 8 * BUDGET}, "", BUDGET),
     "checkpointing factor": ({"checkpointing_factor": 1.0}, "", BUDGET),

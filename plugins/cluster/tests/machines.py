@@ -19,10 +19,12 @@ from art_cluster.obeying import Offer
 from art_server.app import make_app
 from art_server.engine import engine as engine_module
 from art_server.engine.device.detection import detect
+from art_server.jobs import trainer_process
 from art_server.process.children import Children
 from art_server.process.shared.trainer_messages import Done, Progress, Task
 from art_server.server import Server, build
 from art_server.settings import ApiKey, ServerConfig
+from tests import forked
 from tests.waiting import until
 
 CHUNK_BYTES = 2**16
@@ -183,6 +185,8 @@ def fake_command(settings: ServerConfig, base: Any, kind: str, run_dir: Path) ->
 async def house(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[House]:
     """A server without devices of its own, ready to be joined."""
     monkeypatch.setattr(obeying, "engine_command", fake_command)
+    for module in (obeying, trainer_process):
+        monkeypatch.setattr(module, "start_child", forked.start_child)
     monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.05)
     given = {"engines": 0, "ranks": 0, "api_keys": KEYS, "base_model": "art/tiny", "gap_limit": 0.0, **settings}
     server = build(ServerConfig(path=folder / "server", **given))
