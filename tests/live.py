@@ -106,15 +106,15 @@ class Server:
 
 
 @contextlib.contextmanager
-def joined_host(server: Server, folder: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`art-server host` with an engine and a rank, in a new folder, with the key `joins`. It is killed in the end."""
+def joined_host(server: Server, folder: Path, name: str, num_engines: int) -> Iterator[subprocess.Popen[bytes]]:
+    """`art-server host` with engines and a rank, in a new folder, with the key `joins`. The host is killed in the end."""
     home = folder / name
     home.mkdir()
     (home / "key").write_text("joins\n")
     command = [sys.executable, "-m", "art_server.cli", "host", "--join", server.url, "--token-file", "key"]
     with open(home / "log", "wb") as log:
         process = subprocess.Popen(
-            [*command, "--name", name, "--engines", "1", "--ranks", "1"],
+            [*command, "--name", name, "--engines", str(num_engines), "--ranks", "1"],
             cwd=home,
             stdout=log,
             stderr=log,

@@ -1,4 +1,5 @@
-"""An example trains on two machines that have joined, with folders of their own; one of them is killed on the way. Real vLLM."""
+"""An example trains on two machines that have joined, with folders of their own. The machine that has a rank only is killed on
+the way; `scripts/chaos --hosts` kills machines with engines, too. Real vLLM."""
 
 import contextlib
 import os
@@ -35,8 +36,8 @@ def test_an_example_trains_on_two_machines_and_loses_one(tmp_path: Path) -> None
     server.start()
     with contextlib.ExitStack() as stack:
         stack.callback(server.stop)
-        lost = stack.enter_context(joined_host(server, tmp_path, "lost"))
-        stack.enter_context(joined_host(server, tmp_path, "kept"))
+        lost = stack.enter_context(joined_host(server, tmp_path, "lost", num_engines=0))
+        stack.enter_context(joined_host(server, tmp_path, "kept", num_engines=1))
         server.wait_ready()
         command = [sys.executable, str(ROOT / "examples" / "yes_no_maybe.py"), "--server", server.url]
         program = subprocess.Popen(
