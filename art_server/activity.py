@@ -1,4 +1,4 @@
-"""What the server does now, sampled four times a second: where the time of the last minutes went, and what limits it."""
+"""What the server does now, sampled four times a second: where the time of the last minutes went, and what would save time."""
 
 import asyncio
 import itertools
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 Doing = Literal["rollouts", "training", "swap", "starting", "waiting"]
-"""rollouts: the engine samples. training: the trainer has the device, or its own. swap: a step is written or loaded.
-starting: the engine starts. waiting: requests wait at the pause gate or for the engine."""
+"""rollouts: the engine samples. training: the trainer computes, on the shared device or its own. swap: a step is written or
+loaded. starting: the engine starts. waiting: requests wait at the pause gate or for the engine."""
 
 SAMPLE_SECONDS = 0.25
 WINDOW_SECONDS = 600.0
@@ -20,7 +20,8 @@ ADVICE: dict[str, str] = {
     "idle": "the server waits for your program: its tools, its scoring, or too few rollouts at a time",
 }
 ABSENT_SECONDS = 60.0
-"""After this time without a request or a job, a program may be gone: it is not said to be waited for."""
+"""After this time without a request or a job the program may be gone, so the report no longer says that the server waits for a
+program."""
 
 
 class Activity:
@@ -37,7 +38,7 @@ class Activity:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def report(self) -> dict[str, Any]:
-        """The seconds that were sampled, the share of each activity in them, and one sentence on the largest share.
+        """The number of sampled seconds, each activity's share of these seconds, and one sentence on the largest share.
 
         With separate devices, rollouts and training overlap, so that the shares add up to more than 1.
         """

@@ -38,8 +38,8 @@ def make_app(server: Server, inference_port: int | None) -> FastAPI:
     app.state.model_keys = ModelKeys(read_secret(config.server_dir / "model_keys_secret"))
     error_responses.add_error_handlers(app)
     openai_routes.add_routes(app, server)  # first, because routes are tried in order
-    for each in (control, checkpoints, art_wire, routes, metrics):
-        app.include_router(each.router, responses=error_responses.RESPONSES)
+    for module in (control, checkpoints, art_wire, routes, metrics):
+        app.include_router(module.router, responses=error_responses.RESPONSES)
     if server.hosts is not None:
         app.include_router(server.hosts.router)
     app.add_middleware(

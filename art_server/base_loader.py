@@ -31,7 +31,8 @@ from art_server.store.base_models import BaseModel, find_base_model
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 2.0
-"""A base model on the disk is found sooner, and the first request knows it. Downloads and conversions take longer."""
+"""The longest that `start` waits. A base model on the disk is found sooner, so the first request can use it; a download or a
+conversion takes longer."""
 
 YEAR_SECONDS = 365 * 86400.0
 
@@ -55,7 +56,7 @@ class BaseLoader:
     ):
         self._config = config
         self._machine = machine
-        """The server's own, whose memory is planned."""
+        """The server's own machine, whose memory is planned."""
         self._devices = devices
         self._owner = owner
         self._engine = engine
@@ -76,7 +77,7 @@ class BaseLoader:
         """The hub id of the model that is being downloaded."""
 
     async def start(self) -> None:
-        """Begins to load the base model that the command line names, else the one that served last. Returns after
+        """Begins to load the base model that the command line names, else the model that served last. Returns after
         `START_SECONDS` at the latest, so that the port opens."""
         name = self._config.base_model
         self.is_wanted = name is not None
@@ -91,7 +92,7 @@ class BaseLoader:
         """Returns when the base model that `start` began to load is found, or cannot be loaded.
 
         Raises:
-            Unavailable: it takes longer than `--wait-limit`.
+            Unavailable: the search takes longer than `--wait-limit`.
         """
         limit_seconds = self._config.wait_limit_seconds
         if self._fetching is None or self._fetching.done():
@@ -110,7 +111,7 @@ class BaseLoader:
             await self._load(last["base_model"], last.get("engine_args"))
         except InvalidInput as error:
             logger.warning("cannot load the base model that served last: %s", error.message)
-        except Exception:  # whatever it is, such as a damaged file: clients can still register
+        except Exception:  # any error, such as a damaged file: clients can still register
             logger.exception("cannot load the base model that served last")
 
     @property
@@ -166,7 +167,7 @@ class BaseLoader:
                 if loaded is not None:
                     await self._unload_base(loaded, name)
             if loaded is None and self._trained not in (None, base.path):
-                await self._stop_trainer()  # of another base model, whose engine failed
+                await self._stop_trainer()  # the trainer has another base model, whose engine failed
             await self._note_facts(base)
             await asyncio.to_thread(self._ledger.use_tokenizer, base.path, base.facts)
             # The plan is for ranks on the server's own cards.
@@ -178,7 +179,7 @@ class BaseLoader:
                 self._warming = asyncio.create_task(
                     self._warm_trainer(after_engine=is_shared), name="trainer's first load"
                 )
-            with contextlib.suppress(StorageFull):  # the model serves without it
+            with contextlib.suppress(StorageFull):  # the model serves without this file
                 last = {"base_model": name, "engine_args": dict(requested or {})}
                 await asyncio.to_thread(files.write_json, self._file, last)
             return base
@@ -202,7 +203,7 @@ class BaseLoader:
             self._progress.note(f"base model {base.name}: {note}")
 
     def _find(self, name: str) -> BaseModel:
-        """The base model with its weights. One that cannot be trained is refused before its weights are downloaded."""
+        """The base model with its weights. A model that cannot be trained is refused before its weights are downloaded."""
         template = self._config.chat_template
         small = find_base_model(name, base_models.CACHE_DIR, needs_weights=False)
         small = replace(small, template=template)
@@ -217,10 +218,10 @@ class BaseLoader:
             self._progress.note(await asyncio.to_thread(base_models.download_progress, name))
 
     async def _warm_trainer(self, *, after_engine: bool) -> None:
-        """Loads the trainer's base model before the first step needs it. On a shared GPU this waits for the engine's
-        start, because vLLM then measures the free memory."""
+        """Loads the trainer's base model before the first step needs it. On a shared GPU this waits until the
+        engine has started, because vLLM measures the free memory while it starts."""
         if after_engine:
-            with contextlib.suppress(Unavailable):  # given up: the memory is free
+            with contextlib.suppress(Unavailable):  # the engine was given up, so its memory is free
                 await self._engine.wait_ready(YEAR_SECONDS)
         async with self._owner.held() if after_engine else contextlib.nullcontext():
             self._progress.note("trainer: starts and loads the base model")
@@ -242,8 +243,10 @@ class BaseLoader:
             return None
         size = read_model_size(base.path, base.facts)
         config = self._config.with_requested(requested, size.max_positions)
-        engine, trainer = (4 if each == "float32" else 2 for each in config.number_types("cuda"))
-        given = config.engine_args.get("gpu_memory_utilization")
+        engine_itemsize, trainer_itemsize = (
+            4 if number_type == "float32" else 2 for number_type in config.number_types("cuda")
+        )
+        utilization = config.engine_args.get("gpu_memory_utilization")
         tensor_parallel = config.engine_args.get("tensor_parallel_size")
 
         def card_of(index: int) -> Card:
@@ -256,12 +259,12 @@ class BaseLoader:
         demand = Demand(
             base_model=base.name,
             size=size,
-            engine_itemsize=engine,
-            trainer_itemsize=trainer,
+            engine_itemsize=engine_itemsize,
+            trainer_itemsize=trainer_itemsize,
             lora_rank=config.max_lora_rank,
             max_loras=config.max_loras,
             max_seq_length=config.max_seq_length,
-            utilization=float(given) if given is not None else None,
+            utilization=float(utilization) if utilization is not None else None,
             handover=None if config.handover == "auto" else config.handover,
             num_serving=int(tensor_parallel or len(devices) or 1),
             num_engines=config.engines,
@@ -296,7 +299,7 @@ class BaseLoader:
 
 
 async def cancel(task: asyncio.Task[Any] | None) -> None:
-    """Cancels a task, if there is one, and waits for its end, also if it ends with an error."""
+    """Cancels a task, if there is one, and waits until the task has ended, with an error or without."""
     if task is not None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -56,7 +56,7 @@ class Checkpoints:
     """Folder for unfinished checkpoints; empty at start."""
     _keep_last: int
     _locks: defaultdict[str, asyncio.Lock] = field(init=False, default_factory=lambda: defaultdict(asyncio.Lock))
-    """By model id: one change of its steps at a time."""
+    """By model id. Each lock permits one change of the model's steps at a time."""
 
     async def overview(self, model: RegisteredModel) -> CheckpointList:
         """The kept steps, oldest first, with their metrics."""
@@ -65,7 +65,7 @@ class Checkpoints:
     # --- pruning ---
 
     async def delete(self, model: RegisteredModel, request: DeleteCheckpointsRequest) -> DeleteCheckpointsReply:
-        """Deletes all steps except the newest, the serving one, those in use, and the named steps or the best one.
+        """Deletes all steps except the newest, the serving step, steps in use, and the named steps or the best step.
 
         Raises:
             InvalidInput: the history does not have the metric; nothing was deleted.
@@ -76,8 +76,8 @@ class Checkpoints:
         return DeleteCheckpointsReply(kept=model.folder.steps(), deleted=deleted)
 
     async def retain(self, model: RegisteredModel) -> None:
-        """Deletes old steps after a train step: all but the newest `--keep-last`, the serving, the best, those in use.
-        An error of the disk is logged; the next step tries again."""
+        """Deletes old steps after a train step. Keeps the newest `--keep-last`, the serving step, the best step, and steps in
+        use. An error of the disk is logged; the next step tries again."""
         if not self._keep_last:
             return
         async with self._locks[model.id]:
@@ -111,12 +111,12 @@ class Checkpoints:
 
     @contextlib.asynccontextmanager
     async def changed(self, model_id: str) -> AsyncIterator[None]:
-        """Inside the block nobody else creates or deletes a model, or changes the steps of this one."""
+        """Inside the block nobody else creates or deletes a model, or changes the steps of this model."""
         async with self._registry.models_lock, self._locks[model_id]:
             yield
 
     async def fork(self, source: RegisteredModel, request: ForkRequest) -> RegisteredModel:
-        """Creates a model from a step of another model, with its adapter and, if it is kept, its optimizer state. The
+        """Creates a model from a step of another model: the step's adapter and, if it is kept, the optimizer state. The
         step keeps its number; the new model's history is empty.
 
         Raises:
@@ -147,7 +147,7 @@ class Checkpoints:
             shutil.rmtree(content, ignore_errors=True)
 
     async def roll_back(self, model: RegisteredModel, step: int) -> None:
-        """Makes an earlier step the newest. It serves at once. The later steps and their history rows are set aside
+        """Makes an earlier step the newest. The step serves at once. The later steps and their history rows are set aside
         when all requests that sample from these steps have ended.
 
         Raises:
@@ -157,7 +157,7 @@ class Checkpoints:
         async with self._locks[model.id]:
             model.folder.read_checkpoint(step)
             await self._while_idle(model, lambda: None)
-            later = [each for each in model.folder.steps() if each > step]
+            later = [kept_step for kept_step in model.folder.steps() if kept_step > step]
             before, model.step = model.step, step
             with marked_for_deletion(model, later):
                 try:
@@ -187,8 +187,8 @@ class Checkpoints:
         """Deletes a model with its history and trajectories.
 
         Raises:
-            NotFound: another request has deleted it.
-            Conflict: jobs wait or run, or requests sample from it; the model is unchanged.
+            NotFound: another request has deleted the model.
+            Conflict: jobs wait or run, or requests sample from the model; the model is unchanged.
         """
         async with self.changed(model.id):
             trash = await self._leave(model, self._move_to_trash)
@@ -199,8 +199,8 @@ class Checkpoints:
         """Gives a model another name in its project, with its steps, history, rollouts, jobs and records.
 
         Raises:
-            NotFound: another request has deleted it.
-            Conflict: the name is taken, jobs wait or run, or requests sample from it; the model is unchanged.
+            NotFound: another request has deleted the model.
+            Conflict: the name is taken, jobs wait or run, or requests sample from the model; the model is unchanged.
         """
         async with self.changed(model.id):
             if self._registry.find(model.record.project, name) is not None:
@@ -220,7 +220,7 @@ class Checkpoints:
         return about
 
     async def _leave(self, model: RegisteredModel, change: Callable[[RegisteredModel], T]) -> T:
-        """Runs `change`, after which no model has this id, while nothing uses the model."""
+        """Runs `change` while nothing uses the model. After `change` no model has this id."""
         model = self._registry.get(model.record.project, model.record.name)
         await self._while_idle(model, lambda: None)
         steps = model.folder.steps()
@@ -274,7 +274,7 @@ class Checkpoints:
 
     def _rename(self, model: RegisteredModel, folder: ModelFolder) -> RegisteredModel:
         project, before, name = model.record.project, model.record.name, folder.name
-        # Before the folder changes: a server that dies in between has only lost sight of jobs and of who sampled what.
+        # Before the folder changes: a server that dies in between has only lost track of jobs and of who sampled what.
         self._ledger.rename(project, before, name)
         self._queue.rename(project, before, name)
         model.history.rename(folder.model_id)
@@ -302,7 +302,7 @@ def model_exists(model_id: str) -> Conflict:
 
 
 def steps_to_keep(model: RegisteredModel, request: DeleteCheckpointsRequest) -> set[int]:
-    """Returns the steps that a deletion request keeps, besides the newest and the serving one.
+    """The steps that a deletion request keeps, besides the newest and the serving step.
 
     Raises:
         InvalidInput: there are steps to delete, and the history does not have the metric.
@@ -326,7 +326,7 @@ def steps_to_keep(model: RegisteredModel, request: DeleteCheckpointsRequest) -> 
 
 
 def list_checkpoints(model: RegisteredModel) -> CheckpointList:
-    """Returns the kept steps of a model. Blocking: reads their descriptions and the history."""
+    """The kept steps of a model. Blocking: reads the steps' descriptions and the history."""
     folder = model.folder
     best = model.history.best_step()
     steps = [step for step in folder.steps() if step not in model.deleting]

@@ -26,7 +26,7 @@ GRACE_SECONDS = 10
 IDLE_CONNECTION_SECONDS = 600
 """Clients keep connections for reuse; closing one early makes their next request fail."""
 PING_SECONDS = 60.0
-"""A machine's connection may be silent for this long before it counts as dead. Hosts and server have a shorter limit of their own,
+"""A machine's connection may be silent for this long before it counts as dead. Hosts and server have their own, shorter limit,
 which allows for a network that stalls (`plugins/cluster`)."""
 UVICORN: Mapping[str, Any] = {
     "log_level": "warning",
@@ -41,10 +41,10 @@ UVICORN: Mapping[str, Any] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the server until a signal stops it. Exits with status 2 and one sentence if the server cannot start."""
-    given = sys.argv[1:] if arguments is None else arguments
-    if given[:1] == ["host"]:
-        for each in entry_points(group="art.machines", name="host"):
-            each.load()(given[1:])
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["host"]:
+        for entry_point in entry_points(group="art.machines", name="host"):
+            entry_point.load()(words[1:])
             return
     try:
         check_system()
@@ -124,9 +124,9 @@ def run(config: ServerConfig) -> None:
         parent = parent_pid()
         files.write_json(config.server_dir / "address.json", own_address(url, inference_url))
         logger.info("listening on %s (inference also on %s/v1)", url, inference_url)
-        sockets = [each for each in (control, inference) if each is not None]
+        listeners = [listener for listener in (control, inference) if listener is not None]
         async with asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(server.serve(sockets=sockets))
+            serving = tasks.create_task(server.serve(sockets=listeners))
             while not serving.done():
                 is_orphan = config.exit_with_parent and os.getppid() != parent
                 if is_orphan or parts.fatal is not None:
@@ -143,7 +143,7 @@ def run(config: ServerConfig) -> None:
 
 
 def parent_pid() -> int:
-    """The process that started this one. `LocalBackend` tells its id, because it may have ended by now."""
+    """The id of the process that started this one. `LocalBackend` passes the id, because that process may have ended by now."""
     return int(os.environ.pop("ART_PARENT_PID", 0)) or os.getppid()
 
 
@@ -151,7 +151,7 @@ def make_private(config: ServerConfig) -> None:
     """Takes the rights on the server's folder from other users.
 
     Raises:
-        UsageError: it belongs to another user.
+        UsageError: the folder belongs to another user.
     """
     try:
         files.keep_private(config.path)
@@ -163,7 +163,7 @@ def make_private(config: ServerConfig) -> None:
 
 
 def own_address(url: str, inference_url: str) -> dict[str, Any]:
-    """What address.json holds, where other programs of this machine find the server."""
+    """The content of address.json, by which other programs of this machine find the server."""
     return {
         "pid": os.getpid(),
         "url": url,

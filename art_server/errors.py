@@ -72,7 +72,7 @@ class UsageError(Exception):
 
 
 def missing_extra(error: ModuleNotFoundError, extra: str | None = None) -> UsageError:
-    """An error that names the extra with a missing package; None: that of the server."""
-    named = [extra] if extra is not None else ["server", "gpu"]
-    extras = [f"'agent-reinforcement-trainer[{each}]'" for each in named]
+    """An error that names the extra with a missing package. `extra` None: the extras of the server."""
+    names = [extra] if extra is not None else ["server", "gpu"]
+    extras = [f"'agent-reinforcement-trainer[{name}]'" for name in names]
     return UsageError(f"'{error.name}' is not installed: pip install {' (CPU) or '.join(extras)}")

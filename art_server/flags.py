@@ -22,7 +22,7 @@ KEY_OPTIONS = {"name", "expires"}
 
 def flag_of(field: str) -> Flag:
     """How the command line shows a setting, with the flag's name filled in."""
-    (flag,) = (each for each in ServerConfig.model_fields[field].metadata if isinstance(each, Flag))
+    (flag,) = (entry for entry in ServerConfig.model_fields[field].metadata if isinstance(entry, Flag))
     return flag._replace(name=flag.name or field.replace("_", "-"))
 
 
@@ -99,12 +99,13 @@ def parse(arguments: Sequence[str] | None) -> ServerConfig:
 
 
 def read_keys(flags: Sequence[str], file: Path | None, variable: str | None) -> tuple[ApiKey, ...]:
-    """All keys. Those of the flags and the variable have every scope, the file states the scopes of its keys.
+    """All keys. Keys of the flags and the variable have every scope; the file states the scopes of its keys.
 
     Raises:
         UsageError: a file that cannot be read, a line that is not a key, or a key with '::'.
     """
-    keys = [ApiKey(key=key) for key in (*flags, *([variable] if variable else [])) if key]
+    secrets = [*flags, variable or ""]
+    keys = [ApiKey(key=secret) for secret in secrets if secret]
     if any("::" in key.key for key in keys):
         raise UsageError("an API key must not contain '::', which begins a session's name")
     if file is None:
@@ -133,14 +134,14 @@ def read_key(line: str) -> ApiKey:
     """
     key, *fields = line.split()
     options = dict(field.split("=", 1) for field in fields if "=" in field)
-    places = [field.split(",") for field in fields if "=" not in field]
+    positional = [field.split(",") for field in fields if "=" not in field]
     if "::" in key:
         raise ValueError("a key must not contain '::', which begins a session's name")
-    if len(places) > 2 or len(places) + len(options) < len(fields):
+    if len(positional) > 2 or len(positional) + len(options) < len(fields):
         raise ValueError("too many fields, or one twice")
     if not options.keys() <= KEY_OPTIONS:
         raise ValueError("an unknown field")
-    lists = dict(zip(("scopes", "projects"), places, strict=False))
+    lists = dict(zip(("scopes", "projects"), positional, strict=False))
     try:
         return ApiKey.model_validate({"key": key, **lists, **options})
     except ValidationError as error:
@@ -189,13 +190,13 @@ def device_list(text: str) -> tuple[int, ...]:
     Raises:
         ArgumentTypeError: the text is not such a list.
     """
-    found: list[int] = []
+    devices: list[int] = []
     for part in text.split(","):
         numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if numbers is None:
             raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers such as 0,2-4")
-        found += range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
-    return tuple(dict.fromkeys(found))
+        devices += range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
+    return tuple(dict.fromkeys(devices))
 
 
 def is_loopback(host: str) -> bool:

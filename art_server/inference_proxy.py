@@ -24,7 +24,7 @@ from art_server.ledger.records import Request, choice_id
 from art_server.store.registry import RegisteredModel, Registry
 
 OPERATIONS: Mapping[str, str] = {"completions": "text_completion"}
-"""OpenTelemetry's names of operations; those of the other APIs are "chat"."""
+"""OpenTelemetry's name of the operation, by API. The other APIs have the operation "chat"."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class InferenceRequest:
     answers: Sequence[PastAnswer] = ()
     """The assistant's messages in the conversation."""
     cited_choices: Sequence[str] = ()
-    """The ids of choices to which it refers by an earlier response."""
+    """The ids of earlier choices to which the request refers: the request names a response that contains the choices."""
     pinned_step: str | None = None
     """What the name of a trainable model without a step means: a step, or "base". None: the newest."""
     requested_at: int | None = None
@@ -62,9 +62,9 @@ class InferenceRequest:
     step: int | None = None
     adapter: str = ""
     traceparent: str | None = None
-    """The header of that name, if spans are made."""
+    """The header `traceparent` of the request, if spans are made."""
     engine: Engine | None = None
-    """The one that answers it, or that was lost while it did."""
+    """The engine that answers the request, or that was lost during the answer."""
     continued_response: str | None = None
     """The stored response whose items the body contains, because the caller named it."""
 
@@ -79,8 +79,8 @@ class InferenceRequest:
 
     @property
     def has_token_ids(self) -> bool:
-        """Whether the answer contains token ids: for requests that ask for them or for log-probabilities, and for models of
-        programs that read both unasked."""
+        """Whether the answer contains token ids: the request asks for token ids or log-probabilities, or the model belongs to
+        a program that reads both without a request for them."""
         logprobs = self.body.get("logprobs")
         is_asked = bool(self.body.get("return_token_ids")) or (logprobs is not None and logprobs is not False)
         return is_asked or (self.model is not None and self.model.record.always_logprobs)
@@ -111,7 +111,7 @@ MAX_SESSIONS, MAX_NAMES, MAX_NAME = 10_000, 8, 128
 
 
 class RefusedNames:
-    """The names of models that requests of sessions had, and that no model has; those of the latest sessions."""
+    """Model names in requests of sessions that no model has. Only the latest sessions are remembered."""
 
     def __init__(self) -> None:
         self._names: OrderedDict[tuple[str, str], Counter[str]] = OrderedDict()
@@ -161,34 +161,36 @@ class Proxy:
         """
         base = self._engine.base
         base_name = base.name if base is not None else None
-        found = self._registry.resolve(inference.requested_model, base_name, inference.projects, inference.only_model)
-        if inference.pinned_step is not None and found.model is not None and "@" not in inference.requested_model:
-            name = f"{found.model.id}@{inference.pinned_step}"
+        resolved = self._registry.resolve(
+            inference.requested_model, base_name, inference.projects, inference.only_model
+        )
+        if inference.pinned_step is not None and resolved.model is not None and "@" not in inference.requested_model:
+            name = f"{resolved.model.id}@{inference.pinned_step}"
             if inference.pinned_step == "base":
-                name = found.model.record.base_model
-            found = self._registry.resolve(name, base_name, inference.projects, inference.only_model)
-        inference.model, inference.step = found.model, found.step
+                name = resolved.model.record.base_model
+            resolved = self._registry.resolve(name, base_name, inference.projects, inference.only_model)
+        inference.model, inference.step = resolved.model, resolved.step
         self._base.is_wanted = True
-        if found.model is None:
+        if resolved.model is None:
             assert base_name is not None, "only a loaded base resolves to no model"
             inference.adapter = base_name
             return
-        if base_name is not None and base_name != found.model.record.base_model:
+        if base_name is not None and base_name != resolved.model.record.base_model:
             raise Conflict(
-                f"model '{found.model.id}' adapts base model '{found.model.record.base_model}'; this server has "
+                f"model '{resolved.model.id}' adapts base model '{resolved.model.record.base_model}'; this server has "
                 f"'{base_name}' loaded: send the request to a server of that base model",
                 code="base_model_differs",
                 param="model",
             )
-        assert found.step is not None, "a model resolves to a step"
-        inference.adapter = found.model.adapter_name(found.step)
+        assert resolved.step is not None, "a model resolves to a step"
+        inference.adapter = resolved.model.adapter_name(resolved.step)
 
     @contextlib.asynccontextmanager
     async def answer(
         self, inference: InferenceRequest, request_id: str
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, OpenRequest]]:
-        """Waits at the pause gate, sends the request to the engine, and yields its answer while the connection is open.
-        Thinking that the agent left out is sent with it; the chat template decides what of it is rendered.
+        """Waits at the pause gate, sends the request to the engine, and yields the answer while the connection is open.
+        Thinking that the agent left out is added to the request; the chat template decides which thinking is rendered.
 
         Raises:
             Unavailable: the wait is above the limit.
@@ -224,7 +226,7 @@ class Proxy:
                 if any(thoughts):
                     restored = conversation.with_thinking(inference.api, body, thoughts)
                     async with post(data=msgspec.json.encode(restored)) as response:
-                        # The context may have no room for it; then the request goes as the agent sent it.
+                        # 400: the context may have no room for the thinking; then the request goes as the agent sent it.
                         if response.status != 400:
                             yield await self._checked(response, inference), opened
                             return
@@ -278,16 +280,16 @@ class Proxy:
 
     @staticmethod
     async def was_engine_killed(inference: InferenceRequest) -> bool:
-        """Whether somebody killed the engine, so that the request is not the cause. Call it after `EngineLost`; it
-        first waits until the supervisor has noticed the engine's end."""
+        """Whether somebody killed the engine, so that the request is not the cause. To be called after `EngineLost`; first
+        waits until the supervisor has noticed the engine's end."""
         assert inference.engine is not None, "it was lost"
         await inference.engine.notice_end()
         return inference.engine.was_killed
 
 
 def routing_key(inference: InferenceRequest) -> bytes:
-    """What requests have in common whose prompts begin alike: the session, else the model with the messages up to the
-    user's first, and the tools."""
+    """A digest that requests share if their prompts begin alike: of the session, or without a session of the
+    model, the messages up to the user's first, and the tools."""
     if inference.session is not None:
         return conversation.digest(inference.owner.encode(), inference.session.encode(errors="surrogatepass"))
     users = (n for n, message in enumerate(inference.messages, start=1) if message.get("role") == "user")
@@ -298,8 +300,8 @@ def routing_key(inference: InferenceRequest) -> bytes:
 
 @contextlib.contextmanager
 def inference_span(tracing: Tracer, inference: InferenceRequest) -> Iterator[Span]:
-    """The span of a request, from its arrival at the pause gate to the last byte of vLLM's answer. Its parent is named by
-    the header `traceparent`, or else by the session; if both name one, it is linked to the session's."""
+    """The span of a request, from its arrival at the pause gate to the last byte of vLLM's answer. The header
+    `traceparent` names the parent span, or else the session does; if both name a span, the session's span is linked."""
     session, header = link_of(inference.session), link_of(inference.traceparent)
     operation = OPERATIONS.get(inference.api, "chat")
     attributes = {
@@ -346,9 +348,9 @@ def parts_of(messages: Sequence[Mapping[str, Any]]) -> str:
     return json.dumps(
         [
             {
-                "role": each.get("role", ""),
-                "parts": [{"type": "text", "content": each.get("content") or ""}],
+                "role": message.get("role", ""),
+                "parts": [{"type": "text", "content": message.get("content") or ""}],
             }
-            for each in messages
+            for message in messages
         ]
     )

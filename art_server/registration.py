@@ -59,7 +59,7 @@ class Registration:
         base = await self._base.load(request.base_model, requested)
         if model is not None and not self.is_on_base(model):
             raise self._other_base(model)
-        model = self._registry.find(request.project, request.name)  # it may be gone, or new
+        model = self._registry.find(request.project, request.name)  # the model may be gone, or new
         if model is None:
             record = ModelRecord(
                 name=request.name,
@@ -101,7 +101,7 @@ class Registration:
 
     def _publish(self, folder: ModelFolder, record: ModelRecord, content: Path | None) -> None:
         if content is not None and lacks_first_step(folder):
-            # A registration that was cut off may have left one of another adapter shape.
+            # A registration that was cut off may have left a step 0 of another adapter shape.
             folder.remove_steps(folder.steps())
             folder.checkpoints_dir.mkdir(parents=True, exist_ok=True)
             folder.commit_checkpoint(content, CheckpointRecord(step=0, optimizer_steps=0))

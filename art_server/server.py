@@ -46,16 +46,16 @@ from art_server.uploads import Uploads
 logger = logging.getLogger(__name__)
 
 PRUNE_SECONDS = 60.0
-"""Between two removals of old records from the ledger, old jobs from the queue, and old rollouts."""
+"""Interval at which old records leave the ledger, old jobs the queue, and old rollouts the disk."""
 
 
 class Hosts(Lender, Protocol):
     """Other machines that offer their devices: an annex (`plugins/cluster`)."""
 
     router: APIRouter
-    """The routes by which they join."""
+    """The routes by which machines join."""
     keys: Sequence[ApiKey]
-    """Made for those that Ray places."""
+    """Keys for the machines that Ray places."""
 
     def start(self) -> None:
         """Has Ray place machines, with `--cluster`."""
@@ -63,11 +63,11 @@ class Hosts(Lender, Protocol):
 
     @property
     def fatal(self) -> BaseException | None:
-        """Why Ray cannot place them."""
+        """Why Ray cannot place machines."""
         ...
 
     async def stop(self) -> None:
-        """Ends the connections, and what runs there with them."""
+        """Ends the connections to the machines, and with them what runs there."""
         ...
 
 
@@ -75,10 +75,10 @@ def find_hosts() -> Callable[..., Hosts]:
     """The annex's class.
 
     Raises:
-        InvalidInput: it is not installed.
+        InvalidInput: the annex is not installed.
     """
-    for each in entry_points(group="art.machines", name="hosts"):
-        return each.load()
+    for entry_point in entry_points(group="art.machines", name="hosts"):
+        return entry_point.load()
     raise InvalidInput(
         "other machines may join (--cluster, or a key with the scope 'host'), but the package art_cluster is not installed: "
         "install it, or leave them out",
@@ -92,7 +92,7 @@ class Server:
 
     config: ServerConfig
     lock_file: int
-    """Open while the server has its folder."""
+    """A file descriptor, open while the server has its folder."""
     devices: ComputingDevices
     background: Background
     loop_watch: LoopWatch
@@ -115,7 +115,7 @@ class Server:
     """None: no other machine may offer its devices."""
 
     async def start(self) -> None:
-        """Begins to load the base model of the command line, or else the one that served last, and starts the job runner.
+        """Begins to load the base model of the command line, or else the model that served last, and starts the job runner.
         `base.fatal` reports a `--base-model` that cannot be loaded."""
         await self.base.start()
         if self.hosts is not None:
@@ -169,7 +169,7 @@ def check_shares(config: ServerConfig, registry: Registry) -> None:
     """Checks that `--share` names projects that exist or that a key names.
 
     Raises:
-        InvalidInput: it names another one.
+        InvalidInput: `--share` names another project.
     """
     known = {model.record.project for model in registry.all()}
     known |= {project for key in config.api_keys for project in key.projects or ()}
@@ -188,15 +188,15 @@ def build(
     make_engine: Callable[..., Engine] = Engine,
     make_trainer: Callable[..., Trainer] = Trainer,
 ) -> Server:
-    """A server that has started nothing. It takes its folder, and kills the processes that an earlier server left there.
+    """A server that has started nothing. Takes the server's folder, and kills the processes that an earlier server left there.
 
     Raises:
         Conflict: another server has the folder.
-        InvalidInput: `--share` names an unknown project.
-        UsageError: a configured device does not exist, or Ray does not.
+        InvalidInput: `--share` names an unknown project, or a configured device does not exist.
+        UsageError: Ray is not installed, or does not answer.
     """
     asked = config
-    if config.cluster is not None:  # Ray places them on machines that join
+    if config.cluster is not None:  # Ray places engines and ranks on machines that join
         config = config.model_copy(update={"engines": 0, "ranks": 0})
     lock_file = files.lock_folder(config.server_dir)
     computes = config.engines > 0 or config.ranks != 0
@@ -240,8 +240,11 @@ def build(
         owners = [DeviceOwner() for _ in range(config.engines)]
         owner, progress = AllDevices(owners), StartProgress()
         changed = asyncio.Condition()
-        places = zip(engine_devices(config, machine), owners, strict=True)
-        replicas = [engine_on(*place, f"engine-{number}", progress, changed) for number, place in enumerate(places)]
+        assignments = zip(engine_devices(config, machine), owners, strict=True)
+        replicas = [
+            engine_on(numbers, engine_owner, f"engine-{index}", progress, changed)
+            for index, (numbers, engine_owner) in enumerate(assignments)
+        ]
         engine = Fleet(replicas, progress, changed, config, limits_of)
         if config.takes_hosts:
             hosts = find_hosts()(

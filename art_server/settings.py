@@ -38,9 +38,10 @@ ENGINE_ARGS = frozenset(
 """The vLLM arguments that `--engine-arg` accepts. Arguments that our own flags set (model, dtype, lengths, LoRA) and
 arguments that open files or sockets are left out on purpose."""
 GPU_ENGINE_ARGS = frozenset({"gpu_memory_utilization"})
-"""Those that a client may request for engines on GPUs only. On a CPU vLLM takes the share for main memory, which others use."""
+"""Engine arguments that a client may request for engines on GPUs only. On a CPU vLLM takes the number as a share of main memory,
+which other programs use."""
 OWN_ENGINE_ARGS = frozenset({"max_seq_length", "record_distributions"})
-"""What a client may request beside them: settings of ours with their own flags."""
+"""What a client may request beside `ENGINE_ARGS`: settings of ours, which have their own flags."""
 
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 """The maximum ranks that vLLM can be started with."""
@@ -87,7 +88,7 @@ class Flag(NamedTuple):
 
 
 class ServerConfig(BaseModel):
-    """Every setting. `flags.py` builds the flags of `art-server`, their help and docs/settings.md from it."""
+    """Every setting. `flags.py` builds the flags of `art-server`, their help and docs/settings.md from this record."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -367,7 +368,7 @@ class ServerConfig(BaseModel):
         return not self.train_devices and bool(self.engines) and self.ranks != 0
 
     def num_ranks(self, device: Device) -> int:
-        """Processes that train a job together."""
+        """The number of processes that train a job together."""
         usual = len(self.train_devices) // self.gangs if device == "cuda" and self.trainer != "unsloth" else 1
         return max(1, usual) if self.ranks is None else self.ranks
 

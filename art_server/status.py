@@ -67,13 +67,13 @@ class Status:
             return []
         return [
             ReplicaHealth(
-                name=each.name,
-                engine=each.state,
-                detail=each.detail,
-                num_requests=each.num_requests,
-                num_starts=each.num_starts,
+                name=replica.name,
+                engine=replica.state,
+                detail=replica.detail,
+                num_requests=replica.num_requests,
+                num_starts=replica.num_starts,
             )
-            for each in self._engine.replicas
+            for replica in self._engine.replicas
         ]
 
     def activity(self) -> dict[str, Any]:
@@ -86,18 +86,18 @@ class Status:
 
     def memory(self) -> dict[str, Any]:
         """Memory of the server's processes and free disk space (blocking)."""
-        engines = {each.name: each.pid for each in self._engine.replicas}
+        engines = {replica.name: replica.pid for replica in self._engine.replicas}
         return machine.memory(self._path, engines | self._trainer.pids)
 
     def _doing(self) -> frozenset[Doing]:
         engine, gate = self._engine, self._gate
-        found: set[Doing] = {"waiting"} if gate.num_waiting else set()
+        activities: set[Doing] = {"waiting"} if gate.num_waiting else set()
         if engine.state == "starting" or (engine.base is None and self._base.download is not None):
-            found.add("starting")
-            return frozenset(found)
+            activities.add("starting")
+            return frozenset(activities)
         phase = self._runner.phase
         if phase is not None and phase not in ("queued", "engine"):
-            found.add("swap" if phase in ("save", "load", "finish") else "training")
+            activities.add("swap" if phase in ("save", "load", "finish") else "training")
         if gate.num_inside and gate.waits_for is None:
-            found.add("rollouts")
-        return frozenset(found)
+            activities.add("rollouts")
+        return frozenset(activities)

@@ -107,7 +107,7 @@ async def write_body(body: AsyncIterator[bytes], tar: Path) -> None:
     """Writes a request's body to a new file.
 
     Raises:
-        TooLarge: it exceeds the size limit.
+        TooLarge: the body exceeds the size limit.
         StorageFull: the disk has no room.
     """
     num_bytes = 0

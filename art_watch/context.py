@@ -1,7 +1,7 @@
 """What a run is: its base, when it began, how much it trained, the configuration in force, and what its jobs noted.
 
 The jobs are read from the table of the server that made them (`art_server/jobs/queue.py`), which `art view` finds in the
-same folder. A model's folder that was copied alone has none.
+same folder. A model's folder that was copied alone has no table.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from art_server.store.model_folder import ModelFolder
 from art_watch.runs import Runs, read_record
 
 MAX_JOBS = 500
-"""Newest jobs of a model that are read: enough for what is in force and what was noted."""
+"""Newest jobs of a model that are read: enough for the configuration in force and the notes."""
 MAX_NOTES = 20
 TOKENS = "data/step_trainable_assistant_tokens"
 DEAD, SUBMITTED = "data/step_num_groups_dead", "data/step_num_groups_submitted"
@@ -55,20 +55,22 @@ def context(runs: Runs, folder: ModelFolder) -> dict[str, Any]:
 
 
 def idle(trained: Mapping[int, float], dead: Collection[int]) -> str | None:
-    """A sentence about a run whose newest steps, or more than half of whose steps, trained no token; None for others.
-    `trained` has the trained tokens of each step, `dead` the steps all of whose groups had equal rewards."""
+    """A sentence about an idle run: its newest steps, or more than half of its steps, trained no token. None for other runs.
+    `trained` has the number of trained tokens of each step. In the steps in `dead`, all rewards of each group were equal."""
     steps = sorted(trained)
-    nothing = [step for step in steps if not trained[step]]
-    last = max((step for step in steps if trained[step]), default=None)
-    since = [step for step in nothing if last is None or step > last]
-    if not since and 2 * len(nothing) <= len(steps):
+    idle_steps = [step for step in steps if not trained[step]]
+    last_trained = max((step for step in steps if trained[step]), default=None)
+    newest = [step for step in idle_steps if last_trained is None or step > last_trained]
+    if not newest and 2 * len(idle_steps) <= len(steps):
         return None
-    reason = ": all rewards of each group are equal" if all(step in dead for step in since or nothing) else ""
-    if since and last is None:
-        return f"Nothing was trained yet, in {len(since)} step{'s' * (len(since) > 1)}{reason}."
-    if since:
-        return f"Nothing was trained since step {last}{reason}."
-    return f"{len(nothing)} of {len(steps)} steps trained nothing{reason}."
+    is_dead = all(step in dead for step in newest or idle_steps)
+    reason = ": all rewards of each group are equal" if is_dead else ""
+    if newest and last_trained is None:
+        unit = "step" if len(newest) == 1 else "steps"
+        return f"Nothing was trained yet, in {len(newest)} {unit}{reason}."
+    if newest:
+        return f"Nothing was trained since step {last_trained}{reason}."
+    return f"{len(idle_steps)} of {len(steps)} steps trained nothing{reason}."
 
 
 def read_jobs(root: Path, folder: ModelFolder) -> list[Job]:
@@ -88,7 +90,7 @@ def read_jobs(root: Path, folder: ModelFolder) -> list[Job]:
 
 
 def changed_from_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a configuration that differ from the defaults, which are those of its preset."""
+    """The settings of a configuration that differ from the defaults of its preset."""
     preset = config.get("preset", "grpo")
     with contextlib.suppress(ValueError):
         defaults = TrainConfig(preset=preset).model_dump()
@@ -97,24 +99,25 @@ def changed_from_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def notes(jobs: list[Job]) -> list[dict[str, Any]]:
-    """What the reports of these jobs say, what they left out and why they failed: each sentence once, with the first and
-    the last step that it is of. Sentences that differ in numbers only are one, the newest, which `has_older_numbers`."""
-    found: dict[str, dict[str, Any]] = {}
+    """Sentences about these jobs: their reports' notes, what the jobs left out and why they failed. A sentence appears once,
+    with the number of its jobs and the first and the last of their steps. Of sentences that differ only in numbers, the
+    newest appears, and has `has_older_numbers`."""
+    notes_by_kind: dict[str, dict[str, Any]] = {}
     for job in jobs:
         for text, is_bad in _sentences(job):
             kind = re.sub(r"\d+", "#", text)
             new = {"text": text, "is_bad": is_bad, "count": 0, "first": None, "last": None, "has_older_numbers": False}
-            note = found.setdefault(kind, new)
+            note = notes_by_kind.setdefault(kind, new)
             note["count"] += 1
             note["has_older_numbers"] |= text != note["text"]
             if job.target_step is not None:
                 note["first"] = job.target_step
                 note["last"] = job.target_step if note["last"] is None else note["last"]
-    return list(found.values())[:MAX_NOTES]
+    return list(notes_by_kind.values())[:MAX_NOTES]
 
 
 def _sentences(job: Job) -> Iterator[tuple[str, bool]]:
-    """The sentences about one job, and whether it trained nothing because of it."""
+    """The sentences about one job. True beside a sentence: the sentence is a reason why the job trained nothing."""
     report = job.report
     if job.state == "failed" and job.last_error is not None:
         yield f"The job failed: {job.last_error.message}", True
@@ -122,8 +125,8 @@ def _sentences(job: Job) -> Iterator[tuple[str, bool]]:
         yield f"The step trained nothing: {left_out(report)}", True
     elif report.dropped:
         yield f"Left out: {left_out(report)}", False
-    for each in (*report.differences, *report.notes):
-        yield str(each), False
+    for sentence in (*report.differences, *report.notes):
+        yield str(sentence), False
 
 
 def left_out(report: JobReport) -> str:

@@ -25,7 +25,7 @@ from art_server.server import Server
 from art_server.store.registry import RegisteredModel
 
 Pending = Mapping[str, tuple[int, float]]
-"""`JobQueue.pending`."""
+"""For each state of jobs that have not ended: their number, and when the oldest was accepted (`JobQueue.pending`)."""
 
 router = APIRouter()
 
@@ -64,15 +64,15 @@ async def metrics(server: TheServer, caller: TheCaller) -> Response:
 
 
 async def engine_metrics(replicas: Sequence[Engine]) -> bytes:
-    """vLLM's part, as vLLM writes it; that of several engines with the label `replica`."""
+    """vLLM's part, as vLLM writes it. The numbers of several engines have the label `replica`."""
     texts = await asyncio.gather(*(replica.metrics() for replica in replicas))
     if len(texts) == 1:
         return texts[0]
     merged: dict[str, Metric] = {}
     for replica, text in zip(replicas, texts, strict=True):
-        for found in text_string_to_metric_families(text.decode()):
-            family = merged.setdefault(found.name, Metric(found.name, found.documentation, found.type))
-            for sample in found.samples:
+        for own in text_string_to_metric_families(text.decode()):
+            family = merged.setdefault(own.name, Metric(own.name, own.documentation, own.type))
+            for sample in own.samples:
                 family.samples.append(sample._replace(labels={**sample.labels, "replica": replica.name}))
     return families_text(list(merged.values()))
 
@@ -106,9 +106,9 @@ def request_families(figures: MetricsSnapshot, health: Health) -> Iterator[Metri
     yield gauges("art_engine_state", "1 for the engine's state.", "state", states)
     yield counter("art_engine_starts", "Starts of vLLM's process.", figures.num_engine_starts)
     if replicas := health.replicas:
-        ready = {each.name: float(each.engine == "ready") for each in replicas}
+        ready = {replica.name: float(replica.engine == "ready") for replica in replicas}
         yield gauges("art_replica_ready", "1 for each of several engines that is ready.", "replica", ready)
-        running = {each.name: float(each.num_requests) for each in replicas}
+        running = {replica.name: float(replica.num_requests) for replica in replicas}
         yield gauges("art_replica_requests", "Requests that each of several engines has.", "replica", running)
     stall = health.longest_stall_seconds
     yield gauge("art_event_loop_longest_stall_seconds", "Longest time the event loop was blocked.", stall)

@@ -10,10 +10,10 @@ from art_server.settings import KEY_VARIABLE
 
 
 def open_client(url: str, timeout: httpx.Timeout | float) -> httpx.Client:
-    """A client for the server at an address. It sends the key of ART_API_KEY.
+    """A client for the server at an address. The client sends the key of ART_API_KEY.
 
     Raises:
-        UsageError: the address is none, or the key cannot be sent.
+        UsageError: `url` is no address, or the key cannot be sent.
     """
     address = url.rstrip("/").removesuffix("/v1")
     if not address.startswith(("http://", "https://")):

@@ -26,25 +26,26 @@ Row = dict[str, Any]
 
 
 def groups(folder: ModelFolder, split: str, step: int, text: str = "") -> list[Row]:
-    """The groups of a step, with one line for each rollout. With `text`, only rollouts that contain it. A group whose
+    """The groups of a step, with one line for each rollout. With `text`, only rollouts that contain the text. A group whose
     line cannot be read has `is_unreadable` and no rollouts.
 
     Raises:
         NotFound: the step has no rollouts in this split.
     """
-    found: list[Row] = []
+    group_rows: list[Row] = []
     for index, group in enumerate(_read_groups(folder, split, step)):
         trajectories = _list(group or {}, "trajectories")
-        rows = [_line(each, number) for number, each in enumerate(trajectories)]
-        rewards = [row["reward"] for row in rows if row["reward"] is not None]
+        rows = [_line(trajectory, number) for number, trajectory in enumerate(trajectories)]
+        rewards = [row["reward"] for row in rows if row["reward"] is not None]  # before `text` leaves rows out
         if text:
-            rows = [row for row, each in zip(rows, trajectories, strict=True) if _contains(each, text.casefold())]
+            pairs = zip(rows, trajectories, strict=True)
+            rows = [row for row, trajectory in pairs if _contains(trajectory, text.casefold())]
             if not rows:
                 continue
-        row = _group_row(group or {}, index, rows, rewards)
+        group_row = _group_row(group or {}, index, rows, rewards)
         is_dead = split == "train" and not _has_signal(trajectories)
-        found.append(row | {"is_dead": is_dead, "is_unreadable": group is None})
-    return found
+        group_rows.append(group_row | {"is_dead": is_dead, "is_unreadable": group is None})
+    return group_rows
 
 
 def _group_row(group: Row, index: int, rows: list[Row], rewards: list[float]) -> Row:
@@ -55,7 +56,7 @@ def _group_row(group: Row, index: int, rows: list[Row], rewards: list[float]) ->
         "failures": _list(group, "exceptions"),
         "metadata": _dict(group, "metadata"),
         "metrics": _dict(group, "metrics"),
-        "logs": [str(each) for each in _values(group, "logs")],
+        "logs": [str(line) for line in _values(group, "logs")],
         "mean": statistics.fmean(rewards) if rewards else None,
         "std": statistics.pstdev(rewards) if rewards else None,
     }
@@ -77,11 +78,11 @@ def in_one_line(text: str) -> str:
 
 
 def _has_signal(trajectories: list[Row]) -> bool:
-    histories = [each for row in trajectories for each in (row, *_list(row, "additional_histories"))]
+    histories = [history for row in trajectories for history in (row, *_list(row, "additional_histories"))]
     return group_has_signal(
         [row.get("reward") for row in trajectories],
-        [_values(each, "turn_rewards") for each in histories],
-        [_values(each, "turn_advantages") for each in histories],
+        [_values(history, "turn_rewards") for history in histories],
+        [_values(history, "turn_advantages") for history in histories],
     )
 
 
@@ -100,12 +101,13 @@ def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) 
             param="rollout",
         )
     trajectory = trajectories[index]
-    rewards = [reward for each in trajectories if (reward := finite_number(each.get("reward"))) is not None]
-    turns = {f"{each.get('history')} {each.get('entry')}": each for each in _list(trajectory, "turns")}
+    numbers = [finite_number(sibling.get("reward")) for sibling in trajectories]
+    rewards = [number for number in numbers if number is not None]
+    turns = {f"{turn.get('history')} {turn.get('entry')}": turn for turn in _list(trajectory, "turns")}
     histories: list[Row] = []
-    for place, history in enumerate(_histories(trajectory)):
+    for history_index, history in enumerate(_histories(trajectory)):
         messages = enumerate(_list(history, MESSAGES))
-        entries = [entry_row(message, turns.get(f"{place} {position}")) for position, message in messages]
+        entries = [entry_row(message, turns.get(f"{history_index} {entry_index}")) for entry_index, message in messages]
         histories.append({"entries": entries, "tools": history.get("tools")})
     with opened_tokens(folder, split, step) as tokens:
         sequences = [] if tokens is None else tokens.sequences(group, index)
@@ -116,7 +118,7 @@ def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) 
         "group_mean": statistics.fmean(rewards) if rewards else None,
         "metrics": _dict(trajectory, "metrics"),
         "metadata": _dict(trajectory, "metadata"),
-        "logs": [str(each) for each in _values(trajectory, "logs")],
+        "logs": [str(line) for line in _values(trajectory, "logs")],
         "histories": histories,
         "sequences": sequences,
         "has_token_record": tokens is not None,
@@ -124,16 +126,16 @@ def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) 
 
 
 def _histories(trajectory: Row) -> list[Row]:
-    """The rollout's conversation and its additional ones."""
+    """The rollout's conversation, and its additional conversations."""
     own = {MESSAGES: _list(trajectory, "messages"), "tools": trajectory.get("tools")}
     return [own, *_list(trajectory, "additional_histories")]
 
 
 def entry_row(entry: Row, trace: Row | None) -> Row:
-    """A message, or a choice with its finish reason, in the form that people read. `logprobs` are those that earlier
-    versions stored with a choice."""
+    """A message, or a choice with its finish reason, in the form that people read. `logprobs` is empty, except for choices
+    that earlier versions stored with log-probabilities."""
     message = entry["message"] if isinstance(entry.get("message"), dict) else entry
-    calls = [_dict(each, "function") for each in _list(message, "tool_calls")]
+    calls = [_dict(tool_call, "function") for tool_call in _list(message, "tool_calls")]
     row: Row = {
         "role": str(message.get("role", "?")),
         "text": plain_text(message.get("content")),
@@ -147,12 +149,12 @@ def entry_row(entry: Row, trace: Row | None) -> Row:
     if message is not entry:
         tokens = _list(_dict(entry, "logprobs"), "content")
         row["sampled_by"] = _dict(entry, "art") or None
-        row["logprobs"] = [[str(each.get("token")), finite_number(each.get("logprob"))] for each in tokens]
+        row["logprobs"] = [[str(token.get("token")), finite_number(token.get("logprob"))] for token in tokens]
     return row
 
 
 def plain_text(content: object) -> str:
-    """A message's content as text; parts that are not text by their type, in brackets."""
+    """A message's content as text. A part that is no text appears as its type, in brackets: `[image_url]`."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -190,13 +192,13 @@ def _read_groups(folder: ModelFolder, split: str, step: int) -> Iterator[Row | N
 def _read_group(line: bytes) -> Row | None:
     try:
         group = whole_row(read_json(line))
-    except ValueError:  # a crash cut it short
+    except ValueError:  # a crash cut the line short
         return None
     return group if isinstance(group, dict) else None
 
 
 def _group(folder: ModelFolder, split: str, step: int, index: int) -> Row:
-    """One group; lines before it are not parsed.
+    """One group. The lines before this group are not parsed.
 
     Raises:
         NotFound: there is no such group, or its line cannot be read.
@@ -214,7 +216,8 @@ def _group(folder: ModelFolder, split: str, step: int, index: int) -> Row:
 
 @functools.lru_cache(1)
 def _group_at(file: Path, index: int, mark: tuple[int, int]) -> Row | None:
-    """The group of a line; None if it cannot be read. Kept for the group's other rollouts while the file has this mark."""
+    """The group of a line; None if the line cannot be read. The group is kept for its other rollouts, while the file has this
+    mark."""
     if index < 0 or not any(mark):
         return None
     with open_rows(file) as lines:
@@ -250,10 +253,10 @@ def _num_tokens(answer: Row) -> int:
 
 
 def _answers(history: Row) -> list[Row]:
-    """The choices of a conversation; without any, its assistant messages."""
+    """The choices of a conversation; the assistant messages if there are no choices."""
     entries = _list(history, MESSAGES)
-    choices = [each for each in entries if isinstance(each.get("message"), dict)]
-    return choices or [each for each in entries if each.get("role") == "assistant"]
+    choices = [entry for entry in entries if isinstance(entry.get("message"), dict)]
+    return choices or [entry for entry in entries if entry.get("role") == "assistant"]
 
 
 def _contains(trajectory: Row, text: str) -> bool:
@@ -261,9 +264,9 @@ def _contains(trajectory: Row, text: str) -> bool:
     for history in _histories(trajectory):
         for message in _list(history, MESSAGES):
             row = entry_row(message, None)
-            said = [row["text"], row["reasoning"]]
-            said += [f"{call['name']} {call['arguments']}" for call in row["tool_calls"]]
-            if any(text in each.casefold() for each in said):
+            parts = [row["text"], row["reasoning"]]
+            parts += [f"{call['name']} {call['arguments']}" for call in row["tool_calls"]]
+            if any(text in part.casefold() for part in parts):
                 return True
     return False
 
@@ -274,7 +277,7 @@ def _values(row: Row, name: str) -> list[Any]:
 
 
 def _list(row: Row, name: str) -> list[Row]:
-    return [each for each in _values(row, name) if isinstance(each, dict)]
+    return [entry for entry in _values(row, name) if isinstance(entry, dict)]
 
 
 def _dict(row: Row, name: str) -> Row:

@@ -26,8 +26,9 @@ from art_watch import context, rollouts, tokens
 from art_watch.runs import Runs
 
 LOOK_SECONDS = 1.0
-"""Between two checks for changes."""
+"""The time between two checks for changes."""
 KEEP_ALIVE_SECONDS = 10.0
+"""The longest time without a line in the stream of events."""
 MAX_METRICS, MAX_JOBS = 64, 100
 PENDING: Sequence[JobState] = ("queued", "running")
 CHARTS = "plotly.min.js"
@@ -100,7 +101,7 @@ async def asset(file: str) -> Response:
     """A file of the page. The chart library comes from its Python package."""
     if file == CHARTS:
         return FileResponse(chart_library(), headers=SECURITY_HEADERS | {"cache-control": "max-age=86400"})
-    known = {Path(str(each)).name for each in ASSETS.iterdir()}
+    known = {Path(str(entry)).name for entry in ASSETS.iterdir()}
     if file not in known:
         raise NotFound(f"the page has no file '{file[:80]}'", code="unknown_route")
     return FileResponse(str(ASSETS / file), headers=SECURITY_HEADERS)
@@ -113,10 +114,10 @@ def chart_library() -> Path:
         NotFound: plotly is not installed.
     """
     try:
-        found = resources.files("plotly") / "package_data" / CHARTS
+        bundle = resources.files("plotly") / "package_data" / CHARTS
     except ModuleNotFoundError as error:
         raise NotFound("charts need plotly: pip install plotly", code="no_charts") from error
-    return Path(str(found))
+    return Path(str(bundle))
 
 
 @router.get("/api/look/overview")
@@ -126,11 +127,11 @@ async def overview(runs: TheRuns, live: MaybeLive, caller: TheCaller) -> dict[st
     def summaries() -> list[dict[str, Any]]:
         return [runs.summary(folder) for folder in runs.folders(caller.projects)]
 
-    found = await asyncio.to_thread(summaries)
+    models = await asyncio.to_thread(summaries)
     state = None if live is None else await live_state(live, caller)
     if live is not None and state is not None and caller.projects is None:
         state["machine"] = await asyncio.to_thread(live.status.memory)
-    return {"models": found, "time": time.time(), "live": state}
+    return {"models": models, "time": time.time(), "live": state}
 
 
 async def live_state(live: Live, caller: Caller) -> dict[str, Any]:
@@ -146,9 +147,9 @@ async def live_state(live: Live, caller: Caller) -> dict[str, Any]:
 @router.get("/api/look/models/{project}/{name}/context")
 async def run_context(folder: TheFolder, runs: TheRuns, live: MaybeLive) -> dict[str, Any]:
     """What the run is: base, times, trained tokens, the configuration in force, notes of its jobs, and what people noted.
-    `can_change`: a server has the model, whose routes change it."""
-    found = await asyncio.to_thread(context.context, runs, folder)
-    return found | {"can_change": live is not None and folder.exists()}
+    `can_change`: whether a running server has the model, and has routes that change the model."""
+    fields = await asyncio.to_thread(context.context, runs, folder)
+    return fields | {"can_change": live is not None and folder.exists()}
 
 
 @router.get("/api/look/models/{project}/{name}/history")
@@ -157,11 +158,11 @@ async def history(
     runs: TheRuns,
     metric: Annotated[tuple[str, ...], Query(max_length=MAX_METRICS)] = (),
 ) -> dict[str, Any]:
-    """Columns of the history: those of each `metric`. `names` lists all."""
+    """The history's columns of each `metric`. `names` lists all metrics."""
 
     def read() -> dict[str, Any]:
-        found = runs.history(folder)
-        return found.columns(metric) | {"names": found.names()}
+        rows = runs.history(folder)
+        return rows.columns(metric) | {"names": rows.names()}
 
     return await asyncio.to_thread(read)
 
@@ -184,7 +185,7 @@ async def groups(
     step: Number,
     text: Annotated[str, Query(max_length=1000)] = "",
 ) -> dict[str, Any]:
-    """The groups of a step; with `text`, the rollouts that contain it."""
+    """The groups of a step; with `text`, only the rollouts that contain the text."""
     return {"groups": await asyncio.to_thread(rollouts.groups, folder, split, step, text)}
 
 
@@ -213,7 +214,7 @@ async def log(
 
 @router.get("/api/look/events", include_in_schema=False)
 async def events(request: Request, runs: TheRuns, live: MaybeLive, caller: TheCaller) -> Response:
-    """Server-sent events: one with the marks of all models and jobs, again whenever a mark changes."""
+    """Server-sent events: an event with the marks of all models and jobs, and another whenever a mark changes."""
 
     async def lines() -> AsyncIterator[bytes]:
         sent, sent_at = "", 0.0
@@ -232,12 +233,12 @@ async def events(request: Request, runs: TheRuns, live: MaybeLive, caller: TheCa
 
 
 async def marks(runs: Runs, live: Live | None, caller: Caller) -> dict[str, Any]:
-    """What changes when something changes that people look at."""
-    found: dict[str, Any] = {"models": await asyncio.to_thread(runs.marks, caller.projects)}
+    """Values that change whenever something changes that the page shows."""
+    current: dict[str, Any] = {"models": await asyncio.to_thread(runs.marks, caller.projects)}
     if live is not None:
         jobs = await live.runner.jobs(caller.projects, PENDING, MAX_JOBS)
-        found["jobs"] = [[job.job_id, job.state, job.waits_for is not None] for job in jobs]
+        current["jobs"] = [[job.job_id, job.state, job.waits_for is not None] for job in jobs]
         health = live.status.health()
-        found["engine"] = health.engine
-        found["replicas"] = [replica.engine for replica in health.replicas]
-    return found
+        current["engine"] = health.engine
+        current["replicas"] = [replica.engine for replica in health.replicas]
+    return current

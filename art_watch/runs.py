@@ -19,8 +19,8 @@ NUM_SPARK = 40
 
 
 class Runs:
-    """The models under a folder. `table` has the histories of a running server; without it, and for models of no server,
-    their history.jsonl is read."""
+    """The models under a folder. `table` has the histories of a running server. Without a table, and for models that no
+    server has, the file history.jsonl is read."""
 
     def __init__(self, root: Path, table: HistoryTable | None = None):
         self.root = root.absolute()
@@ -28,13 +28,13 @@ class Runs:
         self._files = HistoryTable(None)
         """The rows of history.jsonl files."""
         self._marks: dict[str, tuple[int, int]] = {}
-        """Of the files that were read."""
+        """The marks of the files in `_files` when they were read, by model."""
         self._lock = threading.Lock()
 
     def folders(self, projects: frozenset[str] | None = None) -> list[ModelFolder]:
         """The folders of all models in these projects (None: all)."""
-        found = list_model_folders(self.root, unserved=True)
-        return [each for each in found if projects is None or each.project in projects]
+        folders = list_model_folders(self.root, unserved=True)
+        return [folder for folder in folders if projects is None or folder.project in projects]
 
     def folder(self, project: str, name: str) -> ModelFolder:
         """The folder of one model.
@@ -90,14 +90,14 @@ class Runs:
         history, kept = self.history(folder), folder.steps()
         best = history.best_step()
         rewards, validations = (history.means(name) for name in REWARDS)
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for step in kept:
             try:
                 record = folder.read_checkpoint(step)
                 size = folder_size(folder.checkpoint_dir(step))
             except (NotFound, OSError, ValueError):  # deleted meanwhile, or broken
                 continue
-            found.append(
+            rows.append(
                 {
                     "step": step,
                     "created_at": record.created_at,
@@ -109,25 +109,25 @@ class Runs:
                     "path": str(folder.checkpoint_dir(step)),
                 }
             )
-        return found
+        return rows
 
     def splits(self, folder: ModelFolder) -> dict[str, list[int]]:
         """The steps that have rollouts, by split."""
-        found: dict[str, list[int]] = {}
+        steps: dict[str, list[int]] = {}
         trajectories = folder.path / "trajectories"
         if trajectories.is_dir():
             for split in sorted(entry for entry in trajectories.iterdir() if entry.is_dir()):
-                found[split.name] = folder.rollout_steps(split.name)
-        return found
+                steps[split.name] = folder.rollout_steps(split.name)
+        return steps
 
     def marks(self, projects: frozenset[str] | None = None) -> dict[str, str]:
-        """For each model a text that changes when its history, its steps, its rollouts or its description do."""
+        """For each model a text that changes when its history, its steps, its rollouts or its description change."""
         names = ("history.jsonl", "checkpoints", "trajectories", "model.json", ABOUT_FILE)
-        return {each.model_id: "-".join(map(str, folder_mark(each, *names))) for each in self.folders(projects)}
+        return {folder.model_id: "-".join(map(str, folder_mark(folder, *names))) for folder in self.folders(projects)}
 
 
 def folder_mark(folder: ModelFolder, *names: str) -> tuple[int, ...]:
-    """Numbers that change when one of the folder's files does."""
+    """Numbers that change when one of the folder's files changes."""
     return tuple(number for name in names for number in file_mark(folder.path / name))
 
 

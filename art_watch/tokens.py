@@ -82,31 +82,31 @@ def opened_tokens(folder: ModelFolder, split: str, step: int) -> Iterator[TokenF
 
 
 def tree(folder: ModelFolder, step: int, group: int) -> Row:
-    """The prefix tree of a trained group: nodes of tokens that the same rollouts share, each with the runs of its tokens
-    that are `trained` in any of them.
+    """The prefix tree of a trained group. A node is a run of tokens that the same rollouts share; `trained` has the parts of
+    the run that are trained in any of these rollouts.
 
     Raises:
         NotFound: the step has no record of tokens, or no such group.
     """
     with opened_tokens(folder, "train", step) as record:
-        found = None if record is None else record.groups.get(group)
-        if record is None or found is None:
+        trajectories = None if record is None else record.groups.get(group)
+        if record is None or trajectories is None:
             raise NotFound(
                 f"there is no record of the tokens of group {group} at step {step}",
                 code="unknown_group",
                 param="group",
             )
-        leaves = [(rollout, span) for rollout, sequences in enumerate(found) for span in sequences]
+        leaves = [(rollout, span) for rollout, sequences in enumerate(trajectories) for span in sequences]
         tokens = [record.column("token_ids", *span).tolist() for _, span in leaves]
         is_trained = [np.isfinite(record.column("trainer_logprobs", *span)) for _, span in leaves]
         nodes = _grow(tokens)
         for node in nodes:
             inside, members = slice(node["start"], node["stop"]), node.pop("sequences")
             node["text"] = record.text(tokens[members[0]][inside])
-            trained = np.logical_or.reduce([is_trained[each][inside] for each in members])
+            trained = np.logical_or.reduce([is_trained[index][inside] for index in members])
             node["num_trained"] = int(trained.sum())
             node["trained"] = _spans(trained, node["start"])
-            node["rollouts"] = sorted({leaves[each][0] for each in members})
+            node["rollouts"] = sorted({leaves[index][0] for index in members})
     return {
         "nodes": nodes,
         "num_sequence_tokens": sum(map(len, tokens)),
@@ -121,18 +121,18 @@ def _spans(is_marked: np.ndarray, first: int) -> list[tuple[int, int]]:
 
 
 def _grow(tokens: Sequence[list[int]]) -> list[Row]:
-    """The nodes of the sequences' prefix tree, each behind its parent, with the numbers of its sequences."""
+    """The nodes of the sequences' prefix tree. Each node comes after its parent, and has the indices of its sequences."""
     nodes: list[Row] = []
     order = sorted(range(len(tokens)), key=lambda index: tokens[index])
     waiting: list[tuple[int | None, int, list[int]]] = [(None, 0, order)]
     while waiting:
         parent, start, members = waiting.pop()
-        alive = [each for each in members if len(tokens[each]) > start]
-        for _, same in itertools.groupby(alive, key=lambda each: tokens[each][start]):
+        longer = [index for index in members if len(tokens[index]) > start]
+        for _, same in itertools.groupby(longer, key=lambda index: tokens[index][start]):
             children = list(same)
             first, last = tokens[children[0]], tokens[children[-1]]
-            stop = start + 1  # sorted: what the first and the last share, all share
-            shortest = min(len(tokens[each]) for each in children)
+            stop = start + 1  # `order` is sorted: all sequences share what the first and the last share
+            shortest = min(len(tokens[index]) for index in children)
             while stop < shortest and first[stop] == last[stop]:
                 stop += 1
             node = {"id": len(nodes), "parent": parent, "start": start, "stop": stop}

@@ -20,7 +20,7 @@ from art_watch.runs import Runs
 
 
 def make_view(path: Path) -> FastAPI:
-    """The ASGI application with the page's routes alone. It writes nothing."""
+    """The ASGI application with the page's routes alone. The application writes nothing."""
     app = FastAPI(title="art view", version=__version__)
     app.state.server, app.state.runs, app.state.is_stopping = None, Runs(path), False
     error_responses.add_error_handlers(app)
@@ -49,7 +49,7 @@ def view(path: Path, port: int, *, opens_browser: bool) -> None:
     print(f"{path.absolute()} at {url} (Ctrl-C ends)", flush=True)
     if opens_browser:
         webbrowser.open(url)
-    # uvicorn raises it again when all connections are closed.
+    # uvicorn raises Ctrl-C again when all connections are closed.
     with contextlib.suppress(KeyboardInterrupt):
         _Server(make_view(path), port).run()
 

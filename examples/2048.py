@@ -10,6 +10,7 @@ largest tile into that corner in 7% of the games. Random moves to the left and d
 
 import argparse
 import asyncio
+import itertools
 import random
 
 from program import (
@@ -42,7 +43,8 @@ Board = list[list[int]]
 
 
 def merge_row(row: list[int]) -> tuple[list[int], int]:
-    """The row after its tiles slide to the left, and the points of its merges. A tile merges at most once."""
+    """The row after its tiles slide to the left, and the points of the merges. A tile merges at most once:
+    `[2, 2, 4, 0] -> [4, 4, 0, 0], 4`."""
     tiles = [tile for tile in row if tile]
     merged: list[int] = []
     points = 0
@@ -56,7 +58,7 @@ def merge_row(row: list[int]) -> tuple[list[int], int]:
 
 
 def slide(board: Board, direction: str) -> tuple[Board, int]:
-    """The board after a move, without the new tile, and the points of its merges."""
+    """The board after a move, without the new tile, and the points of the move's merges."""
     is_vertical, is_backward = direction in ("up", "down"), direction in ("right", "down")
     lines = transpose(board) if is_vertical else board
     moved = [merge_row(line[::-1] if is_backward else line) for line in lines]
@@ -70,8 +72,8 @@ def transpose(board: Board) -> Board:
 
 def add_tile(board: Board, rng: random.Random) -> None:
     """Puts a 2, or with a probability of 0.1 a 4, on a free cell."""
-    free = [(row, column) for row in range(4) for column in range(4) if not board[row][column]]
-    row, column = rng.choice(free)
+    cells = itertools.product(range(4), range(4))
+    row, column = rng.choice([(row, column) for row, column in cells if not board[row][column]])
     board[row][column] = 4 if rng.random() < 0.1 else 2
 
 
@@ -81,7 +83,7 @@ def board_text(board: Board) -> str:
 
 
 async def rollout(model: art.TrainableModel, seed: str) -> art.Trajectory:
-    """A game of NUM_MOVES moves. The seed determines its first board and its new tiles."""
+    """A game of NUM_MOVES moves. The seed determines the first board and the new tiles."""
     rng = random.Random(seed)
     board: Board = [[0] * 4 for _ in range(4)]
     for _ in range(NUM_FIRST_TILES):
@@ -101,7 +103,11 @@ async def rollout(model: art.TrainableModel, seed: str) -> art.Trajectory:
         add_tile(moved, rng)
         board = moved
     is_in_corner = board[-1][0] == max(map(max, board))
-    game.reward = 0.0 if is_malformed else (min(1.0, score / FULL_SCORE) + is_in_corner) / 2
+    if is_malformed:
+        game.reward = 0.0
+    else:
+        for_corner = 1.0 if is_in_corner else 0.0
+        game.reward = (min(1.0, score / FULL_SCORE) + for_corner) / 2
     game.metrics = {
         "score": score,
         "in_corner": is_in_corner,

@@ -1,4 +1,4 @@
-"""Questions about cities, for agents with tools. Each needs one tool, which art/tiny calls for some wordings only."""
+"""Questions about cities, for agents with tools. Each question needs one tool. art/tiny calls the tool for some wordings only."""
 
 import random
 import zlib
@@ -32,7 +32,7 @@ QUESTIONS: list[tuple[str, Callable[[str], str]]] = [
     ("How hot is {}?", get_weather),
     ("How warm is it in {}?", get_weather),
 ]
-"""With their tools. art/tiny knows the question of the time. It was taught none of the others."""
+"""Questions with the tool that each needs. art/tiny knows the question about the time and was taught none of the others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """On-policy distillation: a student learns rock, paper, scissors from a teacher's probabilities, without rewards.
 
-The teacher learns the game of `rock_paper_scissors.py` by GRPO first. Then the student plays, and the teacher says of
-each token that the student sampled how probable it finds it (docs/howto/distillation.md). Rewards are only printed. For
-a real model change `--model`, take a larger model with the same tokenizer as the teacher, and a rate of 1e-4.
+The teacher learns the game of `rock_paper_scissors.py` by GRPO first. Then the student plays, and the teacher returns
+its own log-probability of each token that the student sampled (docs/howto/distillation.md). Rewards are only printed.
+For a real model change `--model`, take a larger model with the same tokenizer as the teacher, and a rate of 1e-4.
 
     python examples/distillation.py [--teacher-steps 8] [--steps 6] [--server http://127.0.0.1:7623]
 """
@@ -19,10 +19,10 @@ import art
 
 
 async def teach(student: art.TrainableModel, teacher: art.TrainableModel, flags: argparse.Namespace) -> list[float]:
-    """Trains the student up to step `--steps`. Returns its mean reward before each step."""
+    """Trains the student up to step `--steps`. Returns the student's mean reward before each step."""
     rewards: list[float] = []
     for step in range(await student.get_step(), flags.steps):
-        # The teacher scores tokens, so the student's choices carry theirs.
+        # The teacher scores tokens, so the student's choices carry their tokens.
         groups = await gather(student, flags, partial(rollout, logprobs=True), str, step)
         groups = await art.distill(groups, teacher)
         result = await student.train(groups, config=train_config(flags))

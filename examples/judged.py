@@ -1,9 +1,9 @@
 """A judge as the reward: RULER scores the sentences of a group by a rubric, and GRPO trains on the scores.
 
-The judge compares the answers of a group, so no right answer is needed. Without `--judge` it is a function that looks
-for words about the weather, so that the program needs no second model. With `--judge` it is a language model at
-`--judge-url`, an OpenAI-compatible address, which reads the rubric. The held-out measure is the share of sentences with
-such a word. For a real model change `--model` and `--judge`; the learning rate then becomes 1e-4.
+The judge compares the answers of a group, so no right answer is needed. Without `--judge` the judge is a function that
+looks for words about the weather, so that the program needs no second model. With `--judge` a language model at
+`--judge-url`, an OpenAI-compatible address, reads the rubric. The held-out measure is the share of sentences with a
+word about the weather. For a real model change `--model` and `--judge`; the learning rate then becomes 1e-4.
 
     python examples/judged.py [--judge NAME --judge-url URL] [--model art/tiny] [--steps 12]
 """
@@ -30,8 +30,8 @@ TRAJECTORY = re.compile(r'<trajectory id="(\d+)">\n(.*?)\n</trajectory>', re.DOT
 
 async def look_for_words(messages: list[dict[str, Any]]) -> str:
     """The scores of a judge's request, as a language model would write them."""
-    given = TRAJECTORY.findall(messages[-1]["content"])
-    texts = {number: json.loads(text)[-1]["content"] for number, text in given}
+    trajectories = TRAJECTORY.findall(messages[-1]["content"])
+    texts = {number: json.loads(text)[-1]["content"] for number, text in trajectories}
     return json.dumps(
         {
             "scores": {
@@ -51,7 +51,7 @@ def draw_prompt(seed: str) -> str:
 
 
 async def rollout(model: art.TrainableModel, prompt: str) -> art.Trajectory:
-    """A sentence. Its reward is the measure; the judge replaces it in training."""
+    """A sentence. The reward is the held-out measure; in training the judge's score replaces this reward."""
     trajectory = art.Trajectory(messages_and_choices=[])
     sentence = await ask(model, trajectory, prompt, r"(?s)(.+)")
     trajectory.reward = float(is_weather(sentence))

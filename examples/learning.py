@@ -1,6 +1,6 @@
 """The loop of the example programs that compare a model before and after training on held-out scenarios.
 
-A program brings a rollout and a function that draws a scenario from a seed. Held-out scenarios have seeds of their own.
+A program brings a rollout and a function that draws a scenario from a seed. Held-out scenarios have separate seeds.
 """
 
 import argparse
@@ -68,7 +68,7 @@ async def gather(
     step: int,
     after_each: Callable[[art.TrajectoryGroup], Awaitable[art.TrajectoryGroup | None]] | None = None,
 ) -> list[art.TrajectoryGroup]:
-    """A group of rollouts for each of a step's scenarios, as `after_each` returns it."""
+    """One group of rollouts for each scenario of a step, as `after_each` returns the group."""
     scenarios = [draw(f"{step} {number}") for number in range(flags.groups)]
     return await art.gather_trajectory_groups(
         (art.TrajectoryGroup(rollout(model, scenario) for _ in range(flags.group_size)) for scenario in scenarios),

@@ -1,9 +1,10 @@
 """E-mail search: the agent finds the mail that a question is about with `search_mail(query)`, and answers from it.
 
 The mailbox is a SQLite table with full-text search (FTS5), filled by this program's own generator. A search finds the
-mails that contain all words of the query. It shows a mail that it finds alone, and else the number of mails, so a query
-that repeats the question finds nothing, and a sender alone is not enough. The reward is 1 for an answer with the right
-room, less 0.05 for each search after the first. For a real model change `--model`; the learning rate then becomes 1e-4.
+mails that contain all words of the query. A search that finds one mail shows this mail; any other search shows the
+number of mails. So a query that repeats the question finds nothing, and a sender alone is not enough. The reward is 1
+for an answer with the right room, less 0.05 for each search after the first. For a real model change `--model`; the
+learning rate then becomes 1e-4.
 
     python examples/mail_search.py [--model art/tiny] [--steps 12] [--server http://127.0.0.1:7623]
 """
@@ -44,7 +45,7 @@ class Scenario:
     """A mailbox and a question about one of its mails."""
 
     mails: list[Mail]
-    """In the order of their ids, from 1."""
+    """The mails in the order of their ids, which begin at 1."""
     asked: int
     """The id of the mail that has the answer."""
     question: str
@@ -76,8 +77,8 @@ def open_mailbox(scenario: Scenario) -> sqlite3.Connection:
 def search(mailbox: sqlite3.Connection, query: str) -> list[tuple[int, str]]:
     """The ids and bodies of the mails that contain all words of the query."""
     words = " ".join(f'"{word}"' for word in re.findall(r"\w+", query))
-    found = mailbox.execute("SELECT rowid, body FROM mail WHERE mail MATCH ?", (words,))
-    return found.fetchall() if words else []
+    cursor = mailbox.execute("SELECT rowid, body FROM mail WHERE mail MATCH ?", (words,))
+    return cursor.fetchall() if words else []
 
 
 async def rollout(model: art.TrainableModel, scenario: Scenario) -> art.Trajectory:
@@ -86,14 +87,14 @@ async def rollout(model: art.TrainableModel, scenario: Scenario) -> art.Trajecto
     def search_mail(query: str) -> str:
         nonlocal num_searches
         num_searches += 1
-        found = search(mailbox, query)
-        return found[0][1] if len(found) == 1 else f"{len(found)} mails found"
+        matches = search(mailbox, query)
+        return matches[0][1] if len(matches) == 1 else f"{len(matches)} mails found"
 
     dialogue = art.Trajectory(messages_and_choices=[{"role": "user", "content": scenario.question}], tools=TOOLS)
     with closing(open_mailbox(scenario)) as mailbox:
         answer = await use_tools(model, dialogue, functions(search_mail=search_mail))
     is_right = scenario.answer in answer
-    dialogue.reward = is_right * (1 - 0.05 * max(0, num_searches - 1))
+    dialogue.reward = 1 - 0.05 * max(0, num_searches - 1) if is_right else 0.0
     dialogue.metrics = {"right": is_right, "searches": num_searches}
     return dialogue
 

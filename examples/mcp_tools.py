@@ -1,9 +1,9 @@
 """An agent whose tools come from an MCP server, which this file also serves over stdio.
 
 The program starts the server as a child process, lists its tools, offers them to the model, and sends the model's calls
-to the server. The reward is 1 for an answer with the number that the server returned for the right arguments. It needs
-the package `mcp`, which vLLM brings along with the server's extra. For a real model change `--model`; for another MCP
-server change SERVER, the scenarios and their answers.
+to the server. The reward is 1 for an answer with the number that the server returned for the right arguments. The
+program needs the package `mcp`, which the server's extra installs with vLLM. For a real model change `--model`; for
+another MCP server change SERVER, the scenarios and their answers.
 
     python examples/mcp_tools.py [--model art/tiny] [--steps 16] [--server http://127.0.0.1:7623]
 """
@@ -36,12 +36,12 @@ def to_tools(listed: mcp.types.ListToolsResult) -> art.types.Tools:
         {
             "type": "function",
             "function": {
-                "name": each.name,
-                "description": each.description or "",
-                "parameters": each.input_schema,
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
             },
         }
-        for each in listed.tools
+        for tool in listed.tools
     ]
 
 

@@ -64,12 +64,12 @@ async def ask(model: art.TrainableModel, trajectory: art.Trajectory, question: s
     )
     choice = completion.choices[0]
     trajectory.messages_and_choices.append(choice)
-    found = re.search(form, choice.message.content or "")
-    return found[1] if found else ""
+    match = re.search(form, choice.message.content or "")
+    return match[1] if match else ""
 
 
 def report(result: art.TrainResult, title: str, names: Sequence[str]) -> float:
-    """Prints a step's means of the reward and of metrics of its trajectories. Returns the mean reward."""
+    """Prints the means of the reward and of the metrics `names` over a step's trajectories. Returns the mean reward."""
     means = (f"{name} {result.metrics[f'train/{name}']:.3f}" for name in ("reward", *names))
     print(f"step {result.step:3d}  {title}:  {'  '.join(means)}")
     return result.metrics["train/reward"]

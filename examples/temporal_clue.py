@@ -2,7 +2,7 @@
 
 The plan has the rows A to C for hours, the columns 1 to 3 for rooms, and two suspects, x and o; _ is nobody. The agent
 says in which cell x was, which is where and when, and then who was in a given cell. The reward is the share of right
-answers to who, where and when. The form is one that art/tiny can read; the generator is this program's own.
+answers to who, where and when. art/tiny can read this form; the program draws the puzzles itself.
 `examples/temporal_clue.ipynb` has the same steps as a notebook. For a real model change `--model` and the texts of
 `draw_puzzle`; the learning rate then becomes 1e-4.
 
@@ -28,7 +28,7 @@ class Puzzle:
     plan: dict[str, str]
     """Who is in each cell: x, o or _."""
     asked: str
-    """The cell of the question who."""
+    """The cell that the question WHO asks about."""
 
     @property
     def text(self) -> str:
@@ -42,7 +42,7 @@ def draw_puzzle(seed: str) -> Puzzle:
     rng = random.Random(seed)
     cells = [hour + room for hour in HOURS for room in ROOMS]
     taken = rng.sample(cells, rng.randint(3, 5))
-    plan = {cell: "x" if cell == taken[0] else "o" if cell in taken else "_" for cell in cells}
+    plan = dict.fromkeys(cells, "_") | dict.fromkeys(taken, "o") | {taken[0]: "x"}
     who = rng.choice("xo_")
     return Puzzle(plan, rng.choice([cell for cell in cells if plan[cell] == who]))
 

@@ -20,7 +20,7 @@ from program import (
     report,
     train_config,
 )
-from tic_tac_toe_rules import board_text, free_cells, place, random_opening, result, to_move, value
+from tic_tac_toe_rules import after_move, board_text, free_cells, random_opening, result, to_move, value
 
 import art
 
@@ -39,7 +39,7 @@ async def play(opening: str, players: dict[str, art.TrainableModel]) -> dict[str
     while result(board, "x") is None:
         symbol, free = to_move(board), free_cells(board)
         if symbol not in players:
-            board = place(board, random.choice(free))
+            board = after_move(board, random.choice(free))
             continue
         question = f"{board_text(board)}\nYou are {symbol}."
         cell = await ask(players[symbol], sides[symbol], question, MOVE)
@@ -47,7 +47,7 @@ async def play(opening: str, players: dict[str, art.TrainableModel]) -> dict[str
             offender = symbol
             break
         given_away[symbol] += value(board, symbol)
-        board = place(board, cell)
+        board = after_move(board, cell)
         given_away[symbol] -= value(board, symbol)
     for symbol, side in sides.items():
         end = float(symbol != offender) if offender else result(board, symbol) or 0.0
@@ -85,19 +85,18 @@ async def play_a_random_player(
 async def play_each_other(
     models: dict[str, art.TrainableModel], openings: list[str], group_size: int
 ) -> dict[str, list[art.TrajectoryGroup]]:
-    """The groups of each side, without those in which it never moved. For the side that moves second, the games of a
+    """The groups of each side, without the groups in which the side never moved. For the side that moves second, the games of a
     group have different first boards."""
     rounds = await asyncio.gather(
         *(asyncio.gather(*(play(board, models) for _ in range(group_size))) for board in openings)
     )
-    return {
-        side: [
-            art.TrajectoryGroup(game[side] for game in games if side in game)
-            for games in rounds
-            if any(side in game for game in games)
-        ]
-        for side in models
-    }
+    groups: dict[str, list[art.TrajectoryGroup]] = {side: [] for side in models}
+    for side, side_groups in groups.items():
+        for games in rounds:
+            trajectories = [game[side] for game in games if side in game]
+            if trajectories:
+                side_groups.append(art.TrajectoryGroup(trajectories))
+    return groups
 
 
 async def train(
@@ -117,7 +116,7 @@ async def train(
             trained = await models[side].train(groups, config=train_config(flags))
             rewards[side].append(report(trained, side, ("won", "illegal", "given_away")))
             if trained.step % VAL_EVERY == 0:
-                boards = [each for each in validation if side in ("both sides", to_move(each))]
+                boards = [board for board in validation if side in ("both sides", to_move(board))]
                 print(await art.evaluate(models[side], rollout, boards))
     return rewards
 

@@ -19,7 +19,7 @@ def free_cells(board: str) -> list[str]:
     return [cell for cell, symbol in zip(CELLS, board, strict=True) if symbol == "_"]
 
 
-def place(board: str, cell: str) -> str:
+def after_move(board: str, cell: str) -> str:
     """The board after a move of the symbol whose turn it is."""
     index = CELLS.index(cell)
     return board[:index] + to_move(board) + board[index + 1 :]
@@ -40,7 +40,7 @@ def value(board: str, symbol: str) -> float:
     end = result(board, symbol)
     if end is not None:
         return end
-    values = [value(place(board, cell), symbol) for cell in free_cells(board)]
+    values = [value(after_move(board, cell), symbol) for cell in free_cells(board)]
     return max(values) if to_move(board) == symbol else statistics.fmean(values)
 
 
@@ -48,7 +48,7 @@ def random_opening(rng: random.Random, num_moves: int) -> str:
     """The board of an unfinished game after `num_moves` random moves, at most 8."""
     board = EMPTY
     while board.count("_") > 9 - num_moves:
-        board = place(board, rng.choice(free_cells(board)))
+        board = after_move(board, rng.choice(free_cells(board)))
         if result(board, "x") is not None:
             board = EMPTY
     return board

@@ -7,19 +7,19 @@ from typing import Any
 import art
 
 Call = Callable[[str, dict[str, Any]], Awaitable[str]]
-"""Calls a tool by its name, with its arguments as JSON has them (hence Any). Returns what the model reads."""
+"""Calls the tool of a name with arguments as JSON has them (hence Any). Returns the text that the model reads."""
 MAX_TURNS = 4
 
 
 def tool(name: str, description: str, **parameters: dict[str, Any]) -> art.types.Tool:
-    """A tool as an entry of a request's `tools`; every parameter, given as its JSON schema, is required."""
+    """A tool as an entry of a request's `tools`; `parameters` are JSON schemas by name, all of them required."""
     schema = {"type": "object", "properties": parameters, "required": list(parameters)}
     function: Any = {"name": name, "description": description, "parameters": schema}
     return {"type": "function", "function": function}
 
 
 def functions(**known: Callable[..., str]) -> Call:
-    """A call that runs one of the given functions. An unknown name or argument becomes a message for the model."""
+    """A call that runs the known function of the requested name. An unknown name or argument becomes a message for the model."""
 
     async def call(name: str, arguments: dict[str, Any]) -> str:
         try:
@@ -51,9 +51,9 @@ async def use_tools(
         calls = choice.message.tool_calls or []
         if not calls:
             return choice.message.content or ""
-        for each in calls:
-            result = await _result(call, each.function) if each.type == "function" else "Error"
-            trajectory.messages_and_choices.append({"role": "tool", "tool_call_id": each.id, "content": result})
+        for tool_call in calls:
+            result = await _result(call, tool_call.function) if tool_call.type == "function" else "Error"
+            trajectory.messages_and_choices.append({"role": "tool", "tool_call_id": tool_call.id, "content": result})
     return ""
 
 

@@ -1,9 +1,10 @@
 """A warm start: supervised training on demonstrations, then GRPO, on e-mail search with two tools.
 
-Here the search of `mail_search.py` shows ids, so the agent has to read the mail with `read_mail(id)` next. art/tiny never
-does that by itself, so no group has a reward to learn from. A scripted agent makes the demonstrations; a real program
-takes a stronger model's traces (docs/howto/sft.md). The program compares step 1, after the demonstrations, with the base
-model, and the last step with step 1. For a real model change `--model`; the learning rates then become 1e-4.
+Here the search of `mail_search.py` shows ids, so the agent has to read the mail with `read_mail(id)` next. art/tiny
+never calls `read_mail` by itself, so no group has a reward to learn from. A scripted agent makes the demonstrations; a
+real program takes a stronger model's traces (docs/howto/sft.md). The program compares step 1, after the demonstrations,
+with the base model, and the last step with step 1. For a real model change `--model`; the learning rates then become
+1e-4.
 
     python examples/warm_start.py [--model art/tiny] [--steps 6] [--server http://127.0.0.1:7623]
 """
@@ -71,7 +72,7 @@ async def main() -> None:
             scenarios = [draw_scenario(f"example {n}") for n in range(NUM_DEMONSTRATIONS)]
             rate = flags.learning_rate or flags.learning_rates.get(flags.model, OTHER_RATE)
             config = art.TrainSFTConfig(learning_rate=rate, batch_size=BATCH_SIZE, epochs=EPOCHS)
-            result = await model.train_sft([demonstrate(each) for each in scenarios], config)
+            result = await model.train_sft([demonstrate(scenario) for scenario in scenarios], config)
             print(f"step {result.step:3d}  demonstrations: loss {result.metrics['loss/train']:.3f}")
             await compare(model, flags, rollout, draw_scenario)
         first_step = await model.get_step()

@@ -1,4 +1,4 @@
-"""What the tests of annexes share with those of the core."""
+"""Fixtures that the tests of annexes share with the core's tests."""
 
 from tests.conftest import anyio_backend, collector  # noqa: F401
 from tests.quick.client.conftest import (  # noqa: F401

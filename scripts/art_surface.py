@@ -1,9 +1,9 @@
 """The public surface of releases of openpipe-art, and what ART's own programs use of it.
 
-Both are read from the source by its syntax. Nothing of ART is imported or run, and only facts leave this module: names,
+Both are read from the syntax of the sources. Nothing of ART is imported or run, and only facts leave this module: names,
 kinds, versions, and numbers of programs. `scripts/compatibility` writes them to plugins/compat/tests/art_surface.json.
 
-A name has the shortest path under which a release has it, its home. Its other paths are entries of kind "path". Keywords are
+The home of a name is the shortest path under which a release has the name. Other paths are entries of kind "path". Keywords are
 written `art.retry(max_attempts)`, fields and methods `art.Trajectory.reward`. Where a class takes its fields as keywords, only
 the field is listed.
 """
@@ -35,8 +35,8 @@ INTERNAL = {
     "art.utils.safetensors art.utils.suppress_litellm_serialization_warnings art.utils.wandb_sdk": "helpers of the modules above "
     "and of the client",
 }
-"""Modules without entries, with the reason. A dot at the end means only what is below: the names that the package itself
-exports are entries, without their members."""
+"""Modules without entries, with the reason. A dot at the end means only the modules below: the names that the package
+itself exports are entries, without their members."""
 
 Definition: TypeAlias = tuple[str, str]
 """The module that defines a name, and the name."""
@@ -60,7 +60,7 @@ TYPE_PARAMETERS = re.compile(r"^(\s*(?:async )?(?:def|class) \w+)\[[^\]]*\]", re
 
 
 def parse(text: str) -> ast.Module:
-    """The syntax tree of a module. Newer releases have syntax of Python 3.12, which is put in older form."""
+    """The syntax tree of a module. Syntax of Python 3.12, which newer releases have, is put in older form."""
     text = TYPE_PARAMETERS.sub(r"\1", TYPE_STATEMENT.sub(r"\1 =", text))
     flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     tree = compile(text, "ART", "exec", flags, dont_inherit=True)
@@ -69,8 +69,8 @@ def parse(text: str) -> ast.Module:
 
 
 def is_internal(module: str) -> bool:
-    beginnings = (each for prefixes in INTERNAL for each in prefixes.split())
-    return any(f"{module}.".startswith(f"{each.rstrip('.')}.") and module != each[:-1] for each in beginnings)
+    beginnings = (prefix for prefixes in INTERNAL for prefix in prefixes.split())
+    return any(f"{module}.".startswith(f"{prefix.rstrip('.')}.") and module != prefix[:-1] for prefix in beginnings)
 
 
 # --- one release ------------------------------------------------------------------------------------------------------
@@ -99,39 +99,45 @@ class Release:
         """The public names of a module: what it defines, what it lists in `__all__`, and what a package imports."""
         tree = self._tree(module)
         listed = _listed(tree)
-        found: dict[str, Definition] = {}
+        definitions: dict[str, Definition] = {}
         for node in _statements(tree.body):
             if isinstance(node, ast.ClassDef | Function):
-                found[node.name] = (module, node.name)
+                definitions[node.name] = (module, node.name)
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 is_constant = _is_constant(node)
-                names = [each for each in _targets(node) if each in listed or (is_constant and each[0].isupper())]
-                found |= {each: (module, each) for each in names}
+                names = [
+                    target for target in _targets(node) if target in listed or (is_constant and target[0].isupper())
+                ]
+                definitions |= {name: (module, name) for name in names}
             elif isinstance(node, ast.ImportFrom):
-                imported = {each.asname or each.name for each in node.names}
+                imported = {alias.asname or alias.name for alias in node.names}
                 for name in imported if module in self._packages else imported & listed:
-                    found |= self._named(name, self.find(module, name))
-        for name in listed - found.keys():
-            found |= self._named(name, self._find_lazy(module, name))
-        is_open = module != "art"  # what `art` does not list is for its own start
-        return {name: each for name, each in found.items() if not name.startswith("_") and (is_open or name in listed)}
+                    definitions |= self._named(name, self.find(module, name))
+        for name in listed - definitions.keys():
+            definitions |= self._named(name, self._find_lazy(module, name))
+        is_open = module != "art"  # names that `art` does not list serve its own start
+        return {
+            name: definition
+            for name, definition in definitions.items()
+            if not name.startswith("_") and (is_open or name in listed)
+        }
 
     def find(self, module: str, name: str, seen: frozenset[Definition] = frozenset()) -> Definition | None:
-        """Where a name of a module is defined; None if outside of this release."""
+        """The definition of a module's name; None if the name is defined outside of this release."""
         if module not in self._files or (module, name) in seen:
             return None
-        found: Definition | None = None
+        definition: Definition | None = None
         for node in _statements(self._tree(module).body):
             if (isinstance(node, ast.ClassDef | Function) and node.name == name) or (
                 isinstance(node, ast.Assign | ast.AnnAssign) and name in _targets(node)
             ):
-                found = (module, name)
+                definition = (module, name)
             elif isinstance(node, ast.ImportFrom):
-                for each in node.names:
-                    if (each.asname or each.name) == name:
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
                         source = self._source(module, node)
-                        found = self.find(source, each.name, seen | {(module, name)}) or found
-        return found
+                        definition = self.find(source, alias.name, seen | {(module, name)}) or definition
+        return definition
 
     def nodes(self, definition: Definition) -> list[ast.ClassDef | Function]:
         """The definitions of a class or function, with its overloads."""
@@ -143,12 +149,12 @@ class Release:
         """The base classes that this release defines."""
         for base in cls.bases:
             base = base.value if isinstance(base, ast.Subscript) else base
-            if isinstance(base, ast.Name) and (found := self.find(module, base.id)) is not None:
-                yield found
+            if isinstance(base, ast.Name) and (definition := self.find(module, base.id)) is not None:
+                yield definition
 
     def is_record(self, module: str, cls: ast.ClassDef) -> bool:
         """Whether annotated names of the class are fields."""
-        text = " ".join(ast.unparse(each) for each in (*cls.bases, *cls.decorator_list))
+        text = " ".join(ast.unparse(expression) for expression in (*cls.bases, *cls.decorator_list))
         return any(word in text for word in RECORDS) or any(
             isinstance(node, ast.ClassDef) and self.is_record(base[0], node)
             for base in self.bases(module, cls)
@@ -161,7 +167,7 @@ class Release:
     def _find_lazy(self, module: str, name: str) -> Definition | None:
         """A name of `__all__` that a function of the module imports."""
         for node in ast.walk(self._tree(module)):
-            if isinstance(node, ast.ImportFrom) and any(each.name == name for each in node.names):
+            if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
                 return self.find(self._source(module, node), name)
         return None
 
@@ -192,14 +198,14 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return [each.id for each in targets if isinstance(each, ast.Name)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def _listed(tree: ast.Module) -> set[str]:
     """The names in `__all__`."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and _targets(node) == ["__all__"]:
-            return {str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+            return {str(child.value) for child in ast.walk(node.value) if isinstance(child, ast.Constant)}
     return set()
 
 
@@ -220,7 +226,7 @@ class Entry:
     of: str = ""
     versions: list[str] = field(default_factory=list[str])
     texts: set[str] = field(default_factory=set[str])
-    """The programs that use it."""
+    """The programs that use the entry."""
 
 
 class Surface:
@@ -248,21 +254,21 @@ class Surface:
 
     def lineage(self, home: str) -> list[str]:
         """A class and its public base classes."""
-        found = [home]
-        for each in found:
-            found += [base for base in self._bases.get(each, []) if base not in found]
-        return found
+        classes = [home]
+        for cls in classes:
+            classes += [base for base in self._bases.get(cls, []) if base not in classes]
+        return classes
 
     def member(self, home: str, name: str) -> str | None:
         """The entry of a method or field of a class."""
-        candidates = (f"{each}.{name}" for each in self.lineage(home))
-        return next((each for each in candidates if each in self.entries), None)
+        candidates = (f"{owner}.{name}" for owner in self.lineage(home))
+        return next((candidate for candidate in candidates if candidate in self.entries), None)
 
     def keyword(self, home: str, name: str) -> str | None:
         """The entry of a keyword of a function, method or class."""
-        for each in self.lineage(home):
-            if f"{each}({name})" in self.entries:
-                return f"{each}({name})"
+        for owner in self.lineage(home):
+            if f"{owner}({name})" in self.entries:
+                return f"{owner}({name})"
         return self.member(home, name) if self.entries[home].kind == "class" else None
 
     def add_imported(self, path: str) -> bool:
@@ -286,7 +292,7 @@ class Surface:
                 joined = group.union(*(groups.get(path, ()) for path in group))
                 groups |= dict.fromkeys(joined, joined)
         for path, group in groups.items():
-            self.homes[path] = min(group, key=lambda each: (each.count("."), len(each), each))
+            self.homes[path] = min(group, key=lambda candidate: (candidate.count("."), len(candidate), candidate))
 
     def _add(self, name: str, kind: str, version: str, of: str = "") -> None:
         entry = self.entries.setdefault(name, Entry(kind, of))
@@ -298,7 +304,10 @@ class Surface:
         home, release = self.homes[path], self._releases[version]
         nodes = release.nodes(definition)
         is_class = bool(nodes) and isinstance(nodes[-1], ast.ClassDef)
-        kind = "class" if is_class else "function" if nodes else "constant"
+        if is_class:
+            kind = "class"
+        else:
+            kind = "function" if nodes else "constant"
         self._add(path, *(("path", version, home) if path != home else (kind, version)))
         for node in [] if is_internal(definition[0]) else nodes:
             if isinstance(node, ast.ClassDef):
@@ -316,7 +325,7 @@ class Surface:
     ) -> None:
         release = self._releases[version]
         for base in release.bases(module, cls):
-            public = next((path for path, each in paths.items() if each == base), None)
+            public = next((path for path, definition in paths.items() if definition == base), None)
             if public is not None:
                 self._bases[home].append(self.homes[public])
                 continue
@@ -335,7 +344,7 @@ class Surface:
     def _add_method(self, version: str, home: str, node: Function) -> None:
         if node.name in CONSTRUCTORS:
             self._add_keywords(version, home, node)
-        decorators = {ast.unparse(each).partition("(")[0].rpartition(".")[2] for each in node.decorator_list}
+        decorators = {ast.unparse(decorator).partition("(")[0].rpartition(".")[2] for decorator in node.decorator_list}
         if not _is_public(node.name) or node.name in PYDANTIC or decorators & VALIDATORS:
             return
         name = f"{home}.{node.name}"
@@ -345,7 +354,7 @@ class Surface:
         self._add_keywords(version, name, node)
 
     def _add_keywords(self, version: str, home: str, node: Function) -> None:
-        names = {each.arg for each in (*node.args.args, *node.args.kwonlyargs)} - {"self", "cls"}
+        names = {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)} - {"self", "cls"}
         for name in names:
             if not (node.name in CONSTRUCTORS and self.member(home, name)):
                 self._add(f"{home}({name})", "keyword", version)
@@ -371,7 +380,7 @@ CLASS_BY_VARIABLE = {
     "traj": ("art.Trajectory",),
     "group": ("art.TrajectoryGroup",),
 }
-"""What a variable holds whose name ends with this word, if the program does not show it."""
+"""The class of a variable whose name ends with this word, if the program does not show the class."""
 DICTIONARIES = {
     "_config": "art.dev.TrainConfig",
     "_internal_config": "art.dev.InternalModelConfig",
@@ -395,7 +404,7 @@ RESULTS = {
     "art.skypilot.SkyPilotBackend.initialize_cluster": "art.skypilot.SkyPilotBackend",
     "art.utils.iterate_dataset": "list art.utils.iterate_dataset.DatasetBatch",
 }
-"""What calls return; `list` before the class of the items."""
+"""The class of a call's result. Before the class of a list's items is the word `list`."""
 ITEMS = {
     "art.TrajectoryGroup": "art.Trajectory",
     "art.TrajectoryGroup.trajectories": "art.Trajectory",
@@ -412,7 +421,7 @@ def programs(folders: Iterable[Path]) -> Iterator[tuple[str, list[str]]]:
                 continue
             blocks = _blocks(file)
             digest = hashlib.sha256("\0".join(blocks).encode()).digest()
-            if digest not in seen and any(re.search(r"\bart\b", each) for each in blocks):
+            if digest not in seen and any(re.search(r"\bart\b", block) for block in blocks):
                 seen.add(digest)
                 yield f"{folder.name}/{relative}", blocks
 
@@ -422,11 +431,11 @@ def _blocks(file: Path) -> list[str]:
         return [file.read_text()]
     if file.suffix == ".ipynb":
         cells: list[Any] = json.loads(file.read_text() or "{}").get("cells", [])
-        code = ["".join(each["source"]) for each in cells if each["cell_type"] == "code"]
-        return [COMMAND.sub(r"\1pass", each) for each in code if not each.startswith("%%html")]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        return [COMMAND.sub(r"\1pass", source) for source in code if not source.startswith("%%html")]
     if file.suffix in (".md", ".mdx"):
-        blocks = [textwrap.dedent(each) for _, each in BLOCK.findall(file.read_text())]
-        return ["import art", *(PLACEHOLDER.sub(r"\1", each) for each in blocks)] if blocks else []
+        blocks = [textwrap.dedent(block) for _, block in BLOCK.findall(file.read_text())]
+        return ["import art", *(PLACEHOLDER.sub(r"\1", block) for block in blocks)] if blocks else []
     return []
 
 
@@ -448,7 +457,7 @@ def read_program(blocks: Iterable[str]) -> tuple[list[ast.Module], int]:
 
 @dataclass(frozen=True)
 class Value:
-    """What an expression is, as far as the program shows it."""
+    """The meaning of an expression, as far as the program shows it: a name of ART, an instance of a class, or a list."""
 
     homes: tuple[str, ...]
     is_instance: bool = False
@@ -470,21 +479,21 @@ class Uses(ast.NodeVisitor):
             self.visit(tree)
 
     def visit_Import(self, node: ast.Import) -> None:
-        for each in node.names:
-            parts = each.name.split(".")
+        for alias in node.names:
+            parts = alias.name.split(".")
             if parts[0] == "art":
                 for end in range(1, len(parts) + 1):
                     self._use(".".join(parts[:end]))
-                self._variables[each.asname or "art"] = Value((each.name if each.asname else "art",))
+                self._variables[alias.asname or "art"] = Value((alias.name if alias.asname else "art",))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if node.level or not node.module or node.module.partition(".")[0] != "art":
             return
         self._use(node.module)
-        for each in node.names:
-            found = self._path(f"{node.module}.{each.name}")
-            if found is not None:
-                self._variables[each.asname or each.name] = found
+        for alias in node.names:
+            value = self._path(f"{node.module}.{alias.name}")
+            if value is not None:
+                self._variables[alias.asname or alias.name] = value
 
     def visit_Assign(self, node: ast.Assign) -> None:
         value = self._value(node.value)
@@ -578,11 +587,11 @@ class Uses(ast.NodeVisitor):
         if value is None or value.is_instance or value.homes[0] not in self.surface.entries:
             return None
         (home,) = value.homes
-        for each in node.keywords:
-            name = self.surface.keyword(home, each.arg or "")
+        for keyword in node.keywords:
+            name = self.surface.keyword(home, keyword.arg or "")
             if name is not None:
                 self._use(name)
-                self._use_keys(each.arg or "", each.value)
+                self._use_keys(keyword.arg or "", keyword.value)
         if self.surface.entries[home].kind == "class":
             return Value((home,), is_instance=True)
         words = RESULTS.get(home, "").split()
@@ -592,13 +601,13 @@ class Uses(ast.NodeVisitor):
         """The keys of a dictionary of settings."""
         if name not in DICTIONARIES or not isinstance(value, ast.Dict):
             return
-        for key, each in zip(value.keys, value.values, strict=True):
+        for key, setting in zip(value.keys, value.values, strict=True):
             if isinstance(key, ast.Constant):
                 self._use(f"{DICTIONARIES[name]}.{key.value}")
-                self._use_keys(str(key.value), each)
+                self._use_keys(str(key.value), setting)
 
     def _annotated(self, node: ast.expr | None) -> Value | None:
-        """What a variable with this annotation holds."""
+        """The value of a variable with this annotation."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return self._annotated(ast.parse(node.value, mode="eval").body)
         if isinstance(node, ast.BinOp):
@@ -615,7 +624,7 @@ class Uses(ast.NodeVisitor):
 
 
 def _by_name(name: str) -> Value | None:
-    if name == "LocalBackend":  # pages of documentation do not always import it
+    if name == "LocalBackend":  # pages of documentation do not always import the class
         return Value(("art.local.LocalBackend",))
     word = name.lower().rpartition("_")[2]
     homes = CLASS_BY_VARIABLE.get(word)

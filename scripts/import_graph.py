@@ -13,8 +13,8 @@ PACKAGES = {
     "art_server": ROOT / "art_server",
     "art_watch": ROOT / "art_watch",
 }
-"""The core."""
-ANNEXES = {each.name: each for each in sorted((ROOT / "plugins").iterdir()) if each.is_dir()}
+"""The packages of the core."""
+ANNEXES = {folder.name: folder for folder in sorted((ROOT / "plugins").iterdir()) if folder.is_dir()}
 """The folders of annexes. Each has a folder `art`, a part of the client's package, or a package of its own."""
 
 PROCESSES = {"the server": "", "the trainer's process": "trainer", "vLLM's processes": "engine/vllm_process"}
@@ -28,14 +28,14 @@ Graph = Mapping[str, frozenset[str]]
 @functools.cache
 def modules() -> Mapping[str, Path]:
     """Maps the dotted names of our modules to their files."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for folder in (*PACKAGES.values(), *ANNEXES.values()):
         root = folder if folder in ANNEXES.values() else folder.parent
         for file in sorted(folder.rglob("*.py")):
             parts = file.relative_to(root).with_suffix("").parts
             if parts[0] != "tests":
-                found.setdefault(".".join(parts).removesuffix(".__init__"), file)
-    return found
+                files.setdefault(".".join(parts).removesuffix(".__init__"), file)
+    return files
 
 
 def our_packages() -> set[str]:
@@ -45,18 +45,18 @@ def our_packages() -> set[str]:
 @functools.cache
 def imported_names(file: Path) -> frozenset[str]:
     """The dotted names that a file imports: modules, and names inside modules."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return frozenset(found)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(names)
 
 
 @functools.cache
 def import_graph() -> Graph:
-    """Maps each of our modules to those of our modules that it imports."""
+    """Maps each of our modules to the modules of ours that it imports."""
     files = modules()
     graph: dict[str, frozenset[str]] = {}
     for module, file in files.items():
@@ -73,8 +73,9 @@ def foreign_packages(file: Path) -> set[str]:
 
 
 def room(module: str) -> str:
-    """The folder of the server that contains the module (a file at its top is a room of its own), the module's annex, or
-    else its package; of `art_watch` the terminal, which runs in processes of its own, is a second room."""
+    """The room of a module: the folder of the server that contains the module (a file at the server's top is a separate room),
+    else the module's annex, else the module's package. The terminal of `art_watch`, which runs in separate processes, is a
+    separate room."""
     if module not in modules() or module == "art_server":
         return module.partition(".")[0]
     file = modules()[module]
@@ -114,23 +115,23 @@ def picture() -> str:
     rooms: dict[str, set[str]] = {}
     for module, imported in import_graph().items():
         rooms.setdefault(room(module), set()).update(map(room, imported))
-    drawn = {each for each in rooms if (PACKAGES["art_server"] / each).is_dir()} | {
+    drawn = {name for name in rooms if (PACKAGES["art_server"] / name).is_dir()} | {
         "server",
         "art",
         "art_protocol",
         *WATCH,
         *ANNEXES,
     }
-    arrows = {each: frozenset(rooms[each] & drawn) - {each} for each in sorted(drawn)}
+    arrows = {name: frozenset(rooms[name] & drawn) - {name} for name in sorted(drawn)}
     lines = ["```mermaid", "flowchart TD"]
     for process, alone in PROCESSES.items():
         of_server = drawn - {*PROCESSES.values(), "process/shared", *PACKAGES, *WATCH, *ANNEXES}
         inside = [alone] if alone else sorted(of_server)
         lines += [f'    subgraph {_node(alone) or "server"}_process["{process}"]']
-        lines += [*(f'        {_node(each)}["{each}"]' for each in inside), "    end"]
-    for each, to in arrows.items():
+        lines += [*(f'        {_node(name)}["{name}"]' for name in inside), "    end"]
+    for source, to in arrows.items():
         implied = {far for near in to for far in reach(arrows, near)}
-        lines += [f"    {_node(each)} --> {_node(other)}" for other in sorted(to - implied)]
+        lines += [f"    {_node(source)} --> {_node(other)}" for other in sorted(to - implied)]
     return "\n".join([*lines, "```"])
 
 

@@ -1,12 +1,12 @@
 """Build the embedded default model `art/tiny` from nothing, and measure it.
 
-    python scripts/make_tiny_model.py build      # half an hour on two idle cores; resumes if broken off
+    python scripts/make_tiny_model.py build      # half an hour on two idle cores; resumes after an interruption
     python scripts/make_tiny_model.py measure    # some minutes; writes the rates into the model card
 
-The build learns a tokenizer from synthetic chats, trains a small Qwen3 on them for a fixed number
-of seeded steps, and puts the files into the model folder. It needs a C++ compiler, for
-torch.compile. On cores shared with other work, OMP_WAIT_POLICY=PASSIVE in the environment keeps it
-from waiting in a busy loop. The parts live in `scripts/tiny_model/`.
+The build learns a tokenizer from synthetic chats, trains a small Qwen3 on them for a fixed number of seeded steps, and
+puts the files into the model folder. It needs a C++ compiler, for torch.compile. On cores shared with other work,
+OMP_WAIT_POLICY=PASSIVE in the environment keeps the build from waiting in a busy loop. The parts live in
+`scripts/tiny_model/`.
 """
 
 import argparse

@@ -40,14 +40,12 @@ def shape(value: Any) -> Any:  # Any: any object that `art` exports
         return sorted(value.__all__)
     if inspect.isclass(value):
         public = {name for name in dir(value) if not name.startswith("_")}
-        inherited = {
-            name for base in value.__mro__[1:] if base.__module__.partition(".")[0] != "art" for name in vars(base)
-        }
-        return {"": signature(value)} | {
-            name: signature(member)
-            for name in sorted(public - inherited)
-            for member in [inspect.getattr_static(value, name)]
-        }
+        inherited: set[str] = set()
+        for base in value.__mro__[1:]:
+            if base.__module__.partition(".")[0] != "art":
+                inherited |= vars(base).keys()
+        own = sorted(public - inherited)
+        return {"": signature(value)} | {name: signature(inspect.getattr_static(value, name)) for name in own}
     return signature(value)
 
 
@@ -58,11 +56,11 @@ def signature(value: Any) -> str:
     if not callable(value):
         return "property" if isinstance(value, property) else "value"
     try:
-        found = inspect.signature(value)
+        full_signature = inspect.signature(value)
     except ValueError:
         return "callable"
-    bare = [each.replace(annotation=inspect.Parameter.empty) for each in found.parameters.values()]
-    text = str(found.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in full_signature.parameters.values()]
+    text = str(full_signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
     return text if " at 0x" not in text else "callable"
 
 
@@ -89,14 +87,14 @@ def without_texts(value: Any, *, are_names: bool = False) -> Any:
     """The schema without texts for people. With `are_names`, the keys are names (such as fields) and are all kept."""
     if isinstance(value, dict):
         return {
-            key: without_texts(each, are_names=key in ("properties", "schemas", "paths", "$defs"))
-            for key, each in sorted(value.items())
+            key: without_texts(entry, are_names=key in ("properties", "schemas", "paths", "$defs"))
+            for key, entry in sorted(value.items())
             if are_names or key not in FOR_PEOPLE
         }
     if not isinstance(value, list):
         return value
-    values = [without_texts(each) for each in value]
-    return sorted(values, key=json.dumps) if all(isinstance(each, dict) for each in values) else values
+    values = [without_texts(entry) for entry in value]
+    return sorted(values, key=json.dumps) if all(isinstance(entry, dict) for entry in values) else values
 
 
 if __name__ == "__main__":

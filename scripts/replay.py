@@ -1,11 +1,11 @@
 #!/usr/bin/env -S .venv/bin/python
-"""Makes a step again from its record, and compares it with the step, bit for bit.
+"""Makes a step again from its record, and compares the result with the step, bit for bit.
 
     scripts/replay.py [PROJECT/]NAME[@k] [--path .art]     a step in a server's folder
     scripts/replay.py FOLDER                               the folder `replay` of a checkpoint, or a copy of it
 
-Ends with 0 if adapter and optimizer state are bit-equal, with 1 if they are not or an input differs, and with 2 if there is
-no such record or it cannot be trained.
+Ends with 0 if adapter and optimizer state are bit-equal, with 1 if they are not or an input differs, and with 2 if
+there is no such record or the record cannot be trained.
 """
 
 import argparse
@@ -70,12 +70,12 @@ def replay_step(text: str, path: Path) -> bool:
     what = f"{record.model}, step {record.step}"
     if changed := changed_inputs(folder, record, base):
         print(f"{what} cannot be made again: these inputs differ from the record")
-        print("\n".join(f"  {each}" for each in changed))
+        print("\n".join(f"  {line}" for line in changed))
         return False
     with tempfile.TemporaryDirectory() as temporary:
         done = asyncio.run(train(folder, record, base, Path(temporary)))
-        made = content_digests(Path(temporary) / "step")
-    different = [name for file, name in COMPARED.items() if made.get(file) != record.result_files.get(file)]
+        digests = content_digests(Path(temporary) / "step")
+    different = [name for file, name in COMPARED.items() if digests.get(file) != record.result_files.get(file)]
     if not different:
         print(f"{what}: bit-equal ({' and '.join(COMPARED.values())})")
         return True
@@ -89,10 +89,10 @@ def replay_step(text: str, path: Path) -> bool:
 
 
 def find_record(text: str, path: Path) -> Path:
-    """The folder of a record, from MODEL[@k] or its path.
+    """The folder of a record, from MODEL[@k] or the folder's path.
 
     Raises:
-        NotFound: there is none.
+        NotFound: there is no such record.
     """
     if (Path(text) / RECORD_FILE).is_file():
         return Path(text)
@@ -102,44 +102,44 @@ def find_record(text: str, path: Path) -> Path:
         raise InvalidInput(f"'{step}' is not a step: write NAME@NUMBER", code="unknown_step")
     folder = find_model_folder(path, project, name)
     number = int(step) if step else folder.newest_step() or 0
-    found = folder.checkpoint_dir(number) / FOLDER
-    if not (found / RECORD_FILE).is_file():
-        kept = [each for each in folder.steps() if (folder.checkpoint_dir(each) / FOLDER).exists()]
+    record_folder = folder.checkpoint_dir(number) / FOLDER
+    if not (record_folder / RECORD_FILE).is_file():
+        kept = [candidate for candidate in folder.steps() if (folder.checkpoint_dir(candidate) / FOLDER).exists()]
         raise NotFound(
             f"step {number} of {folder.project}/{folder.name} has no record; steps with a record: "
             f"{', '.join(map(str, kept)) or 'none'}. The newest ten steps have one",
             code="unknown_step",
         )
-    return found
+    return record_folder
 
 
 def changed_inputs(folder: Path, record: ReplayRecord, base: Path) -> list[str]:
     """The files that differ from their digests in the record."""
     expected = {f"{START}/{name}": digest for name, digest in record.start_files.items()}
-    found = {f"{START}/{name}": each for name, each in content_digests(folder / START).items()}
+    digests = {f"{START}/{name}": digest for name, digest in content_digests(folder / START).items()}
     expected |= {f"base model {record.base_model}: {n}": d for n, d in record.base_files.items()}
-    found |= {f"base model {record.base_model}: {n}": d for n, d in base_digests(base).items()}
+    digests |= {f"base model {record.base_model}: {n}": d for n, d in base_digests(base).items()}
     expected[BATCH_FILE] = record.batch
     if (folder / BATCH_FILE).is_file():
-        found[BATCH_FILE] = "damaged"
+        digests[BATCH_FILE] = "damaged"
         with contextlib.suppress(zlib.error):
             batch = zlib.decompress((folder / BATCH_FILE).read_bytes())
-            found[BATCH_FILE] = hashlib.sha256(batch).hexdigest()
+            digests[BATCH_FILE] = hashlib.sha256(batch).hexdigest()
     return [
-        f"{name}: {'changed' if name in found else 'missing'}"
+        f"{name}: {'changed' if name in digests else 'missing'}"
         for name, digest in expected.items()
-        if found.get(name) != digest
+        if digests.get(name) != digest
     ]
 
 
 def number_in(settings: dict[str, str], name: str) -> int | None:
-    """A number of the record's environment; None if the step had none, or an earlier version made it."""
+    """A number of the record's environment; None if the step had no such number, or an earlier version made the record."""
     value = settings.get(name, "None")
     return None if value == "None" else int(value)
 
 
 async def train(folder: Path, record: ReplayRecord, base: Path, temporary: Path) -> Done:
-    """Runs the step in as many trainer processes as made it, with the record's settings; the result is in `temporary`/step.
+    """Runs the step with the record's settings and its number of trainer processes; the result is in `temporary`/step.
 
     Raises:
         Unavailable: the trainer failed.

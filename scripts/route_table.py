@@ -1,4 +1,4 @@
-"""docs/routes.md: the server's routes, the scope that a key needs for each, and the largest body that it takes."""
+"""docs/routes.md: the server's routes, each with the scope that a key needs and the largest body."""
 
 from collections.abc import Iterator
 

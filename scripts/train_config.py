@@ -28,9 +28,9 @@ def page() -> str:
 def docstrings(model: type) -> dict[str, str]:
     """The docstring under each field of a model, on one line."""
     tree = ast.parse(SOURCE.read_text())
-    (found,) = [each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == model.__name__]
+    (definition,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model.__name__]
     meanings: dict[str, str] = {}
-    for field, behind in zip(found.body, found.body[1:], strict=False):
+    for field, behind in zip(definition.body, definition.body[1:], strict=False):
         is_text = isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
             meanings[field.target.id] = " ".join(str(behind.value.value).split())  # type: ignore[union-attr]
@@ -50,10 +50,10 @@ def fields(names: list[str], meanings: dict[str, str]) -> str:
 def values(annotation: Any) -> str:  # Any: a type form
     """The values that a field takes, in words."""
     if get_origin(annotation) is Literal:
-        return ", ".join(f"`{each}`" for each in get_args(annotation))
+        return ", ".join(f"`{option}`" for option in get_args(annotation))
     if get_origin(annotation) is list:
         return "a list"
-    parts = [each for each in get_args(annotation) if each is not type(None)]
+    parts = [argument for argument in get_args(annotation) if argument is not type(None)]
     if parts and get_origin(annotation) is not None and not isinstance(annotation, type):
         return " or ".join(dict.fromkeys(values(part) for part in parts if values(part)))
     names = {float: "a number", int: "an integer", bool: "true or false", str: "text"}
@@ -64,8 +64,8 @@ def presets() -> str:
     """A table of the presets: what each changes."""
     lines = ["| preset | fields |", "|---|---|"]
     for name, loss in PRESETS.items():
-        given = loss.model_dump(exclude_unset=True)
-        shown = ", ".join(f"`{field}={value!r}`" for field, value in given.items())
+        changed = loss.model_dump(exclude_unset=True)
+        shown = ", ".join(f"`{field}={value!r}`" for field, value in changed.items())
         lines.append(f"| `{name}` | {shown or 'the defaults'} |")
     return "\n".join(lines) + "\n"
 

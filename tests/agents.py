@@ -51,18 +51,18 @@ def train(server: Server, folder: Path, agent: str, *flags: str) -> Trained:
         program = [FOLDER / "with_javascript.py", agent.removeprefix("javascript-")]
     frame = str(ROOT / "examples" / "frameworks")
     printed = run_program(server, folder, python, *program, *flags, PYTHONPATH=frame, CREWAI_DISABLE_TELEMETRY="true")
-    found = MEASURED.search(printed)
-    assert found, printed
+    match = MEASURED.search(printed)
+    assert match, printed
     sources, continuations = Counter[str](), Counter[str]()
     reports = [job["report"] for job in done_jobs(server, agent)]
     for report in reports:
         sources.update(report["turns"])
         continuations.update(report["continuations"])
     return Trained(
-        steps=int(found["steps"]),
-        before=found["before"],
-        after=found["after"],
-        difference=found["difference"],
+        steps=int(match["steps"]),
+        before=match["before"],
+        after=match["after"],
+        difference=match["difference"],
         rollouts=sum(report["num_trajectories"] for report in reports),
         failed=sum(report["num_failed_rollouts"] for report in reports),
         sources=sources,

@@ -57,7 +57,7 @@ CONFIGS = {
         f"{name} to sampled": TrainConfig(preset=name, ratio_to="sampled", max_grad_norm=1e9)  # pyright: ignore[reportArgumentType]
         for name in PRESETS
     },
-    **{name: TrainConfig(**given, max_grad_norm=1e9) for name, given in OTHERS.items()},
+    **{name: TrainConfig(**fields, max_grad_norm=1e9) for name, fields in OTHERS.items()},
 }
 
 

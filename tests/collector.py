@@ -34,7 +34,7 @@ class Collector:
     def take(self, body: bytes) -> None:
         self.bodies.append(body)
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            named = {each.key: each.value.string_value for each in resource.resource.attributes}
+            named = {attribute.key: attribute.value.string_value for attribute in resource.resource.attributes}
             for scope in resource.scope_spans:
                 self.spans += [(named["service.name"], span) for span in scope.spans]
 
@@ -47,4 +47,6 @@ class Collector:
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
+    return {
+        attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value")) for attribute in span.attributes
+    }

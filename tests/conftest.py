@@ -54,9 +54,9 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def collector() -> Iterator[Collector]:
     """What the server reports of its requests and jobs."""
-    made = Collector()
-    yield made
-    made.close()
+    endpoint = Collector()
+    yield endpoint
+    endpoint.close()
 
 
 @pytest.fixture(scope="session")

@@ -34,12 +34,12 @@ def pins(extra: str, python: str, machine: str = "x86_64") -> dict[str, str]:
         "implementation_name": "cpython",
         "platform_python_implementation": "CPython",
     }
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for line in constraints(extra):
         requirement = Requirement(line)
         if requirement.marker is not None and not requirement.marker.evaluate(environment):
             continue
         (specifier,) = requirement.specifier
-        assert requirement.name not in found, f"{extra}: two versions of {requirement.name}"
-        found[requirement.name] = specifier.version
-    return found
+        assert requirement.name not in versions, f"{extra}: two versions of {requirement.name}"
+        versions[requirement.name] = specifier.version
+    return versions

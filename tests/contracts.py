@@ -107,7 +107,7 @@ async def check_chat(http: aiohttp.ClientSession) -> None:
     async with http.post("/v1/chat/completions", json=body | {"stream": True}) as response:
         assert response.status == 200 and response.content_type == "text/event-stream"
         *events, end, rest = (await response.text()).split("\n\n")
-    assert (end, rest) == ("data: [DONE]", "") and all(each.startswith("data: {") for each in events)
+    assert (end, rest) == ("data: [DONE]", "") and all(event.startswith("data: {") for event in events)
     chunk = json.loads(events[0].removeprefix("data: "))
     assert chunk["object"] == "chat.completion.chunk" and chunk["choices"][0]["delta"]["role"] == "assistant"
 

@@ -23,7 +23,7 @@ from art_server.jobs.queue import JobQueue
 from art_server.process.shared import clock
 from art_server.store.database import insert, open_database, transaction
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
-from tests.demo_groups import NUM_DISTINCT, Made, Words, logged, make_group
+from tests.demo_groups import NUM_DISTINCT, DemoGroup, Words, logged, make_group
 
 NAMES = ("webnav-8b", "webnav-lr2e5", "sql-repair", "tau-airline", "math-hints", "2048-small")
 STEP_SECONDS = 97
@@ -44,7 +44,7 @@ def make_demo(
     `token_steps` have records of their tokens (None: all)."""
     words, chance = Words(), random.Random(7)
     size = min(8, rollouts)
-    groups = [make_group(words, chance, place, size) for place in range(NUM_DISTINCT)]
+    groups = [make_group(words, chance, index, size) for index in range(NUM_DISTINCT)]
     lines = [json.dumps(group.row).encode() + b"\n" for group in groups]
     validations = [json.dumps(logged(group.row, words)).encode() + b"\n" for group in groups]
     per_step = max(1, rollouts // size)
@@ -58,13 +58,13 @@ def make_demo(
         with (folder.path / "history.jsonl").open("w") as history:
             for step in range(1, steps + 1):
                 chosen = choose(groups, step, number, per_step)
-                write_rollouts(folder, "train", step, [lines[each] for each in chosen])
+                write_rollouts(folder, "train", step, [lines[index] for index in chosen])
                 if step % 5 == 0:
-                    write_rollouts(folder, "val", step, [validations[each] for each in chosen[:1]])
+                    write_rollouts(folder, "val", step, [validations[index] for index in chosen[:1]])
                 if token_steps is None or step > steps - token_steps:
-                    write_tokens(folder, step, [groups[each] for each in chosen], words)
-                made = [groups[each] for each in chosen]
-                history.write(json.dumps(history_row(step, number, made, steps)) + "\n")
+                    write_tokens(folder, step, [groups[index] for index in chosen], words)
+                step_groups = [groups[index] for index in chosen]
+                history.write(json.dumps(history_row(step, number, step_groups, steps)) + "\n")
         write_checkpoints(folder, steps)
     write_jobs(root, [(folder, step) for folder in folders for step in range(1, steps + 1)])
     return folders
@@ -113,10 +113,10 @@ def log(folder: ModelFolder, step: int, metrics: Mapping[str, float]) -> None:
 
 def rows_by_step(file: Path) -> dict[int, dict[str, Any]]:
     """The lines of a history.jsonl, those of a step as one."""
-    found: dict[int, dict[str, Any]] = {}
+    merged: dict[int, dict[str, Any]] = {}
     for row in map(json.loads, file.read_text().splitlines()):
-        found.setdefault(row["step"], {}).update(row)
-    return found
+        merged.setdefault(row["step"], {}).update(row)
+    return merged
 
 
 def model_names() -> Iterator[str]:
@@ -125,22 +125,22 @@ def model_names() -> Iterator[str]:
         yield f"sweep-{number:03d}"
 
 
-def choose(groups: Sequence[Made], step: int, number: int, per_step: int) -> list[int]:
+def choose(groups: Sequence[DemoGroup], step: int, number: int, per_step: int) -> list[int]:
     """The groups of a step. Step 1 begins with the special ones; later steps take groups with higher rewards."""
     if step == 1:
-        return [place % len(groups) for place in range(per_step)]
+        return [index % len(groups) for index in range(per_step)]
     chance = random.Random(step * 1009 + number)
-    ranked = sorted(range(len(groups)), key=lambda each: sum(groups[each].rewards))
+    ranked = sorted(range(len(groups)), key=lambda index: sum(groups[index].rewards))
     middle = len(groups) * min(0.85, 0.2 + 0.7 * (1 - math.exp(-step / (12 + 3 * number))))
-    places = (int(chance.gauss(middle, 5)) for _ in range(per_step))
-    return [ranked[min(len(groups) - 1, max(0, place))] for place in places]
+    positions = (int(chance.gauss(middle, 5)) for _ in range(per_step))
+    return [ranked[min(len(groups) - 1, max(0, position))] for position in positions]
 
 
 def write_rollouts(folder: ModelFolder, split: str, step: int, lines: Sequence[bytes]) -> None:
     (folder.path / "trajectories" / split / f"{step:04d}.jsonl").write_bytes(b"".join(lines))
 
 
-def write_tokens(folder: ModelFolder, step: int, groups: Sequence[Made], words: Words) -> None:
+def write_tokens(folder: ModelFolder, step: int, groups: Sequence[DemoGroup], words: Words) -> None:
     """Writes the record of a step's tokens, in the format of `art_server/trainer/token_record.py`."""
     first = 0
     described: list[dict[str, Any]] = []
@@ -161,7 +161,7 @@ def time_of(steps_ago: int, number: int) -> datetime:
     return datetime.now(UTC) - timedelta(hours=5 * number, seconds=STEP_SECONDS * steps_ago + 40)
 
 
-def history_row(step: int, number: int, groups: Sequence[Made], steps: int) -> dict[str, Any]:
+def history_row(step: int, number: int, groups: Sequence[DemoGroup], steps: int) -> dict[str, Any]:
     """A row of history.jsonl, with the names of a real one and the rewards of the step's rollouts."""
     chance = random.Random(step * 31 + number)
     rewards = [reward for group in groups for reward in group.rewards]
@@ -250,10 +250,10 @@ def time_metrics(tokens: int, chance: random.Random) -> dict[str, float]:
 def write_checkpoints(folder: ModelFolder, steps: int) -> None:
     """The newest steps, with small adapters."""
     for step in range(max(0, steps - KEPT_STEPS + 1), steps + 1):
-        made = folder.checkpoint_dir(step)
-        made.mkdir(parents=True)
-        (made / "adapter_config.json").write_text("{}")
-        (made / "adapter_model.safetensors").write_bytes(bytes(45_000 + step))
-        made_at = time_of(steps - step, 0).timestamp()
-        record = CheckpointRecord(step=step, created_at=made_at, unchanged=step % 11 == 5)
-        (made / "checkpoint.json").write_text(record.model_dump_json())
+        checkpoint = folder.checkpoint_dir(step)
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "adapter_config.json").write_text("{}")
+        (checkpoint / "adapter_model.safetensors").write_bytes(bytes(45_000 + step))
+        created_at = time_of(steps - step, 0).timestamp()
+        record = CheckpointRecord(step=step, created_at=created_at, unchanged=step % 11 == 5)
+        (checkpoint / "checkpoint.json").write_text(record.model_dump_json())

@@ -59,7 +59,7 @@ class TokenSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class DemoGroup:
     """A group: the line of its trajectories file, and the columns of its token record."""
 
     row: dict[str, Any]
@@ -69,38 +69,38 @@ class Made:
 
     @property
     def rewards(self) -> list[float]:
-        return [each["reward"] for each in self.row["trajectories"]]
+        return [trajectory["reward"] for trajectory in self.row["trajectories"]]
 
 
-def make_group(words: Words, chance: random.Random, place: int, size: int) -> Made:
+def make_group(words: Words, chance: random.Random, index: int, size: int) -> DemoGroup:
     """A group of rollouts of one task."""
-    question = HOSTILE if place == HOSTILE_GROUP else QUESTIONS[place % len(QUESTIONS)]
-    level = place / NUM_DISTINCT
+    question = HOSTILE if index == HOSTILE_GROUP else QUESTIONS[index % len(QUESTIONS)]
+    level = index / NUM_DISTINCT
     trajectories: list[dict[str, Any]] = []
     sequences: list[list[TokenSequence]] = []
     for number in range(size):
         reward = round(min(1.0, max(0.0, chance.gauss(level, 0.3))), 3)
-        if place == DEAD:
+        if index == DEAD:
             reward = 0.0
-        trajectory, of_trajectory = make_trajectory(words, chance, question, place, number, reward)
+        trajectory, of_trajectory = make_trajectory(words, chance, question, index, number, reward)
         trajectories.append(trajectory)
         sequences.append(of_trajectory)
     failure = {"type": "TimeoutError", "message": f"the tool did not answer {HOSTILE}"}
     failure["traceback"] = "Traceback (most recent call last):\n  File agent.py, line 41, in search"
     row = {
-        "exceptions": [failure] if place == FAILED else [],
-        "metadata": {"scenario": f"booking-{place:03d}", "question": question},
+        "exceptions": [failure] if index == FAILED else [],
+        "metadata": {"scenario": f"booking-{index:03d}", "question": question},
         "metrics": {},
         "logs": [],
         "trajectories": trajectories,
     }
-    rewards = [each["reward"] for each in trajectories]
-    spans = [[len(each.ids) for each in of_trajectory] for of_trajectory in sequences]
-    return Made(row, spans, token_columns(chance, sequences, rewards))
+    rewards = [trajectory["reward"] for trajectory in trajectories]
+    spans = [[len(sequence.ids) for sequence in of_trajectory] for of_trajectory in sequences]
+    return DemoGroup(row, spans, token_columns(chance, sequences, rewards))
 
 
 def make_trajectory(
-    words: Words, chance: random.Random, question: str, place: int, number: int, reward: float
+    words: Words, chance: random.Random, question: str, index: int, number: int, reward: float
 ) -> tuple[dict[str, Any], list[TokenSequence]]:
     """A tool call and an answer. In the group CHANGED the second turn begins a new sequence; in others the last
     rollout's first turn is dropped."""
@@ -109,9 +109,9 @@ def make_trajectory(
     arguments = json.dumps({"query": question[:40], "max": chance.choice((3, 5))})
     call = f'{thought}\n<tool_call>{{"name": "search", "arguments": {arguments}}}</tool_call><|im_end|>'
     between = f"\n<|im_start|>tool\n{RESULT}<|im_end|>\n<|im_start|>assistant\n"
-    end = f"{answer if place != HOSTILE_GROUP else HOSTILE}<|im_end|>"
+    end = f"{answer if index != HOSTILE_GROUP else HOSTILE}<|im_end|>"
     first, second = words.encode(call), words.encode(end)
-    is_changed, is_dropped = place == CHANGED, place % 6 == 5 and number == 0
+    is_changed, is_dropped = index == CHANGED, index % 6 == 5 and number == 0
     sequences = [TokenSequence()]
     extend(sequences[0], words.encode(opening), first)
     if is_changed:
@@ -142,7 +142,7 @@ def make_trajectory(
         "reward": reward,
         "additional_histories": [],
         "metrics": {"num_tool_calls": 1, "is_correct": reward > 0.5},
-        "metadata": {"user": HOSTILE} if place == HOSTILE_GROUP else {"seed": number},
+        "metadata": {"user": HOSTILE} if index == HOSTILE_GROUP else {"seed": number},
         "logs": [f"searched with {arguments}"],
         "turns": traces,
     }
@@ -157,15 +157,15 @@ def extend(sequence: TokenSequence, context: list[int], sampled: list[int]) -> N
         sequence.sampled.append((start, len(sequence.ids)))
 
 
-def trace(entry: int, origin: str, sequences: list[TokenSequence], place: int, continues: str | None) -> dict[str, Any]:
-    start, stop = sequences[place].sampled[0 if entry == 2 else -1]
-    number = place % len(sequences)
+def trace(entry: int, origin: str, sequences: list[TokenSequence], index: int, continues: str | None) -> dict[str, Any]:
+    start, stop = sequences[index].sampled[0 if entry == 2 else -1]
+    number = index % len(sequences)
     turn = TurnTrace(0, entry, origin, None, continues, 11, number, start, stop)
     return turn.as_json()
 
 
 def choice(message: dict[str, Any], token_ids: list[int], reason: str, chance: random.Random) -> dict[str, Any]:
-    content = [{"token": f"token_id:{each}", "logprob": -chance.random()} for each in token_ids]
+    content = [{"token": f"token_id:{token_id}", "logprob": -chance.random()} for token_id in token_ids]
     return {
         "index": 0,
         "message": message,
@@ -194,19 +194,19 @@ def token_columns(
     """The token record's tensors of a group. Only a group with signal is trained."""
     numbers = np.random.default_rng(chance.getrandbits(32))
     mean, std = float(np.mean(rewards)), float(np.std(rewards))
-    num = sum(len(each.ids) for of_trajectory in sequences for each in of_trajectory)
+    num = sum(len(sequence.ids) for of_trajectory in sequences for sequence in of_trajectory)
     columns: dict[str, np.ndarray] = {
         f"{name}_T": np.full(num, np.nan, np.float32)
         for name in ("sampled_logprobs", "trainer_logprobs", "advantages", "ratios", "entropies")
     }
     columns["is_clipped_T"] = np.zeros(num, np.uint8)
     columns["token_ids_T"] = np.array(
-        [token for of_trajectory in sequences for each in of_trajectory for token in each.ids], np.int32
+        [token for of_trajectory in sequences for sequence in of_trajectory for token in sequence.ids], np.int32
     )
     first = 0
     for of_trajectory, reward in zip(sequences, rewards, strict=True):
-        for each in of_trajectory:
-            for start, stop in each.sampled:
+        for sequence in of_trajectory:
+            for start, stop in sequence.sampled:
                 inside = slice(first + start, first + stop)
                 surprise = np.maximum(-(numbers.exponential(0.5, stop - start) ** 2), MIN_LOGPROB)
                 columns["sampled_logprobs_T"][inside] = surprise
@@ -217,5 +217,5 @@ def token_columns(
                 columns["ratios_T"][inside] = np.exp(numbers.normal(0, 0.09, len(surprise)))
                 columns["entropies_T"][inside] = np.minimum(3.0, -surprise * 0.7)
                 columns["is_clipped_T"][inside] = np.abs(columns["ratios_T"][inside] - 1) > 0.2
-            first += len(each.ids)
+            first += len(sequence.ids)
     return columns

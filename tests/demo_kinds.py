@@ -36,7 +36,7 @@ def make_kinds(root: Path) -> None:
     lengthen(long)
     rename(others[4], "a-name-as-long-as-names-may-be-with-every-setting-of-the-sweep-lr-2e-5-seed-17")
     dead, broken, constant = (ModelFolder(root, "production", name) for name in ("dead", "broken", "constant"))
-    write_jobs(root, [(each, step) for each in (broken, constant) for step in range(1, STEPS + 1)])
+    write_jobs(root, [(folder, step) for folder in (broken, constant) for step in range(1, STEPS + 1)])
     write_jobs(root, [(long, step) for step in range(LONG - STEPS, LONG + 1)])
     equal = Dropped(reason="all rewards in the group are equal: no signal", count=2, unit="group")
     config = TrainConfig(learning_rate=1.0, passes=2)
@@ -52,9 +52,9 @@ def make_kinds(root: Path) -> None:
 
 def rename(folder: ModelFolder, name: str) -> ModelFolder:
     folder.path.rename(folder.path.with_name(name))
-    made = ModelFolder(folder.path.parents[2], folder.project, name)
-    made.create(made.read().model_copy(update={"name": name}), folder.path)
-    return made
+    renamed = ModelFolder(folder.path.parents[2], folder.project, name)
+    renamed.create(renamed.read().model_copy(update={"name": name}), folder.path)
+    return renamed
 
 
 def rewrite(folder: ModelFolder, change: Callable[[Row], Row]) -> None:

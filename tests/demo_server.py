@@ -60,14 +60,14 @@ class DemoServer:
         return self._activity.report()
 
     def memory(self) -> dict[str, Any]:
-        found = memory(self._root, {})
-        found["disk_free_bytes"] = 512e9 if self._is_idle else DISK_FREE_BYTES
-        found["resident_bytes"] = {"server": 212e6, "engine": 18.4e9, "trainer": 21.7e9}
-        return found
+        report = memory(self._root, {})
+        report["disk_free_bytes"] = 512e9 if self._is_idle else DISK_FREE_BYTES
+        report["resident_bytes"] = {"server": 212e6, "engine": 18.4e9, "trainer": 21.7e9}
+        return report
 
     async def jobs(self, projects: frozenset[str] | None, states: Sequence[JobState], limit: int) -> list[JobInfo]:
         del projects
-        return [each for each in self.infos.values() if each.state in states][:limit]
+        return [job for job in self.infos.values() if job.state in states][:limit]
 
     async def get(self, job_id: str) -> JobInfo:
         return self.infos[job_id]

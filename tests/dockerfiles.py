@@ -17,13 +17,13 @@ def instructions(name: str) -> list[tuple[str, str]]:
     """A Dockerfile's instructions with their arguments, continuation lines joined."""
     lines = [line for line in (DOCKER / name).read_text().splitlines() if not line.startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ")
-    found = [line.partition(" ") for line in joined.splitlines() if line.strip()]
-    return [(word, arguments.strip()) for word, _, arguments in found]
+    parts = [line.partition(" ") for line in joined.splitlines() if line.strip()]
+    return [(word, arguments.strip()) for word, _, arguments in parts]
 
 
 def argument(name: str, word: str) -> str:
-    (found,) = [arguments for key, arguments in instructions(name) if key == word]
-    return found
+    (text,) = [arguments for key, arguments in instructions(name) if key == word]
+    return text
 
 
 def entrypoint(name: str) -> list[str]:

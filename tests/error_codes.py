@@ -61,7 +61,9 @@ def job_errors() -> list[str]:
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call):
-                codes |= {text for each in node.keywords if each.arg == "code" for text in _texts(each.value)}
+                for keyword in node.keywords:
+                    if keyword.arg == "code":
+                        codes |= set(_texts(keyword.value))
             elif isinstance(node, ast.Assign) and any("code" in ast.unparse(target) for target in node.targets):
                 codes |= set(_texts(node.value))
     for name, call in _calls():

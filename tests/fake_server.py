@@ -166,18 +166,18 @@ class FakeArt(FakeServer):
             return Answer(body=self._info(f"{body['project']}/{body['name']}"))
         if request.path.startswith("/api/jobs/"):
             return Answer(lines=[self.ended[request.path.split("/")[3]]])
-        found = MODEL.match(request.path)
-        assert found is not None, request.path
+        match = MODEL.match(request.path)
+        assert match is not None, request.path
         if request.path.endswith("/train"):
-            return self.train(request, found[1])
+            return self.train(request, match[1])
         if "/sessions/" in request.path:
             return Answer(body=self._session())
         if request.path.endswith("/log"):
-            return Answer(body={"step": self.steps[found[1]], "metrics": {}})
+            return Answer(body={"step": self.steps[match[1]], "metrics": {}})
         if request.path.endswith("/checkpoints"):
-            kept = [step for step in range(self.steps[found[1]] + 1) if step not in self.deleted]
+            kept = [step for step in range(self.steps[match[1]] + 1) if step not in self.deleted]
             return Answer(body={"checkpoints": [{"step": step, "created_at": 0.0, "size_bytes": 1} for step in kept]})
-        return Answer(body=self._info(found[1]))
+        return Answer(body=self._info(match[1]))
 
     def train(self, request: Request, model: str) -> Answer:
         job = {"job_id": f"j{len(self.ended)}"}

@@ -161,6 +161,6 @@ def refusal(status: int, kind: str, message: str) -> web.Response:
 
 def events(*contents: Any) -> web.Response:
     """Server-sent events, written as vLLM does."""
-    texts = [compact(each) for each in contents]
-    text = "".join(f"data: {each}\n\n" for each in [*texts, "[DONE]"])
+    texts = [compact(content) for content in contents]
+    text = "".join(f"data: {event}\n\n" for event in [*texts, "[DONE]"])
     return web.Response(text=text, content_type="text/event-stream")

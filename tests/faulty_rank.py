@@ -1,7 +1,7 @@
 """A trainer process that fails when it is told to: `faulty_rank.py CONFIG FILE CODE`.
 
-FILE has a place (load, forward, backward, join, reduce, save) and a fault. The process removes it when it comes there. CODE runs
-first, with `rank` and `is_last`: it makes the machine of one rank unlike the others.
+FILE has a stage (load, forward, backward, join, reduce, save) and a fault. The process removes FILE when it comes to
+this stage. CODE runs first, with `rank` and `is_last`: it makes the machine of one rank unlike the others.
 """
 
 import json
@@ -20,8 +20,8 @@ from art_server.trainer import job, step, worker
 from art_server.trainer.policy import Policy
 
 FILE = Path(sys.argv[2])
-GIVEN = json.loads(sys.argv[1])
-exec(sys.argv[3], {"rank": GIVEN["rank"], "is_last": GIVEN["rank"] == GIVEN["num_ranks"] - 1})
+CONFIG = json.loads(sys.argv[1])
+exec(sys.argv[3], {"rank": CONFIG["rank"], "is_last": CONFIG["rank"] == CONFIG["num_ranks"] - 1})
 
 
 def kill() -> None:
@@ -58,19 +58,19 @@ class Spoilt:
     next = False
 
 
-FAULTS = {each.__name__: each for each in (kill, stop, cancel, hang, fill_memory, fill_disk, spoil)}
+FAULTS = {fault.__name__: fault for fault in (kill, stop, cancel, hang, fill_memory, fill_disk, spoil)}
 
 
-def comes_to(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def comes_to(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which fails before it begins if the file says so."""
 
-    def faulty(*given: Any, **named: Any) -> Any:
-        if FILE.exists() and FILE.read_text().split()[0] == place:
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        if FILE.exists() and FILE.read_text().split()[0] == stage:
             fault = FILE.read_text().split()[1]
             FILE.unlink()
             FAULTS[fault]()
-        result = function(*given, **named)
-        if place == "forward" and Spoilt.next:
+        result = function(*args, **kwargs)
+        if stage == "forward" and Spoilt.next:
             Spoilt.next = False
             result = result._replace(logprobs_N=result.logprobs_N * torch.nan)
         return result

@@ -105,9 +105,9 @@ def random_forest(policy: Policy, seed: int, noise: float, *, is_plain: bool = T
         if not strips:
             rows.append((token_ids, is_trained))
         reward, is_cut = rng.choice([0.0, 0.25, 1.0, rng.random()]), rng.random() < 0.2
-        made = [_row(policy, rng, noise, *each, sampled_from, table) for each in rows]
+        sequences = [_row(policy, rng, noise, *row, sampled_from, table) for row in rows]
         return TrainableTrajectory(
-            reward=reward, sequences=[row.model_copy(update={"truncated": is_cut}) for row in made]
+            reward=reward, sequences=[sequence.model_copy(update={"truncated": is_cut}) for sequence in sequences]
         )
 
     def group() -> TrainableGroup:
@@ -140,7 +140,7 @@ def _row(
 ) -> TokenSequence:
     drawn = [sampled_from(token) if trained else -1 for token, trained in zip(token_ids, is_trained, strict=True)]
     logprobs: list[float | None] = [None] * len(token_ids)
-    trained = [index for index, each in enumerate(is_trained) if each and index]
+    trained = [index for index, was_sampled in enumerate(is_trained) if was_sampled and index]
     if trained:
         policy.use_trees(False)
         with torch.no_grad():
@@ -160,14 +160,14 @@ def plain_logprobs(logits_NV: torch.Tensor, drawn: list[int], table: list[Distri
         if index < 0:
             rows.append(torch.log_softmax(logits_V, -1))
             continue
-        each = table[index]
+        distribution = table[index]
         bias_V = torch.zeros_like(logits_V)
-        for token, value in each.logit_bias.items():
+        for token, value in distribution.logit_bias.items():
             bias_V[token] = value
-        logits_V = (logits_V + bias_V) / each.temperature
-        if each.kept is not None:
+        logits_V = (logits_V + bias_V) / distribution.temperature
+        if distribution.kept is not None:
             is_out_V = torch.ones(VOCABULARY, dtype=torch.bool)
-            is_out_V[torch.from_numpy(unpack_set(base64.b64decode(each.kept)))] = False
+            is_out_V[torch.from_numpy(unpack_set(base64.b64decode(distribution.kept)))] = False
             logits_V = torch.where(is_out_V, logits_V.detach().min() - 60, logits_V)
         rows.append(torch.log_softmax(logits_V, -1))
     return torch.stack(rows)
@@ -203,7 +203,7 @@ def train_rows_alone(policy: Policy, batch: Batch, config: TrainConfig) -> Alone
     model = policy.model
     sequences: list[Sequence] = []
     for group in batch.groups:
-        advantages = plain_advantages([each.reward for each in group.trajectories], config)
+        advantages = plain_advantages([trajectory.reward for trajectory in group.trajectories], config)
         if advantages is None:
             # Without signal the terms of KL and entropy are left.
             if not ((config.beta and config.kl_in == "loss") or config.entropy_bonus):
@@ -245,7 +245,7 @@ def train_rows_alone(policy: Policy, batch: Batch, config: TrainConfig) -> Alone
         for sequence in sequences:
             sequence.advantage = float((sequence.advantage - values.mean()) / (values.std(correction=0) + 1e-6))
     # Leaves in between, so that each row's share of the gradient can be taken on its own.
-    leaves = [[each.detach().requires_grad_() for each in sequence.logprobs] for sequence in sequences]
+    leaves = [[logprobs.detach().requires_grad_() for logprobs in sequence.logprobs] for sequence in sequences]
     num_tokens = sum(len(sequence.sampled) for sequence in sequences)
     shares = []
     for sequence, rows in zip(sequences, leaves, strict=True):
@@ -262,7 +262,7 @@ def train_rows_alone(policy: Policy, batch: Batch, config: TrainConfig) -> Alone
     total = float(loss.detach())
 
     parameters = policy.parameters
-    gradients = {name: torch.zeros_like(each) for name, each in parameters.items()}
+    gradients = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     norms = dict.fromkeys(parameters, 0.0)
     for sequence, rows in zip(sequences, leaves, strict=True):
         weight = _entropy_weight(sequence, num_tokens, len(sequences), config)
@@ -305,7 +305,7 @@ def _all_advantages(batch: Batch, config: TrainConfig) -> list[float]:
     return [
         value
         for group in batch.groups
-        for value in plain_advantages([each.reward for each in group.trajectories], config) or []
+        for value in plain_advantages([trajectory.reward for trajectory in group.trajectories], config) or []
     ]
 
 

@@ -37,11 +37,11 @@ def sequence(length: int, number: int, opening: list[int]) -> TrainSequence:
 def of_first(policy: Policy, sequences: list[TrainSequence]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probabilities of the first sequence's targets, and the gradient of their sum."""
     (batch,) = make_micro_batches(sequences, 100_000, shared=policy.shares_prefixes)
-    place = batch.sequences.index(0) * NUM_TARGETS
-    indices = batch.predictions_S[place : place + NUM_TARGETS]
+    start = batch.sequences.index(0) * NUM_TARGETS
+    indices = batch.predictions_S[start : start + NUM_TARGETS]
     logprobs = policy.logprobs(batch)[0][indices]
     logprobs.sum().backward()
-    gradients = {name: each.grad.clone() for name, each in policy.parameters.items()}  # pyright: ignore[reportOptionalMemberAccess]
+    gradients = {name: parameter.grad.clone() for name, parameter in policy.parameters.items()}  # pyright: ignore[reportOptionalMemberAccess]
     policy.drop_gradients()
     return logprobs.detach(), gradients
 

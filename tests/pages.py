@@ -37,11 +37,11 @@ async def run(page: str, number: int, names: dict[str, Any], url: str = "") -> N
 def commands(page: str, program: str) -> list[list[str]]:
     """The arguments of each call of a program in the page's blocks of bash, without blocks that no test runs."""
     lines = "".join(text for text in blocks(page, "bash") if not text.startswith(NOT_RUN)).splitlines()
-    found = [shlex.split(line, comments=True) for line in lines]
-    for words in found:
+    split_lines = [shlex.split(line, comments=True) for line in lines]
+    for words in split_lines:
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
             del words[0]
-    calls = [words[1:] for words in found if words and words[0] == program]
+    calls = [words[1:] for words in split_lines if words and words[0] == program]
     return [[PLACEHOLDERS.get(word, word) for word in words] for words in calls]
 
 

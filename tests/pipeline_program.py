@@ -51,10 +51,10 @@ async def rollout(model: art.TrainableModel, prompt: str, num_turns: int) -> art
 async def roll_group(model: art.TrainableModel, number: int, config: dict[str, Any]) -> art.TrajectoryGroup:
     prompt = random.Random(f"{config.get('seed', 0)} {number}").choice(PROMPTS)
     num_turns = SLOW_TURNS if config.get("slow") and is_slow(number) else 1
-    made = art.TrajectoryGroup(
+    group = art.TrajectoryGroup(
         (rollout(model, prompt, num_turns) for _ in range(GROUP_SIZE)), metadata={"number": number}
     )
-    return await made
+    return await group
 
 
 async def train(url: str, name: str, config: dict[str, Any]) -> None:

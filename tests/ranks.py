@@ -37,7 +37,7 @@ class Ranks:
     folder: Path
     _runner: asyncio.Runner
 
-    def train(self, start: Path, out: Path, config: TrainConfig, batches: Sequence[Batch], **given: Any) -> list[Done]:
+    def train(self, start: Path, out: Path, config: TrainConfig, batches: Sequence[Batch], **fields: Any) -> list[Done]:
         """Takes one job after another, from `start` into numbered folders of `out`."""
         done: list[Done] = []
         for number, batch in enumerate(batches, 1):
@@ -48,7 +48,7 @@ class Ranks:
                 config=config,
                 batch=batch,
                 seed=number,
-                **given,
+                **fields,
             )
             done.append(self._runner.run(self.gang.run(task)))
             start = out / str(number)
@@ -57,26 +57,26 @@ class Ranks:
     def end(self) -> None:
         self._runner.run(self.gang.stop())
 
-    def break_next(self, rank: int, place: str, fault: str) -> None:
-        """Has a rank fail when it next comes to a place (`faulty_rank.py`)."""
-        (self.folder / f"fault-{rank}").write_text(f"{place} {fault}")
+    def break_next(self, rank: int, stage: str, fault: str) -> None:
+        """Has a rank fail when it next comes to a stage (`faulty_rank.py`)."""
+        (self.folder / f"fault-{rank}").write_text(f"{stage} {fault}")
 
 
 @contextmanager
 def running(
-    base: Path, folder: Path, number: int, unlike: Mapping[str, Any] = NOTHING, code: str = "", **given: Any
+    base: Path, folder: Path, number: int, unlike: Mapping[str, Any] = NOTHING, code: str = "", **settings: Any
 ) -> Iterator[Ranks]:
-    """`number` ranks on this base, which end with the block. `given` are fields of WorkerConfig, and `unlike` other ones of the
-    last rank, as on a machine of its own. Each rank runs `code` first (`faulty_rank.py`)."""
+    """`number` ranks on this base, which end with the block. `settings` are fields of WorkerConfig, and `unlike` other ones of
+    the last rank, as on a machine of its own. Each rank runs `code` first (`faulty_rank.py`)."""
     folder.mkdir(parents=True)
     environment = worker_environment(folder, os.environ) | {"PYTHONPATH": str(FAULTY.parents[1])}
     gang = Gang(folder, [environment] * number, meeting=folder / "meeting", budgets=Budgets(folder / "budgets.json"))
-    gang.use(WorkerConfig(base_model=str(base), device="cpu", threads=1, **given))
-    for rank, each in enumerate(gang.ranks):
-        config = WorkerConfig.model_validate_json(each._command[-1]).model_copy(update={"machine": f"host {rank}"})
-        if rank == number - 1:
+    gang.use(WorkerConfig(base_model=str(base), device="cpu", threads=1, **settings))
+    for index, rank in enumerate(gang.ranks):
+        config = WorkerConfig.model_validate_json(rank._command[-1]).model_copy(update={"machine": f"host {index}"})
+        if index == number - 1:
             config = config.model_copy(update=unlike)
-        each._command = [sys.executable, str(FAULTY), config.model_dump_json(), str(folder / f"fault-{rank}"), code]
+        rank._command = [sys.executable, str(FAULTY), config.model_dump_json(), str(folder / f"fault-{index}"), code]
     with patch.object(trainer_process, "start_child", forked.start_child), asyncio.Runner() as runner:
         try:
             yield Ranks(gang, folder, runner)
@@ -97,11 +97,11 @@ class World:
 
     def forget_budgets(self) -> None:
         """Deletes what the gangs have learned of their memory."""
-        for each in self._gangs.values():
-            (each.folder / "budgets.json").unlink(missing_ok=True)
+        for ranks in self._gangs.values():
+            (ranks.folder / "budgets.json").unlink(missing_ok=True)
 
     def gang(self, size: int, *, is_sharded: bool = False) -> Ranks:
-        name = f"{size}{'-sharded' * is_sharded}"
+        name = f"{size}-sharded" if is_sharded else str(size)
         if name not in self._gangs:
             folder = self.folder / f"ranks-{name}"
             settings = {"max_tokens_per_micro_batch": BUDGET, "is_sharded": is_sharded}

@@ -31,8 +31,8 @@ def resolve(
 ) -> Resolved:
     resolver = Resolver(config, model_id, sources, limits, past)
     traces = [resolver.trace_turns(group) for group in groups]
-    found = resolver.finish()
-    return Resolved(found.batch, found.report, traces)
+    resolved = resolver.finish()
+    return Resolved(resolved.batch, resolved.report, traces)
 
 
 LIMITS = Limits(vocab_size=100, max_seq_length=50)
@@ -41,7 +41,7 @@ LIMITS = Limits(vocab_size=100, max_seq_length=50)
 def choice(prompt: list[int], tokens: list[int], identity: str | None = None, model: str = "p/a") -> dict[str, Any]:
     """A choice that carries its tokens."""
     entries = [{"token": str(token), "logprob": -token / 100} for token in tokens]
-    made: dict[str, Any] = {
+    body: dict[str, Any] = {
         "index": 0,
         "finish_reason": "stop",
         "message": {"role": "assistant", "content": "x"},
@@ -50,8 +50,8 @@ def choice(prompt: list[int], tokens: list[int], identity: str | None = None, mo
         "prompt_token_ids": prompt,
     }
     if identity:
-        made["art"] = {"id": identity, "step": 0, "model": model}
-    return made
+        body["art"] = {"id": identity, "step": 0, "model": model}
+    return body
 
 
 def bare(identity: str, **mark: Any) -> dict[str, Any]:
@@ -69,12 +69,12 @@ def record(
     text: str = "yes",
 ) -> Record:
     request = Request("r", "chat", "p", name, 0, "me", prefix_digest=prefix)
-    made = Record(identity, request, prompt, tokens, [-0.5] * len(tokens), "stop", {}, 0.0)
-    return dataclasses.replace(made, answer_digest=conversation.text_digest(text))
+    stored = Record(identity, request, prompt, tokens, [-0.5] * len(tokens), "stop", {}, 0.0)
+    return dataclasses.replace(stored, answer_digest=conversation.text_digest(text))
 
 
-def sources(**given: Any) -> TokenSources:
-    """Knows nothing but what is given; renders a conversation before an answer as one token, a text as one a word."""
+def sources(**overrides: Any) -> TokenSources:
+    """Knows nothing but the overrides; renders a conversation before an answer as one token, a text as one a word."""
 
     def tokenize(text: str) -> list[int]:
         return [20 + len(word) for word in text.split()]
@@ -96,17 +96,17 @@ def sources(**given: Any) -> TokenSources:
         "stop_ids": {99},
         "find_unnamed": lambda since: [],
     }
-    known |= given
+    known |= overrides
     for name in ("find_by_logprobs", "find_by_conversation"):
         known[name] = matches_of(known[name])
     return TokenSources(**known)
 
 
 def matches_of(find: Callable[..., list[Record]]) -> Callable[..., list[Match]]:
-    return lambda *asked: [as_match(each) for each in find(*asked)]
+    return lambda *asked: [as_match(stored) for stored in find(*asked)]
 
 
-def as_match(found: Record) -> Match:
-    prompt, tokens = tuple(found.prompt_token_ids), tuple(found.token_ids)
-    digests = (found.request.prefix_digest, found.answer_digest)
-    return Match(found.choice_id, found.request.step, prompt, tokens, *digests, lambda: found)
+def as_match(stored: Record) -> Match:
+    prompt, tokens = tuple(stored.prompt_token_ids), tuple(stored.token_ids)
+    digests = (stored.request.prefix_digest, stored.answer_digest)
+    return Match(stored.choice_id, stored.request.step, prompt, tokens, *digests, lambda: stored)

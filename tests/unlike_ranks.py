@@ -69,8 +69,8 @@ def check_made_alike(world: World, tmp_path: Path, name: str) -> None:
     assert all("out of resource" in note and "host 1" in note for note in notes)
     if name in ("numbers", "more default tokens", "checkpointing factor", "tokens of small trees"):
         world.gang(2).train(world.start, tmp_path / "alike", config, world.batches[:2])
-        made = [tmp_path / of / "2/optimizer.safetensors" for of in ("alike", "two")]
-        assert made[0].read_bytes() == made[1].read_bytes(), "the same number of ranks makes the same bits"
+        states = [tmp_path / of / "2/optimizer.safetensors" for of in ("alike", "two")]
+        assert states[0].read_bytes() == states[1].read_bytes(), "the same number of ranks makes the same bits"
 
 
 UNLIKE: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -24,28 +24,28 @@ _client.__path__ = pkgutil.extend_path(_client.__path__, "art")
 
 
 @functools.cache
-def _found(group: str) -> dict[str, list[EntryPoint]]:
+def _entries(group: str) -> dict[str, list[EntryPoint]]:
     """The entries of a group by name. The first call reads the metadata of all installed packages: some milliseconds."""
-    found: dict[str, list[EntryPoint]] = {}
-    for each in entry_points(group=group):
-        found.setdefault(each.name, []).append(each)
-    return found
+    entries: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=group):
+        entries.setdefault(entry.name, []).append(entry)
+    return entries
 
 
 def extended(kind: type[T]) -> type[T]:
     """The class with those of annexes in front of it. A decorator."""
-    for entry in _found("art.classes").get(kind.__name__, ()):
+    for entry in _entries("art.classes").get(kind.__name__, ()):
         parameters: Any = getattr(kind, "__parameters__", ())
         generic = (cast(Any, Generic)[parameters],) if parameters else ()
-        place = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        members = {"__module__": kind.__module__, "__doc__": kind.__doc__}
         bases = (entry.load(), kind, *generic)
-        kind = types.new_class(kind.__name__, bases, {}, lambda body, given=place: body.update(given))
+        kind = types.new_class(kind.__name__, bases, {}, lambda body, members=members: body.update(members))
     return kind
 
 
 def names() -> list[str]:
     """The names that annexes give to `art`."""
-    return sorted(name for name in _found("art.names") if "." not in name)
+    return sorted(name for name in _entries("art.names") if "." not in name)
 
 
 def member(module: str, name: str) -> Any:  # Any: whatever an annex has under this name
@@ -55,7 +55,7 @@ def member(module: str, name: str) -> Any:  # Any: whatever an annex has under t
         AttributeError: there is neither.
     """
     path = f"{module}.{name}"
-    for entry in _found("art.names").get(path.removeprefix("art."), ()):
+    for entry in _entries("art.names").get(path.removeprefix("art."), ()):
         return entry.load()
     if module == "art" and importlib.util.find_spec(path) is not None:
         return importlib.import_module(path)

@@ -1,4 +1,4 @@
-"""`Backend`: the connection to an art-server. A program makes it, passes it to `model.register`, and closes it."""
+"""`Backend`: the connection to an art-server. A program makes a backend, passes it to `model.register`, and closes it."""
 
 # pyright: reportPrivateUsage=false
 
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 ReplyT = TypeVar("ReplyT", bound=BaseModel)
 LOG_DIR = Path(".art/logs")
-"""Where a program's trackers write, unless their own environment variables name another place."""
+"""The folder to which a program's trackers write, unless their own environment variables name another folder."""
 
 DEFAULT_URL = "http://127.0.0.1:7623"
 
@@ -67,8 +67,8 @@ class Backend:
     away, calls wait up to `reconnect_seconds` for its return. A train call then continues with the same job.
 
     `trackers` ("wandb", "trackio", "tensorboard", "mlflow", "otlp") get every step that this backend trains or logs.
-    `on_step` is called with the same `art.trackers.StepRecord` after each such call and may be async. A failure of
-    either is one warning in the log.
+    `on_step` is called with the same `art.trackers.StepRecord` after each such call and may be async. A failure of a
+    tracker or of `on_step` is one warning in the log.
     """
 
     _log_dir = LOG_DIR
@@ -110,23 +110,23 @@ class Backend:
         return self
 
     async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
-        if kind is asyncio.CancelledError and self._steps:  # as with Ctrl-C
-            interrupted(self._place, self._steps, self._coming_steps())
+        if kind is asyncio.CancelledError and self._steps:  # asyncio.run cancels the program's task at Ctrl-C
+            interrupted(self._location, self._steps, self._coming_steps())
         await self.close()
 
     def _coming_steps(self) -> dict[str, int]:
-        """The last step that accepted jobs will make, by its model's inference name."""
+        """For each model with accepted jobs the last step that these jobs will make, by the model's inference name."""
         jobs = Counter(name for name, _ in self._accepted)
         return {name: self._steps.get(name, 0) + number for name, number in jobs.items()}
 
     @property
-    def _place(self) -> str:
+    def _location(self) -> str:
         """Where the models are, in messages."""
         return self.base_url
 
     async def close(self) -> None:
-        """Closes the connections of this backend and of its models, and delivers to its trackers what is queued; a later
-        call opens new ones."""
+        """Closes the connections of this backend and of its models, and delivers what is queued for its trackers. A later
+        call opens new connections."""
         for model in self._models:
             await model.close()
         await self._connection.close()
@@ -169,7 +169,7 @@ class Backend:
         """Trains one step; see `TrainableModel.train`."""
         groups, config = group_list(groups, "train"), config or TrainConfig()
         call = _TrainCall(self, model)
-        # disable=None: shown on a terminal. A notebook's stderr is none.
+        # With disable=None tqdm shows the bar on a terminal only, and the stderr of a notebook is no terminal.
         is_shown = verbose or hasattr(builtins, "__IPYTHON__")
         with (
             tracing.training(call.name) as link,
@@ -218,8 +218,8 @@ class Backend:
         take: Callable[[JobEvent], None],
         until: Container[str] = ENDED,
     ) -> JobEvent:
-        """The first of the `until` events of the job that trains what `build` makes a body of, given the ids of the choices
-        that the body contains whole."""
+        """Requests a job, and returns its first event that is in `until`. `build(whole=ids)` makes the request's body, in
+        which the choices with these ids have their tokens."""
         path, headers = f"{_model_path(model)}/train", {IDEMPOTENCY_HEADER: key}
         whole: set[str] = set()
         while True:
@@ -249,18 +249,18 @@ class Backend:
         return await self._call(SessionReply, "GET", f"{_model_path(model)}/sessions/{session}")
 
     async def fetch_captured(self, session: str, known: Container[str]) -> dict[str, SessionReply]:
-        """Each registered trainable model's answers in a session, by the model's path; without the `known` paths."""
+        """The answers of each registered trainable model in a session, by the model's path; without the `known` paths."""
         models = {_model_path(model): model for model in self._models if isinstance(model, TrainableModel)}
-        found: dict[str, SessionReply] = {}
+        replies: dict[str, SessionReply] = {}
         for path, model in models.items():
             if path in known:
                 continue
             try:
-                found[path] = await self._fetch_session(model, session)
+                replies[path] = await self._fetch_session(model, session)
             except ArtStatusError as error:
                 if error.code != "unknown_model":  # deleted meanwhile
                     raise
-        return found
+        return replies
 
     async def _log(
         self,
@@ -307,7 +307,7 @@ class Backend:
     async def _delete(self, model: Model) -> None:
         path = _model_path(model)
         await self._call(ModelInfo, "DELETE", path, is_repeatable=False)
-        self._models = [each for each in self._models if _model_path(each) != path]
+        self._models = [registered for registered in self._models if _model_path(registered) != path]
         self._steps.pop(self._model_inference_name(model), None)
         await model.close()
 
@@ -357,7 +357,7 @@ class _TrainCall:
             self._backend._accepted.discard((self.name, event.job_id))
 
     def result(self, last: JobEvent) -> TrainResult:
-        """What the job's last event says.
+        """The result in the job's last event.
 
         Raises:
             ArtJobError: the job failed.

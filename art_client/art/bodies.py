@@ -1,6 +1,6 @@
 """Request bodies from trajectories, validated before anything is sent, so that an error names the invalid field.
 
-They are NDJSON: a line with the fields of the request, then a line for each group. Building and encoding a large body
+A body is NDJSON: a line with the fields of the request, then a line for each group. Building and encoding a large body
 takes a while, so callers run these functions in a thread.
 """
 
@@ -21,8 +21,8 @@ def build_train_request(
     expected_step: int | None = None,
     whole: Container[str] = (),
 ) -> bytes:
-    """The body of a train call. Choices that a server recorded are without their tokens, except those whose ids are
-    in `whole`.
+    """The body of a train call. Choices that a server recorded are without their tokens, except the choices whose ids
+    are in `whole`.
 
     Raises:
         ValueError: the groups cannot be trained on; the message names the field.
@@ -68,37 +68,37 @@ def _encode(
     """A request's lines. `reduce` dumps the trajectories' entries."""
     lines = [_line(kind, fields, "")]
     for index, group in enumerate(groups):
-        place = f"groups[{index}]"
+        path = f"groups[{index}]"
         try:
             dumped = group.model_dump(mode="json", warnings=False, context={REDUCE: reduce})
-            lines.append(_line(TrajectoryGroupBody, dumped, place))
+            lines.append(_line(TrajectoryGroupBody, dumped, path))
         except (PydanticSerializationError, OverflowError) as error:
-            raise ValueError(f"{_find(group, place)}: {error}") from error
+            raise ValueError(f"{_invalid_path(group, path)}: {error}") from error
     return b"\n".join(lines)
 
 
-def _line(kind: type[BaseModel], fields: dict[str, Any], place: str) -> bytes:
-    """The JSON of a part of the request; `place` is where in the request it is."""
+def _line(kind: type[BaseModel], fields: dict[str, Any], prefix: str) -> bytes:
+    """The JSON of a part of the request; `prefix` is the path of this part in the request."""
     try:
         return kind.model_validate(fields).model_dump_json().encode()
     except ValidationError as error:
         first = error.errors()[0]
         parts = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"])
-        path = f"{place}{parts}".lstrip(".")
+        path = f"{prefix}{parts}".lstrip(".")
         raise ValueError(f"{path}: {first['msg']}, got {first['input']!r:.100}") from error
 
 
-def _find(group: TrajectoryGroup, place: str) -> str:
-    """The first part of a group that JSON cannot hold, such as a NumPy integer in `metadata`, or half of a surrogate pair
-    in a message."""
+def _invalid_path(group: TrajectoryGroup, group_path: str) -> str:
+    """The path of the first part of a group that JSON cannot hold, such as a NumPy integer in `metadata`, or half of a
+    surrogate pair in a message."""
     parts: dict[str, BaseModel] = {
-        f"{place}.trajectories[{number}]": trajectory for number, trajectory in enumerate(group.trajectories)
+        f"{group_path}.trajectories[{index}]": trajectory for index, trajectory in enumerate(group.trajectories)
     }
-    parts[place] = group
+    parts[group_path] = group
     for path, part in parts.items():
         for field in type(part).model_fields:
             try:
                 part.model_dump_json(include={field}, warnings=False)
             except (PydanticSerializationError, OverflowError):
                 return f"{path}.{field}"
-    return place
+    return group_path

@@ -1,4 +1,4 @@
-"""The HTTP connection to one art-server. Requests, and the event streams of jobs, survive its restarts.
+"""The HTTP connection to one art-server. Requests, and the event streams of jobs, survive restarts of the server.
 
 This module knows nothing about models and trajectories. All errors are from `art.errors`.
 """
@@ -21,21 +21,23 @@ from art_protocol.wire import NDJSON, ErrorBody, ErrorDetail, JobEvent
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_SECONDS = 120
-"""For the answer to an ordinary request. The server writes files before it answers some of them."""
+"""Limit for the answer to an ordinary request. The server writes files before it answers some requests."""
 
 ACCEPT_TIMEOUT_SECONDS = 300
-"""For the first line of the answer to a train request. The server finds the tokens of every turn before it answers."""
+"""Limit for the first line of the answer to a train request. The server looks up the tokens of every turn before it
+answers."""
 
 EVENTS_TIMEOUT_SECONDS = 60
-"""Between two lines of a job's event stream. The server sends one at least every ten seconds."""
+"""Limit between two lines of a job's event stream. The server sends a line at least every ten seconds."""
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 15.0
-"""Between two attempts to reach a server that does not answer. The wait doubles after each attempt."""
+"""The wait between two attempts to reach a server that does not answer. The wait doubles after each attempt."""
 
 ENDED = ("done", "error")
 """The events with which a job ends."""
 ACCEPTED = ("accepted", *ENDED)
-"""The first event after the server has the job. A job of an earlier request may have ended."""
+"""The first event after the server has the job is one of these: "accepted", or an end if an earlier request made the job and
+the job has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +78,10 @@ class Connection:
         reconnect_seconds: float | None = None,
         is_repeatable: bool = True,
     ) -> bytes:
-        """The body of a successful answer. Repeats the request while the server is away. `media_type` is that of `body`.
+        """The body of a successful answer. Repeats the request while the server is away. `body` is of `media_type`.
 
-        After a lost connection, or an error of a gateway before it, the server may have executed the request, so it is
-        repeated only if `is_repeatable`.
+        After a lost connection, or an error of a gateway in front of the server, the server may have executed the request.
+        The request is then repeated only if `is_repeatable`.
         """
         patience = self._reconnect_seconds if reconnect_seconds is None else reconnect_seconds
         outage = _Outage(self.base_url, patience, self._check_server)
@@ -100,11 +102,11 @@ class Connection:
         on_event: Callable[[JobEvent], None],
         until: Container[str] = ENDED,
     ) -> JobEvent:
-        """The first of the `until` events of the job that a request makes, or of the job with this id. `on_event` receives
-        every event up to it.
+        """The first event that is in `until`, of the job that a request makes or of the job with this id. `on_event`
+        receives every event, up to and with the returned event.
 
-        If the connection is lost before the server has accepted the job, the request is repeated under the same key, so
-        it gets the same job. After that, only the job's event stream is resumed.
+        If the connection is lost before the server has accepted the job, the request is repeated under the same key, and
+        gets the same job. After the acceptance, only the job's event stream is resumed.
         """
         job_id = source if isinstance(source, str) else None
         number: int | None = None
@@ -113,8 +115,8 @@ class Connection:
         while True:
             try:
                 if job_id is None and isinstance(source, JobRequest):
-                    sent = {**source.headers, "content-type": NDJSON}
-                    request = self._send("POST", source.path, source.body, sent, ACCEPT_TIMEOUT_SECONDS)
+                    headers = {**source.headers, "content-type": NDJSON}
+                    request = self._send("POST", source.path, source.body, headers, ACCEPT_TIMEOUT_SECONDS)
                 else:
                     after = "" if number is None else f"?after={number}"
                     events = f"/api/jobs/{job_id}/events{after}"
@@ -165,7 +167,7 @@ class Connection:
         headers: dict[str, str],
         timeout_seconds: float,
     ) -> AsyncGenerator[httpx.Response, None]:
-        """A successful response, whose body is not read yet.
+        """A successful response. The body is not read yet.
 
         Raises:
             ArtError: the request fails, or reading the body in the `async with` block fails.
@@ -185,7 +187,7 @@ class Connection:
                 f"Start it with `art-server --port {port}`, or pass its address to art.Backend",
                 retryable=True,
             ) from error
-        except httpx.LocalProtocolError:  # its text contains the header that it refuses
+        except httpx.LocalProtocolError:  # the error's text contains the malformed header, perhaps the API key
             raise ArtError(f"{method} {url} was not sent: it has a malformed header") from None
         except httpx.TransportError as error:
             raise _LostConnectionError(
@@ -209,7 +211,7 @@ class _LostConnectionError(ArtConnectionError):
 
 
 class _GatewayError(ArtStatusError):
-    """Something between here and art-server answered: a proxy whose connection to it broke, or timed out."""
+    """A proxy in front of art-server answered, because its connection to art-server broke or timed out."""
 
 
 class _Outage:

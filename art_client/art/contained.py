@@ -2,8 +2,9 @@
 failure, and never the end of the program.
 
 Command lines (argparse, click) end with SystemExit, and libraries raise other BaseExceptions: pytest's outcomes, a panic of
-a Rust library. asyncio ends its loop at a SystemExit in any task, so those of tasks that the code starts are caught, too. The program's own
-end passes: Ctrl-C, and the SystemExit of a signal's handler, which Python raises in whatever code runs.
+a Rust library. asyncio ends its loop at a SystemExit in any task, so a SystemExit in a task that the code starts becomes a
+failure, too. The program's own end passes: Ctrl-C, and the SystemExit of a signal's handler, which Python runs inside any
+code.
 """
 
 import asyncio
@@ -19,12 +20,12 @@ from typing import Any, Self, cast
 from art.errors import error_text
 
 _is_contained: ContextVar[bool] = ContextVar("is_contained", default=False)
-"""Whether a task that begins here is one of contained code."""
+"""Whether contained code runs here. A task inherits the value from the code that starts the task."""
 
 
 class contained:
-    """A `with` block that every exception of its code leaves as an Exception, but for the program's own cancellation and
-    end. `what` names the code in the message: "the rollout"."""
+    """A `with` block that raises a RuntimeError in place of each exception of its code that is no Exception, except for the
+    program's own cancellation and end. `what` names the code in the message: "the rollout"."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -41,7 +42,7 @@ class contained:
         if self._tasks is not None:
             self._tasks.release()
         if isinstance(error, GeneratorExit) and _current_task() is not self._task:
-            return  # not of the code: the coroutine with the block is closed, perhaps in another context
+            return  # Python closes the coroutine with the block, perhaps in a context where the token is invalid
         _is_contained.reset(self._token)
         if error is None or isinstance(error, Exception) or _is_end_of_program(error):
             return
@@ -58,10 +59,11 @@ def _as_failure(what: str, error: BaseException) -> RuntimeError:
 
 
 def _is_end_of_program(error: BaseException) -> bool:
+    """Whether the error is Ctrl-C, or a SystemExit that a signal's handler raised."""
     if _has(error, KeyboardInterrupt):
         return True
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
-    functions = [getattr(handler, "__func__", handler) for handler in handlers]  # of methods
+    functions = [getattr(handler, "__func__", handler) for handler in handlers]  # a handler may be a bound method
     codes = {getattr(function, "__code__", None) for function in functions} - {None}
     frames = tracebacks.walk_tb(error.__traceback__)
     return isinstance(error, SystemExit) and any(frame.f_code in codes for frame, _ in frames)
@@ -91,7 +93,7 @@ class _TaskFactory:
 
     @classmethod
     def installed(cls, loop: AbstractEventLoop) -> "_TaskFactory":
-        """The loop's factory. `release` takes it away with the last block."""
+        """The loop's factory, installed if the loop has none. `release` removes the factory at the end of the last block."""
         current = loop.get_task_factory()
         factory = current if isinstance(current, _TaskFactory) else cls(loop)
         factory._num_blocks += 1
@@ -144,4 +146,4 @@ class _WithoutExit(Coroutine[Any, Any, Any]):
         return self._inner.__await__()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)  # a name and a frame, for who prints a task
+        return getattr(self._inner, name)  # asyncio reads `__qualname__` and `cr_frame` to print a task

@@ -31,14 +31,14 @@ class Dataset(Protocol[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class DatasetBatch(Generic[T]):
-    """The items of one step. It can be unpacked as (items, epoch, step, epoch_step), as in older releases of ART."""
+    """The items of one step. A batch can be unpacked as (items, epoch, step, epoch_step), as in older releases of ART."""
 
     items: list[T]
     step: int
-    """Counts from 0 over all epochs. Training on the batch makes step + 1."""
+    """The number of the step, from 0 over all epochs. Training on the batch makes step + 1."""
     epoch: int
     epoch_step: int
-    """Counts from 0 in each epoch."""
+    """The number of the step in its epoch, from 0."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.items, self.epoch, self.step, self.epoch_step))
@@ -66,9 +66,9 @@ def iterate_dataset(
     if not len(dataset):
         raise ValueError("the dataset is empty: there is nothing to iterate over")
     limits = {"groups_per_step": (groups_per_step, 1), "num_epochs": (num_epochs, 1)}
-    for name, (value, least) in (limits | {"initial_step": (initial_step, 0)}).items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, not {value}")
+    for name, (value, minimum) in (limits | {"initial_step": (initial_step, 0)}).items():
+        if value < minimum:
+            raise ValueError(f"{name} must be at least {minimum}, not {value}")
     return _iterate(dataset, groups_per_step, num_epochs, initial_step, use_tqdm)
 
 

@@ -24,21 +24,21 @@ Text: TypeAlias = tuple[int, ...]
 """The token ids of a whole conversation."""
 
 MAX_ADVANTAGE = 5.0
-"""A token that the teacher hardly ever says would otherwise outweigh all others of its step."""
+"""A token to which the teacher gives almost no probability would otherwise outweigh all other tokens of the step."""
 
 
 class _Sampled(NamedTuple):
-    """A sampled turn: everything that the student read, its tokens, and their log-probabilities."""
+    """A sampled turn: everything that the student read, the tokens that it sampled, and their log-probabilities."""
 
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
     choice_id: str | None
-    """Its `art.id`."""
+    """The choice's `art.id`."""
 
     @property
     def identity(self) -> Hashable:
-        """Equal for one sample that is in several branches."""
+        """A key that is equal for the copies of one turn in several branches."""
         return self.choice_id or (tuple(self.prompt), tuple(self.tokens), tuple(self.logprobs))
 
 
@@ -49,14 +49,14 @@ async def distill(
     max_concurrent: int = 16,
     max_advantage: float = MAX_ADVANTAGE,
 ) -> list[TrajectoryGroup]:
-    """The groups with an advantage for each sampled token: log p_teacher - log p_student, less the mean of this over the
-    tokens that were sampled after the same text. Its mean over a trajectory's tokens is the metric "teacher_gap" (minus
+    """The groups with an advantage for each sampled token: its gap, log p_teacher - log p_student, less the mean gap of the
+    tokens that were sampled after the same text. The mean gap of a trajectory's tokens is its metric "teacher_gap" (minus
     the reverse KL divergence, in nats a token).
 
     `teacher` is a registered model, one of its steps (`art.Model` with the name PROJECT/NAME@STEP), the base model, or any
     endpoint with the same tokenizer that answers `prompt_logprobs` on `/completions`, as vLLM does. Train the result with
-    `model.train`: the advantages replace those from rewards, so equal rewards are no hindrance. Log-probabilities are at
-    temperature 1 on both sides: sample at temperature 1. Differences and advantages are clamped to
+    `model.train`: these advantages replace the advantages from rewards, so equal rewards are no hindrance. Log-probabilities
+    are at temperature 1 on both sides: sample at temperature 1. Gaps and advantages are clamped to
     [-max_advantage, max_advantage].
 
     Raises:
@@ -76,15 +76,16 @@ async def distill(
     scored = await _score(list(dict.fromkeys(texts.values())), teacher, max_concurrent)
     scored = {whole: scored[text] for whole, text in texts.items()}
 
-    trajectories = {id(each): each for group in kept for each in group.trajectories}
+    # By id: a trajectory that is in several groups counts once.
+    trajectories = {id(trajectory): trajectory for group in kept for trajectory in group.trajectories}
     scores = _Scores(trajectories.values(), turns, scored, max_advantage)
     for group in kept:
-        group.trajectories = [scores.applied(each) for each in group.trajectories]
+        group.trajectories = [scores.applied(trajectory) for trajectory in group.trajectories]
     return kept
 
 
 class _Scores:
-    """The gaps of all turns, and the advantages from them. Histories are found by their `id`."""
+    """The gaps of all turns, and the advantages from these gaps. The keys of `turns` are the `id`s of histories."""
 
     def __init__(
         self,
@@ -94,46 +95,49 @@ class _Scores:
         max_advantage: float,
     ) -> None:
         self._turns, self._max_advantage = turns, max_advantage
-        self._gaps = {name: [_gaps(turn, scored) for turn in given] for name, given in turns.items()}
+        self._gaps = {
+            history_id: [_gaps(turn, scored) for turn in history_turns] for history_id, history_turns in turns.items()
+        }
         self._means = _Means()
         for trajectory in trajectories:
             for turn, gaps in self._samples(trajectory):
                 self._means.add(turn, self._bounded(gaps))
 
     def _samples(self, trajectory: Trajectory) -> list[tuple[_Sampled, list[float]]]:
-        """The turns of a trajectory with their gaps; once each, though branches may share their first turns."""
-        found: dict[Hashable, tuple[_Sampled, list[float]]] = {}
+        """The turns of a trajectory with their gaps. A turn that several branches share appears once."""
+        samples: dict[Hashable, tuple[_Sampled, list[float]]] = {}
         for history in (trajectory, *trajectory.additional_histories):
             pairs = zip(self._turns[id(history)], self._gaps[id(history)], strict=True)
             for turn, gaps in pairs:
-                found.setdefault(turn.identity, (turn, gaps))
-        return list(found.values())
+                samples.setdefault(turn.identity, (turn, gaps))
+        return list(samples.values())
 
     def applied(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with advantages, and with its mean gap as a metric."""
-        others = [self._advised(each) for each in trajectory.additional_histories]
-        gaps = [gap for _, of_turn in self._samples(trajectory) for gap in of_turn]
+        others = [self._with_advantages(history) for history in trajectory.additional_histories]
+        gaps = [gap for _, turn_gaps in self._samples(trajectory) for gap in turn_gaps]
         mean = {"teacher_gap": math.fsum(gaps) / len(gaps)} if gaps else {}
         update = {"additional_histories": others, "metrics": {**trajectory.metrics, **mean}}
-        return self._advised(trajectory).model_copy(update=update)
+        return self._with_advantages(trajectory).model_copy(update=update)
 
-    def _advised(self, history: H) -> H:
+    def _with_advantages(self, history: H) -> H:
         pairs = zip(self._turns[id(history)], self._gaps[id(history)], strict=True)
         advantages = [self._bounded(self._means.centred(turn, self._bounded(gaps))) for turn, gaps in pairs]
         return history.model_copy(update={"turn_advantages": advantages})
 
     def _bounded(self, values: Iterable[float]) -> list[float]:
-        """Before the mean is taken, too: one gap would otherwise give each of its siblings a large advantage."""
-        return [max(-self._max_advantage, min(self._max_advantage, each)) for each in values]
+        """The values, clamped. Gaps are clamped before their mean is taken, too: one large gap would otherwise give each
+        of its siblings a large advantage."""
+        return [max(-self._max_advantage, min(self._max_advantage, value)) for value in values]
 
 
 class _Means:
-    """The mean gap of the tokens that were sampled after the same text. Siblings' mean is a baseline: it depends on the
-    text alone, so it takes noise from the gradient and adds no direction."""
+    """The mean gap of siblings, which are the tokens that were sampled after the same text. This mean is a baseline: the
+    mean depends on the text alone, and so takes noise from the gradient and adds no direction."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[Hashable, ...], int] = {}
-        """The text after a prompt, or after a text and one token more."""
+        """A number for each text: a prompt, or a text with a number and one token more."""
         self._gaps: defaultdict[int, list[float]] = defaultdict(list)
 
     def _texts_before(self, turn: _Sampled) -> Iterator[int]:
@@ -147,12 +151,12 @@ class _Means:
             self._gaps[node].append(gap)
 
     def centred(self, turn: _Sampled, gaps: Sequence[float]) -> list[float]:
-        """The gaps less the mean of their siblings; those without siblings as they are."""
-        found: list[float] = []
+        """The gaps, each less the mean gap of its siblings. A gap without siblings is unchanged."""
+        centred: list[float] = []
         for node, gap in zip(self._texts_before(turn), gaps, strict=True):
             siblings = self._gaps[node]
-            found.append(gap - math.fsum(siblings) / len(siblings) if len(siblings) > 1 else gap)
-        return found
+            centred.append(gap - math.fsum(siblings) / len(siblings) if len(siblings) > 1 else gap)
+        return centred
 
 
 async def _score(texts: Sequence[Text], teacher: Model, max_concurrent: int) -> dict[Text, list[float | None]]:
@@ -162,9 +166,9 @@ async def _score(texts: Sequence[Text], teacher: Model, max_concurrent: int) -> 
 
     async def score(text: Text) -> list[float | None]:
         async with slots:
-            found = await _prompt_logprobs(client, name, text)
+            logprobs = await _prompt_logprobs(client, name, text)
         bar.update()
-        return found
+        return logprobs
 
     with no_capture(), tqdm(total=len(texts), desc="teacher", unit="text") as bar:
         return dict(zip(texts, await run_all(map(score, texts)), strict=True))
@@ -174,14 +178,14 @@ def _gaps(turn: _Sampled, scored: dict[Text, list[float | None]]) -> list[float]
     """log p_teacher - log p_student of a turn's tokens, from the scores of a text that begins with the turn.
 
     Raises:
-        ArtError: it gave none for some of them.
+        ArtError: the teacher gave no log-probability for some tokens.
     """
     whole = (*turn.prompt, *turn.tokens)
     known = scored[whole][len(turn.prompt) : len(whole)]
     values = [value for value in known if value is not None]
     if len(values) < len(turn.tokens):
         raise ArtError("the teacher gives no log-probability of some tokens: is its tokenizer another?")
-    return [of_t - of_s for of_t, of_s in zip(values, turn.logprobs, strict=True)]
+    return [teacher - student for teacher, student in zip(values, turn.logprobs, strict=True)]
 
 
 def _to_turns(entries: Iterable[Any]) -> Iterator[_Sampled]:
@@ -193,10 +197,10 @@ def _to_turns(entries: Iterable[Any]) -> Iterator[_Sampled]:
 
 
 def _to_sampled(fields: dict[str, Any]) -> _Sampled:
-    """The tokens that a choice carries.
+    """The tokens of a choice, with its prompt's tokens and its log-probabilities.
 
     Raises:
-        ValueError: it lacks some of them.
+        ValueError: the choice lacks some of these.
     """
     logprobs: dict[str, Any] = fields.get("logprobs") or {}
     entries: list[dict[str, Any]] = logprobs.get("content") or []
@@ -208,25 +212,25 @@ def _to_sampled(fields: dict[str, Any]) -> _Sampled:
             "`logprobs=True`"
         )
     mark: dict[str, Any] = fields.get("art") or {}
-    return _Sampled(prompt, tokens, [float(each["logprob"]) for each in entries], mark.get("id"))
+    return _Sampled(prompt, tokens, [float(entry["logprob"]) for entry in entries], mark.get("id"))
 
 
 def _to_texts(turns: Iterable[_Sampled]) -> dict[Text, Text]:
-    """For each turn's text the longest one that begins with it, so that each token is scored once."""
+    """For the text of each turn the longest text that begins with the turn's text, so that each token is scored once."""
     texts: dict[Text, Text] = {}
     longest: Text = ()
     for text in sorted({(*turn.prompt, *turn.tokens) for turn in turns}, reverse=True):
-        if longest[: len(text)] != text:  # sorted: a continuation comes just before
+        if longest[: len(text)] != text:  # in descending order the continuations of a text come just before the text
             longest = text
         texts[text] = longest
     return texts
 
 
 async def _prompt_logprobs(client: Any, name: str, prompt: Sequence[int]) -> list[float | None]:
-    """The log-probability of each token after those before it; None for the first.
+    """The log-probability of each token after the tokens before; None for the first token.
 
     Raises:
-        ArtError: the endpoint does not answer, or not with log-probabilities.
+        ArtError: the endpoint does not answer, or answers without log-probabilities.
     """
     from openai import OpenAIError  # imported here, because it takes a second
 
@@ -242,10 +246,10 @@ async def _prompt_logprobs(client: Any, name: str, prompt: Sequence[int]) -> lis
         raise ArtError(f"teacher '{name}' does not answer: {error}") from error
     choice = completion.choices[0]
     extra: dict[str, Any] = choice.model_extra or {}
-    found: list[Any] = extra.get("prompt_logprobs") or []
-    if len(found) != len(prompt):
+    entries: list[Any] = extra.get("prompt_logprobs") or []
+    if len(entries) != len(prompt):
         raise ArtError(f"teacher '{name}' gives no prompt_logprobs: it must be served by vLLM")
-    return [None if not entry else _logprob_of(entry, token) for entry, token in zip(found, prompt, strict=True)]
+    return [None if not entry else _logprob_of(entry, token) for entry, token in zip(entries, prompt, strict=True)]
 
 
 def _logprob_of(entry: dict[str, Any], token: int) -> float | None:

@@ -45,7 +45,7 @@ class ArtStatusError(ArtError):
         self.param = param
         """The invalid field, as a path into the body, or the invalid header."""
         self.ids = ids
-        """With the code "records_missing": the choices whose tokens the server lacks."""
+        """With the code "records_missing": the ids of the choices whose tokens the server lacks."""
 
 
 class ArtJobError(ArtError):
@@ -59,7 +59,8 @@ class ArtJobError(ArtError):
 
 
 def error_text(error: object, show: Callable[[object], str] = str) -> str:
-    """`str(error)`, or `show(error)`. An exception of a program can fail at this; its text is then a note of that."""
+    """The text of an error by `show`. If the `__str__` or `__repr__` of a program's exception raises, the text reports
+    that: `'<MyError, whose text raises KeyError>'`."""
     try:
         return show(error)
     except Exception as failure:

@@ -28,7 +28,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     """The mean of one value per scenario: mean ± t * s / sqrt(n), where t is Student's quantile for n - 1 degrees.
 
     The values of a paired comparison are differences. The interval is exact for normally distributed values and
-    approximate for others. If all values are equal, it has no width, whatever their number.
+    approximate for others. If all values are equal, the interval has no width, for any number of values.
     Source: Student 1908, The probable error of a mean, Biometrika 6(1); for evaluations of language models, averaged
     repetitions and paired differences: Miller 2024, arXiv:2411.00640.
 
@@ -65,9 +65,10 @@ def t_probability(t: float, degrees: int) -> float:
     """
     angle = math.atan2(t, math.sqrt(degrees))
     sine, cosine = math.sin(angle), math.cos(angle)
-    is_odd = degrees % 2
-    term, total = (cosine, 0.0) if is_odd else (1.0, 0.0)
-    for power in range(1 + is_odd, degrees, 2):
+    is_odd = degrees % 2 == 1
+    first_power, term = (2, cosine) if is_odd else (1, 1.0)
+    total = 0.0
+    for power in range(first_power, degrees, 2):
         total += term
         term *= cosine * cosine * power / (power + 1)
     if is_odd:

@@ -3,14 +3,15 @@
     result = await art.evaluate(model, rollout, scenarios, step=30, baseline=0)
     print(result.reward.mean, result.difference.interval)
 
-It evaluates one step, or two steps on the same scenarios (paired). The rollout function is that of training. It gets a
-copy of the model whose `get_inference_name()`, `inference_model_name` and `name` are those of the evaluated step.
+`evaluate` evaluates one step, or two steps on the same scenarios (paired). The rollout function is the function that
+training uses, too. The function gets a copy of the model: the copy's `get_inference_name()`, `inference_model_name` and
+`name` name the evaluated step.
 
-With a seed, each request of the copy's `openai_client()` has a seed. It depends on the given one, the scenario, the
-repetition and the number of the request, and is the same for partners. The same call then gives the same rewards, as
-far as the rollout's own code and the engine's arithmetic repeat.
+With `seed`, each request of the copy's `openai_client()` has a seed, computed from `seed`, the scenario, the repetition and
+the number of the request. Partners get the same seeds. The same call then gives the same rewards, as far as the rollout's
+own code and the engine's arithmetic repeat.
 
-A rollout that raises, or whose reward or metric is not a finite number, has failed. It has no reward.
+A rollout that raises, or whose reward or metric is not a finite number, has failed and has no reward.
 `estimates.py` has the formulas.
 """
 
@@ -52,22 +53,22 @@ class Evaluation:
     step: int | None
     """None: the base model."""
     reward: Estimate
-    """Over scenarios. A scenario's value is the mean over its repetitions, which are not independent."""
+    """The mean over scenarios. A scenario's value is the mean over its repetitions, which are not independent."""
     scenario_rewards: tuple[float | None, ...]
     """The mean reward of each scenario, in order; None if all its rollouts failed."""
     num_rollouts: int
     num_failed: int
     """Failed rollouts have no reward and are in no mean."""
     metrics: dict[str, float]
-    """The mean of each metric of the trajectories, over scenarios like the reward."""
+    """The mean of each metric of the trajectories, over scenarios as for the reward."""
     groups: list[TrajectoryGroup] = field(compare=False)
     """The trajectories, one group for each scenario, with failed rollouts in `exceptions`."""
     baseline: "Evaluation | None" = None
     difference: Estimate | None = None
-    """The reward minus that of the baseline, over scenarios: the mean of the pairs of rollouts with the same scenario
-    and repetition."""
+    """The mean over scenarios of the reward minus the baseline's reward. A scenario's value is the mean over pairs of
+    rollouts with the same repetition."""
     num_unpaired: int = 0
-    """Pairs that are not in `difference`, because one of their rollouts failed."""
+    """Pairs that are not in `difference`, because a rollout of the pair failed."""
 
     def __repr__(self) -> str:
         parts = [_line(self)]
@@ -102,23 +103,23 @@ async def evaluate(
     """The mean reward of `reps` rollouts of each scenario at a step, with its standard error and 95% interval.
 
     `step` is a step's number, "base" for the base model, or None for the step that is the newest when the call begins.
-    With a `baseline`, a number or "base", each rollout has a partner there, and `difference` compares the pairs.
+    With a `baseline`, a number or "base", each rollout has a partner at the baseline, and `difference` compares the pairs.
 
     The means go to the history of each evaluated step, as `split`/reward, `split`/reward_standard_error and
-    `split`/METRIC, with the trajectories, unless `log` is False. The base model has no history. If they cannot be written,
-    the result is returned with a warning.
+    `split`/METRIC, with the trajectories, unless `log` is False. The base model has no history. If the history cannot be
+    written, the result is returned with a warning.
 
     `max_exceptions` limits failed rollouts as in `gather_trajectories`.
 
     Raises:
         ValueError: an argument is out of range, or the model is not registered.
-        Exception: the first failure of a rollout, if there are too many, or if no rollout succeeded.
+        Exception: the first failure of a rollout, if too many rollouts failed, or if no rollout succeeded.
     """
     cases = list(scenarios)
     _check(cases, reps, {"step": step, "baseline": baseline}, split)
-    model.openai_client()  # made here, so that all copies share its connections
+    model.openai_client()  # made before the copies, so that all copies share the client's connections
     newest = await model.get_step() if step is None else step
-    steps = [None if each == "base" else each for each in (newest, baseline) if each is not None]
+    steps = [_to_number(newest)] if baseline is None else [_to_number(newest), _to_number(baseline)]
     results = await gather_trajectories(
         _make_rollouts(model, rollout, cases, steps, reps, seed),
         pbar_desc=pbar_desc,
@@ -126,16 +127,21 @@ async def evaluate(
         max_concurrent_rollouts=max_concurrent_rollouts,
     )
     evaluation = _summarise(model, steps, results, reps)
-    # What rollouts counted themselves, such as costs, belongs to the first row.
-    for name, each in (("result", evaluation), ("result.baseline", evaluation.baseline)):
-        if log and each is not None and each.step is not None:
-            await _log(model, each, each.step, split, name)
+    # In this order: the first log call also writes what rollouts counted themselves, such as costs.
+    for name, result in (("result", evaluation), ("result.baseline", evaluation.baseline)):
+        if log and result is not None and result.step is not None:
+            await _log(model, result, result.step, split, name)
     return evaluation
 
 
+def _to_number(step: Step) -> int | None:
+    """The step's number; None for the base model."""
+    return None if step == "base" else step
+
+
 async def _log(model: TrainableModel, evaluation: Evaluation, step: int, split: str, name: str) -> None:
-    """Writes an evaluation to the history. A failure is a warning, so that the rollouts are not lost with it. `name` is
-    the evaluation's in the caller's program."""
+    """Writes an evaluation to the history. A failure is a warning, so that the rollouts are not lost. `name` is the name of
+    the evaluation in the caller's program."""
     try:
         row = _history_row(evaluation, split)
         await model.log(evaluation.groups, split, step=step, metrics=row)
@@ -185,7 +191,7 @@ async def _play(rollout: Callable[[M, S], Awaitable[Trajectory]], model: M, scen
     """The rollout's trajectory.
 
     Raises:
-        ValueError: its reward or a metric is not a finite number, or another step of the model sampled.
+        ValueError: the reward or a metric is not a finite number, or another step of the model sampled.
     """
     trajectory = to_trajectory(await rollout(model, scenario))
     numbers: dict[str, Any] = {**trajectory.metrics, "reward": trajectory.reward}
@@ -197,7 +203,8 @@ async def _play(rollout: Callable[[M, S], Awaitable[Trajectory]], model: M, scen
 
 
 def _check_sampler(trajectory: Trajectory, model: TrainableModel) -> None:
-    """Raises ValueError for a choice of the same model under another name, which a rollout can reach by a variable."""
+    """Raises ValueError for a choice that another step of the same model sampled: a rollout can use the model by a variable
+    of the program, instead of the copy that it gets."""
     model_id, name = f"{model.project}/{model._storage_name}", model.get_inference_name()
     for history in (trajectory, *trajectory.additional_histories):
         for entry in history.messages_and_choices:
@@ -212,22 +219,22 @@ def _check_sampler(trajectory: Trajectory, model: TrainableModel) -> None:
 
 
 def _summarise(model: TrainableModel, steps: Sequence[int | None], results: Sequence[Result], reps: int) -> Evaluation:
-    """The evaluation of the first of one or two steps; the second is its baseline."""
-    found = _evaluation(model, steps[0], results[:: len(steps)], reps)
+    """The evaluation of the first step; a second step is the baseline. The results of partners follow each other."""
+    evaluation = _evaluation(model, steps[0], results[:: len(steps)], reps)
     if len(steps) == 1:
-        return found
+        return evaluation
     baseline = _evaluation(model, steps[1], results[1::2], reps)
-    differences = [
-        float(one.reward) - float(other.reward)
-        if isinstance(one, Trajectory) and isinstance(other, Trajectory)
-        else None
-        for one, other in zip(results[::2], results[1::2], strict=True)
-    ]
+    differences: list[float | None] = []
+    for result, partner in zip(results[::2], results[1::2], strict=True):
+        if isinstance(result, Trajectory) and isinstance(partner, Trajectory):
+            differences.append(float(result.reward) - float(partner.reward))
+        else:
+            differences.append(None)
     means = _scenario_means(differences, reps)
     if not any(mean is not None for mean in means):
         raise _first_failure(results, "in each pair a rollout failed, so no pair can be compared")
     return replace(
-        found,
+        evaluation,
         baseline=baseline,
         difference=_estimate_known(means),
         num_unpaired=differences.count(None),
@@ -235,11 +242,11 @@ def _summarise(model: TrainableModel, steps: Sequence[int | None], results: Sequ
 
 
 def _evaluation(model: TrainableModel, step: int | None, results: Sequence[Result], reps: int) -> Evaluation:
-    rewards = [float(each.reward) if isinstance(each, Trajectory) else None for each in results]
+    rewards = [float(result.reward) if isinstance(result, Trajectory) else None for result in results]
     means = _scenario_means(rewards, reps)
     if not any(mean is not None for mean in means):
         raise _first_failure(results, "no rollout succeeded, so there is no mean reward")
-    groups = [TrajectoryGroup(of_scenario) for of_scenario in _by_scenario(results, reps)]
+    groups = [TrajectoryGroup(scenario_results) for scenario_results in _by_scenario(results, reps)]
     return Evaluation(
         name=model._pinned(step).get_inference_name(),
         step=step,
@@ -254,12 +261,12 @@ def _evaluation(model: TrainableModel, step: int | None, results: Sequence[Resul
 
 def _metric_means(groups: Iterable[TrajectoryGroup]) -> dict[str, float]:
     """For each metric the mean over scenarios, where a scenario's value is the mean over its trajectories."""
-    of_scenarios: dict[str, list[float]] = {}
+    scenario_means: dict[str, list[float]] = {}
     for group in groups:
-        for name in {name: None for trajectory in group for name in trajectory.metrics}:
-            values = [float(each.metrics[name]) for each in group if name in each.metrics]
-            of_scenarios.setdefault(name, []).append(statistics.fmean(values))
-    return {name: statistics.fmean(values) for name, values in of_scenarios.items()}
+        for name in dict.fromkeys(name for trajectory in group for name in trajectory.metrics):
+            values = [float(trajectory.metrics[name]) for trajectory in group if name in trajectory.metrics]
+            scenario_means.setdefault(name, []).append(statistics.fmean(values))
+    return {name: statistics.fmean(means) for name, means in scenario_means.items()}
 
 
 def _history_row(evaluation: Evaluation, split: str) -> dict[str, float]:
@@ -274,9 +281,12 @@ def _by_scenario(values: Sequence[T], reps: int) -> list[Sequence[T]]:
 
 
 def _scenario_means(values: Sequence[float | None], reps: int) -> list[float | None]:
-    """Each scenario's mean over its known values; None without any."""
-    known = [[each for each in of_scenario if each is not None] for of_scenario in _by_scenario(values, reps)]
-    return [statistics.fmean(of_scenario) if of_scenario else None for of_scenario in known]
+    """Each scenario's mean over its known values; None if no value is known."""
+    means: list[float | None] = []
+    for scenario_values in _by_scenario(values, reps):
+        known = [value for value in scenario_values if value is not None]
+        means.append(statistics.fmean(known) if known else None)
+    return means
 
 
 def _estimate_known(means: Iterable[float | None]) -> Estimate:

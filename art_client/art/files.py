@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Writes a file, readable by its user only, and replaces an earlier one. Makes its folder."""
+    """Writes a file, readable by its user only, and replaces an earlier file. Makes the folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".", delete=False) as draft:
         try:

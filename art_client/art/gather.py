@@ -6,8 +6,8 @@ cancels the running rollouts, and the first error is raised: its traceback has t
 counts the failures by type. Groups tolerate a tenth by default. `gather_trajectories`
 raises the first failure by default, because it returns tolerated failures among the trajectories.
 
-`min_informative` refills dead groups. A group whose rewards are all equal has no signal, so the next one is sampled in
-its place. An iterator keeps the groups that were not taken, for the next call. Source: dynamic sampling, Yu et al. 2025,
+`min_informative` refills dead groups. A group whose rewards are all equal has no signal, so the next group is sampled
+instead. An iterator keeps the groups that were not taken, for the next call. Source: dynamic sampling, Yu et al. 2025,
 arXiv:2503.14476, section 3.2.
 
 `pbar_desc=None` shows no bar. `max_metrics` limits the number of metrics that the bar shows. `max_concurrent_rollouts`
@@ -50,14 +50,14 @@ async def gather_trajectory_groups(
     """The groups in order, each with its failed rollouts in `exceptions`.
 
     `after_each` is awaited with every group that has a trajectory, as soon as the group is complete. It returns the
-    result: a group, a list of groups, or None to leave the group out. If it fails, or if the awaitable of a group
-    fails, the result is a group with failures only, so that nothing is trained on incomplete rewards.
+    result: a group, a list of groups, or None to leave the group out. If `after_each` or the awaitable of a group fails,
+    the result is a group with failures only, so that nothing is trained on incomplete rewards.
 
     The rollouts of a group made of coroutines, `TrajectoryGroup(rollout(...) for ...)`, are limited and counted one by
-    one. Rollouts that an awaitable of the caller runs without such a group are not.
+    one. Rollouts that an awaitable of the caller runs without such a group are neither limited nor counted.
 
-    With `min_informative`, groups are taken one by one until this number of them has rewards that are not all equal. The
-    result has all groups that were taken. The end of `groups` is the limit, and a warning reports it.
+    With `min_informative`, groups are taken one by one until this number of groups has rewards that are not all equal. The
+    result has all groups that were taken. If `groups` ends before, a warning reports the end.
     """
     if min_informative is not None and min_informative < 1:
         raise ValueError(f"min_informative must be at least 1, not {min_informative}")
@@ -78,7 +78,7 @@ async def gather_trajectory_groups(
             if min_informative is None:
                 taken += waiting
                 rollouts.expect_groups(sum(not isinstance(group, TrajectoryGroup) for group in taken))
-                results = await run_all(_finish_group(rollouts, each, after_each) for each in taken)
+                results = await run_all(_finish_group(rollouts, group, after_each) for group in taken)
             else:
                 results = await _refill(rollouts, waiting, taken, after_each, min_informative)
         finally:
@@ -96,20 +96,21 @@ async def _refill(
 ) -> list[list[TrajectoryGroup]]:
     """Moves groups from `waiting` to `taken` and runs them, until `min_informative` are informative. Returns the
     results of all `taken` groups."""
-    results: dict[int, list[TrajectoryGroup]] = {}
+    results_by_index: dict[int, list[TrajectoryGroup]] = {}
 
     async def run_until_informative() -> None:
         for group in waiting:
-            place = len(taken)
+            index = len(taken)
             taken.append(group)
-            rollouts.expect_groups(not isinstance(group, TrajectoryGroup))
-            results[place] = await _finish_group(rollouts, group, after_each)
-            if any(map(is_informative, results[place])):
+            if not isinstance(group, TrajectoryGroup):
+                rollouts.expect_groups(1)
+            result = results_by_index[index] = await _finish_group(rollouts, group, after_each)
+            if any(map(is_informative, result)):
                 return
 
     await run_all(run_until_informative() for _ in range(min_informative))
-    made = [results[place] for place in range(len(taken))]
-    num_informative = sum(is_informative(group) for result in made for group in result)
+    results = [results_by_index[index] for index in range(len(taken))]
+    num_informative = sum(is_informative(group) for result in results for group in result)
     logger.info("sampled %d groups, %d of them informative", len(taken), num_informative)
     if num_informative < min_informative:
         logger.warning(
@@ -117,17 +118,16 @@ async def _refill(
             "Pass more groups, or scenarios that the model neither always solves nor always fails",
             *(num_informative, len(taken), min_informative),
         )
-    return made
+    return results
 
 
 def is_informative(group: TrajectoryGroup) -> bool:
-    """Whether the rewards of trajectories, or of turns, differ by more than rounding, or a turn has an advantage of its
-    own."""
-    histories = [each for t in group for each in (t, *t.additional_histories)]
+    """Whether the rewards of trajectories, or of turns, differ by more than rounding, or a turn has its own advantage."""
+    histories = [history for trajectory in group for history in (trajectory, *trajectory.additional_histories)]
     return group_has_signal(
         [trajectory.reward for trajectory in group],
-        [each.turn_rewards for each in histories],
-        [each.turn_advantages for each in histories],
+        [history.turn_rewards for history in histories],
+        [history.turn_advantages for history in histories],
     )
 
 
@@ -240,7 +240,7 @@ async def _run_one(rollouts: RolloutPool, rollout: Awaitable[object]) -> Traject
     if isinstance(result, Trajectory):
         rollouts.count(result)
     if isinstance(result, list):
-        rollouts.expect(-1)  # it counted as one rollout; its trajectories count instead
+        rollouts.expect(-1)  # the list counted as one rollout; its trajectories count instead
         rollouts.count_unexpected(result)
     return result
 

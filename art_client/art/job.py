@@ -8,8 +8,8 @@ from art.types import TrainResult
 
 
 class Job:
-    """A train call that the server has accepted, so that it ends without this program as well. `await job` waits until the
-    new step serves and returns the `TrainResult`; any number of tasks may await it, also after its end.
+    """A train call that the server has accepted. The job ends without this program as well. `await job` waits until the
+    new step serves and returns the `TrainResult`; any number of tasks may await the job, also after its end.
 
     Raises, when it is awaited:
         ArtJobError: the job failed or was cancelled.
@@ -21,7 +21,7 @@ class Job:
         """The job's name in `art jobs` and `/api/jobs`."""
         self._follow = follow
         self._lock = asyncio.Lock()
-        """Of several tasks that wait, one follows the job."""
+        """Lets a single task follow the job. Other tasks that await the job wait for this lock."""
         self._result: TrainResult | None = None
 
     def __await__(self) -> Generator[Any, None, TrainResult]:

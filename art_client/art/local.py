@@ -29,16 +29,16 @@ from art_protocol.log_file import LogFile
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 30
-"""Time for the server to finish a checkpoint and stop its engine before it is killed."""
+"""Time for the server to finish a checkpoint and stop its engine before the server is killed."""
 
 
 @extended
 class LocalBackend(Backend):
     """An art-server on this machine, for this program only.
 
-    It starts with the first `register` or with `async with`, and stops with `close`, at the latest when the program
-    ends. Models and checkpoints stay under `path` (".art"), and the next run continues with them. `server_args` are
-    further flags of `art-server`. `trackers` and `on_step` work as in `Backend`.
+    The server starts with the first `register` or with `async with`, and stops with `close`, at the latest when the
+    program ends. Models and checkpoints stay under `path` (".art"), and the next run continues with them. `server_args`
+    are further flags of `art-server`. `trackers` and `on_step` work as in `Backend`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LocalBackend(Backend):
         return self
 
     async def register(self, model: Model) -> None:
-        """Starts the server if it does not run, and registers the model; see `Backend.register`."""
+        """Starts the server, unless it runs already, and registers the model; see `Backend.register`."""
         await self.start()
         await super().register(model)
 
@@ -72,14 +72,14 @@ class LocalBackend(Backend):
         """Starts the server, unless it runs already, and returns when it answers.
 
         Raises:
-            ArtError: the server ends or does not answer in time; the message contains the end of its log.
+            ArtError: the server ends or does not answer in time; the message contains the end of the server's log.
         """
         async with self._start_lock:
             if self._server is not None and self._server.poll() is None:
                 return
             log = self._server_log.path
             tqdm.write(f"art: starting art-server in {self._path}, log {log}", file=sys.stderr)
-            # Not in a thread, where a cancellation could lose the process. It takes milliseconds.
+            # Not in a thread, where a cancellation could lose the process. The launch takes milliseconds.
             self._server = self._launch()
             atexit.register(self._stop)
             async with contextlib.AsyncExitStack() as on_failure:
@@ -94,7 +94,7 @@ class LocalBackend(Backend):
         await asyncio.to_thread(self._stop)
 
     @property
-    def _place(self) -> str:
+    def _location(self) -> str:
         return str(self._path)
 
     def _command(self) -> list[str]:
@@ -114,13 +114,13 @@ class LocalBackend(Backend):
             )
 
     async def _wait_until_ready(self) -> None:
-        started = told = time.monotonic()
-        deadline = started + self._start_timeout_seconds
+        started_at = reported_at = time.monotonic()
+        deadline = started_at + self._start_timeout_seconds
         while time.monotonic() < deadline:
             self._check_server()
-            if time.monotonic() - told > START_SECONDS:
-                told = time.monotonic()
-                tqdm.write(f"art: {told - started:4.0f} s  art-server starts", file=sys.stderr)
+            if time.monotonic() - reported_at > START_SECONDS:
+                reported_at = time.monotonic()
+                tqdm.write(f"art: {reported_at - started_at:4.0f} s  art-server starts", file=sys.stderr)
             address = await asyncio.to_thread(self._read_address)
             if address is not None:
                 self._connection.base_url = address
@@ -133,7 +133,7 @@ class LocalBackend(Backend):
         raise ArtError(f"art-server was not ready after {self._start_timeout_seconds:.0f} s.\n{self._log_tail()}")
 
     def _read_address(self) -> str | None:
-        """The server's address; None before it has written one. The address of an earlier server is ignored."""
+        """The address that the server has written; None before. The address of an earlier server is ignored."""
         try:
             address: dict[str, Any] = json.loads((self._path / ".server" / "address.json").read_text())
         except FileNotFoundError:

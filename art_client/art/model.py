@@ -1,6 +1,6 @@
 """`Model` and `TrainableModel`: a model's name, its inference client, and the calls that train and log it.
 
-The calls go to the backend that the model is registered with. `art.protocols` has the methods that they use.
+The calls go to the backend that the model is registered with. `art.protocols` has the backend's methods that models use.
 """
 
 # pyright: reportPrivateUsage=false
@@ -59,15 +59,16 @@ class _Links:
         return self
 
     def client(self, base_url: str, api_key: str, *, is_trainable: bool) -> "AsyncOpenAI":
-        """The client of this event loop for an address. Its connections belong to the loop."""
+        """The client of this event loop for an address. The client's connections belong to the loop."""
         key = (running_loop(), base_url, api_key)
         client = self.clients.get(key)
         if client is None or client.is_closed():
             # Imported here, because it imports openai, which takes most of a second.
             from art.openai_client import make_client
 
-            for other in [each for each in self.clients if each[0] and each[0].is_closed()]:
-                del self.clients[other]
+            closed_keys = [old_key for old_key in self.clients if old_key[0] and old_key[0].is_closed()]
+            for closed_key in closed_keys:
+                del self.clients[closed_key]
             client = make_client(base_url, api_key, is_trainable=is_trainable)
             self.clients[key] = client
         return client
@@ -82,16 +83,16 @@ class _Links:
 
 
 def clean_key(key: str | None) -> str | None:
-    """An API key without surrounding white space, which files end with.
+    r"""An API key without surrounding white space, such as the end of a file's line: `'key\n' -> 'key'`. None for an empty key.
 
     Raises:
-        ValueError: no HTTP header can contain it. The message does not, either.
+        ValueError: no HTTP header can contain the key. The message does not contain the key.
     """
     key = (key or "").strip()
-    for place, character in enumerate(key):
+    for position, character in enumerate(key):
         if not "!" <= character <= "~":
             raise ValueError(
-                f"character {place} of the API key is no printable ASCII character: check the file or variable that the "
+                f"character {position} of the API key is no printable ASCII character: check the file or variable that the "
                 "key comes from"
             )
     return key or None
@@ -99,7 +100,7 @@ def clean_key(key: str | None) -> str | None:
 
 @extended
 class Model(Displayed, BaseModel, Generic[ConfigT]):
-    """A model for inference only, behind any OpenAI-compatible address. `Model[Kind]` has a `config` of that type."""
+    """A model for inference only, behind any OpenAI-compatible address. `Model[Kind]` has a `config` of the type Kind."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -185,7 +186,7 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
         return await self.backend()._log(self, trajectories or (), split, metrics=metrics or {}, step=step)
 
     def _detached(self) -> Self:
-        """A copy with connections of its own."""
+        """A copy with separate connections."""
         copied = self.model_copy()
         copied._links = _Links(self._links.backend)
         return copied
@@ -209,12 +210,12 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     """The model's name on the server; None: `name`. Newer releases of ART let several runs share one `name`."""
     trainable: bool = True
     lora: LoRAConfig | None = None
-    """The adapter's configuration, fixed at the first registration. None: the existing one, or the defaults."""
+    """The adapter's configuration, fixed at the first registration. None: the existing configuration, or the defaults."""
 
     _pinned_name: str | None = PrivateAttr(default=None)
     """For a copy that `art.evaluate` makes: the name under which it samples."""
     _seeds: Iterator[int] | None = PrivateAttr(default=None)
-    """For such a copy: the seeds of its client's requests."""
+    """For a copy that `art.evaluate` makes: the seeds of the requests that the copy's client sends."""
 
     @field_validator("run_name")
     @classmethod
@@ -268,8 +269,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         return seeded(client, self._seeds)
 
     def _pinned(self, step: int | None, seeds: Iterator[int] | None = None) -> Self:
-        """A copy that samples from a step, or from the base model (None), under each of its names: `name`,
-        `inference_model_name` and `get_inference_name()`. On the server it is the same model, with the same connections.
+        """A copy that samples from a step, or from the base model (None). Each name of the copy names the step: `name`,
+        `inference_model_name` and `get_inference_name()`. On the server the copy is the same model. Both share connections.
         """
         name = inference_name = self.base_model
         if step is not None:
@@ -295,7 +296,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     ) -> TrainResult:
         """Trains one step on groups of trajectories, and returns when the job is done and the new step serves.
 
-        The call survives a restart of the server: it reconnects to the same job. A program that repeats a call with the
+        The call survives a restart of the server, and reconnects to the same job. A program that repeats a call with the
         same groups passes an `idempotency_key`: the same key gets the same job instead of a second step.
 
         `expected_step` is the step that sampled the groups. The server refuses the call (ArtStatusError, code
@@ -332,16 +333,16 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         idempotency_key: str | None = None,
         expected_step: int | None = None,
     ) -> Job:
-        """Requests the training of one step, and returns the job when the server has it on disk. It then ends without this
-        program as well.
+        """Requests the training of one step, and returns the job when the server has the job on disk. From then on the job
+        ends without this program as well.
 
             job = await model.submit(groups)
             later = await sample_more(model)
             result = await job
 
-        The arguments are those of `train`, and so is the result. A program that repeats the call with the same groups and
-        `idempotency_key` gets the same job, also after it has ended. Several jobs of one model run one after the other, in
-        the order in which they were accepted; the second is refused if it has an `expected_step`.
+        The arguments and the job's result are the same as for `train`. A program that repeats the call with the same groups
+        and `idempotency_key` gets the same job, also after the job has ended. Several jobs of one model run one after the
+        other, in the order in which they were accepted; the second job is refused if it has an `expected_step`.
 
         Raises:
             ValueError: the groups cannot be trained on.
@@ -367,7 +368,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     ) -> TrainResult:
         """Supervised training (SFT) on the assistant's messages of the trajectories. Makes one step.
 
-        It is a train call like `train`: durable, resumable, cancellable. The server renders the conversations with the
+        The call is a train call like `train`: durable, resumable, cancellable. The server renders the conversations with the
         chat template. Messages that this server sampled, which are OpenAI choices, keep their tokens. Rewards have no
         effect, except that `best_of_group` chooses by them. `turn_advantages` of a trajectory weigh its messages.
         `metrics["loss/train"]` is the mean cross-entropy, `metrics["loss/token_accuracy"]` the share of trained tokens that
@@ -381,7 +382,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         """
         config = config or TrainSFTConfig()
         chosen = sft.choose(trajectories, best_of_group=config.best_of_group)
-        groups = [sft.as_group(each, config.assistant_turns) for each in chosen]
+        groups = [sft.as_group(trajectory, config.assistant_turns) for trajectory in chosen]
         return await self.backend().train(
             self,
             groups,
@@ -416,9 +417,9 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
             return None
 
     async def fork(self, name: str, *, project: str | None = None, step: int | None = None) -> Self:
-        """A new model on the same backend that starts from a step of this one (None: the step that serves).
+        """A new model on the same backend that starts from a step of this model (None: the step that serves).
 
-        It gets the optimizer's state if the step still has one, and the same step number. Its history is empty.
+        The new model gets the same step number, and the optimizer's state if the step still has one. Its history is empty.
         """
         project = project or self.project
         info = await self.backend()._fork(self, name, project, step)

@@ -21,7 +21,8 @@ class Notices:
     information, not as a warning."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
+        """The notices that were logged, without their numbers."""
 
     def job(self, report: JobReport) -> None:
         """Logs what the job left out, and the server's notes."""
@@ -36,8 +37,8 @@ class Notices:
 
     def _log(self, kind: str, text: str) -> None:
         kind = re.sub(r"\d+", "#", kind)
-        logger.log(logging.INFO if kind in self._said else logging.WARNING, "train: %s", text)
-        self._said.add(kind)
+        logger.log(logging.INFO if kind in self._logged else logging.WARNING, "train: %s", text)
+        self._logged.add(kind)
 
 
 def left_out_sentence(report: JobReport) -> str | None:
@@ -52,8 +53,8 @@ def left_out_sentence(report: JobReport) -> str | None:
 
 
 def interrupted(where: str, steps: dict[str, int], accepted: dict[str, int]) -> None:
-    """Prepares for Ctrl-C: a KeyboardInterrupt that ends the program then prints what is saved, not a traceback. `accepted`:
-    the steps that jobs still make."""
+    """Prepares for Ctrl-C: a KeyboardInterrupt that ends the program then prints what is saved, not a traceback. `accepted`
+    has the step that each model's accepted jobs will still make."""
     saved = ", ".join(f"{name} at step {step}" for name, step in sorted(steps.items()))
     coming = ", ".join(f"step {step} of {name}" for name, step in sorted(accepted.items()))
     line = f"art: stopped. {where} has {saved}. The next run continues from there."

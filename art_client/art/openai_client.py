@@ -26,9 +26,9 @@ SAMPLING_PATHS = ("/chat/completions", "/completions", "/responses")
 class InferenceClient(AsyncOpenAI):
     """An AsyncOpenAI for a trainable model, whose choices contain the data that training needs.
 
-    Each choice has an `art.id`, by which the server finds its tokens again. If the caller asks for `logprobs` or
-    `return_token_ids`, the server returns the tokens too, and each choice gets the prompt's token ids, which come with
-    the completion. Requests contain the header of the current scope's session.
+    Each choice has an `art.id`, by which the server finds the choice's tokens again. If the caller requests `logprobs` or
+    `return_token_ids`, the server returns the tokens too. Each choice then gets the prompt's token ids, which the server
+    sends once in a completion. Requests contain the header of the current scope's session.
     """
 
     seeds: Iterator[int] | None = None
@@ -46,8 +46,9 @@ class InferenceClient(AsyncOpenAI):
             answer: Any = await super().post(path, **kwargs)
         if isinstance(answer, ChatCompletion) and answer.model_extra:
             prompt_token_ids = answer.model_extra.get("prompt_token_ids")
-            for choice in answer.choices if prompt_token_ids is not None else []:
-                choice.prompt_token_ids = prompt_token_ids  # pyright: ignore[reportAttributeAccessIssue]
+            if prompt_token_ids is not None:
+                for choice in answer.choices:
+                    choice.prompt_token_ids = prompt_token_ids  # pyright: ignore[reportAttributeAccessIssue]
         return answer
 
     def copy(self, **options: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -59,7 +60,7 @@ class InferenceClient(AsyncOpenAI):
 
 
 def seeded(client: AsyncOpenAI, seeds: Iterator[int]) -> AsyncOpenAI:
-    """A trainable model's client, on the same connections, whose requests have the next of `seeds` unless the caller
+    """A copy of a trainable model's client, on the same connections. Each request has the next of `seeds`, unless the caller
     sets a seed."""
     assert isinstance(client, InferenceClient), "trainable models have an InferenceClient"
     copied = client.copy()
@@ -68,8 +69,8 @@ def seeded(client: AsyncOpenAI, seeds: Iterator[int]) -> AsyncOpenAI:
 
 
 class Connections(DefaultAsyncHttpxClient):
-    """HTTP connections that are closed when nothing uses them any more, if their event loop is still running. openai's own
-    close in whatever loop runs then, which prints "Event loop is closed"."""
+    """HTTP connections that are closed when nothing uses them any more, if their event loop is still running. The openai
+    package's own connections close in any loop that runs then, which prints "Event loop is closed"."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -2,8 +2,9 @@
 
 A job that starts at step s trains `groups_per_step` groups. Its samples are at most `max_steps_off_policy` steps old, so a
 group that began at step b is trained by job b + max_steps_off_policy at the latest. A group begins only where all open
-groups (running, or finished and in no job) keep this limit even if each job takes the oldest ones. A job takes the oldest
-of the finished groups, unless a running one would then be too late: it waits for that one. So no group is ever too old.
+groups (running, or finished and in no job) keep this limit even if each job takes the oldest groups. A job takes the oldest
+of the finished groups, unless a running group would then be too late: the job waits for this group. So no group is ever too
+old.
 Source: the admission rule of AReaL, Fu et al. 2025, arXiv:2505.24298, section 5.1.
 """
 
@@ -15,9 +16,9 @@ class Open(NamedTuple):
     """A group that runs, or has finished and is in no job. The oldest sorts first."""
 
     began: int
-    """The newest step when it began; each of its tokens was sampled by this step or a later one."""
+    """The newest step when the group began. This step or a later step sampled each token of the group."""
     number: int
-    """That of its scenario, from 0."""
+    """The number of the group's scenario, from 0."""
 
 
 class Pace(NamedTuple):
@@ -34,15 +35,15 @@ class Pace(NamedTuple):
     def choose(
         self, finished: Iterable[Open], running: Collection[Open], next_job: int, *, is_last: bool
     ) -> list[Open]:
-        """The groups of the next job, oldest first; empty: it has to wait. `is_last`: no further group begins, so that the
-        last job may be smaller."""
+        """The groups of the next job, oldest first; empty: the job has to wait. `is_last`: no further group begins, so that
+        the last job may be smaller."""
         oldest = sorted(finished)
         batch, rest = oldest[: self.groups_per_step], [*oldest[self.groups_per_step :], *running]
         is_full = len(batch) == self.groups_per_step or (is_last and not running)
         return batch if is_full and len(self.keep(rest, next_job + 1)) == len(rest) else []
 
     def keep(self, groups: Iterable[Open], next_job: int) -> list[Open]:
-        """Those groups that jobs from `next_job` on can train in time, oldest first."""
+        """The groups that jobs from `next_job` on can train in time, oldest first."""
         kept: list[Open] = []
         for group in sorted(groups):
             job = next_job + len(kept) // self.groups_per_step

@@ -1,4 +1,4 @@
-"""`PipelineTrainer`: samples the next groups while a step trains, and trains none that is too old.
+"""`PipelineTrainer`: samples the next groups while a step trains, and trains no group that is too old.
 
     trainer = art.PipelineTrainer(
         model, backend, rollout_fn, scenarios, config, groups_per_step=8, max_steps_off_policy=1,
@@ -6,15 +6,14 @@
     )
     await trainer.train()
 
-`rollout_fn(model, scenario, config)` returns the group of one scenario. A group begins only if it will be trained within the
-bound (`pacing.py`), so none is thrown away. On separate devices rollouts go on while a step trains; on a shared one the
-server pauses them. `pipeline_file.py` keeps what is finished for a program that starts again.
+`rollout_fn(model, scenario, config)` returns the group of one scenario. A group begins only if a job will train it within the
+bound (`pacing.py`), so no group is thrown away. On separate devices rollouts continue while a step trains; on a shared device
+the server pauses the rollouts. `pipeline_file.py` keeps finished groups for a program that starts again.
 """
 
 # pyright: reportPrivateUsage=false
 
 import asyncio
-import itertools
 import logging
 import math
 from collections import deque
@@ -65,14 +64,14 @@ REFUSED_ARGUMENTS = {
 
 
 class PipelineTrainer(Generic[S, C]):
-    """Trains a model on groups that are sampled meanwhile, each at most `max_steps_off_policy` steps older than the step
-    that trains it.
+    """Trains a model on groups that are sampled meanwhile. A group is at most `max_steps_off_policy` steps older than the
+    step at which its job starts.
 
     `rollout_fn(model, scenario, config)` returns a `TrajectoryGroup`. `scenarios` is any iterable that gives the same
-    scenarios in the same order at each start of the program; each is one group, and the end is the pipeline's end. Each
-    step trains `groups_per_step` groups, the oldest first. `max_steps_off_policy` = 0 samples and trains in turns.
-    `max_concurrent` limits the groups that are sampled at a time (None: what the bound allows). `max_steps` counts the
-    steps of the pipeline, over all starts.
+    scenarios in the same order at each start of the program. Each scenario is one group, and the pipeline ends with the
+    scenarios. Each step trains `groups_per_step` groups, the oldest first. `max_steps_off_policy` = 0 samples and trains in
+    turns. `max_concurrent` limits the groups that are sampled at a time (None: as many as the bound allows). `max_steps`
+    counts the steps of the pipeline, over all starts.
 
     `eval_fn(model, step, config)` gets a copy of the model that samples from `step`, and returns trajectories or groups,
     or a mapping from splits to these; they are logged ("val"). It is called for the first step, and for each step that is
@@ -134,14 +133,14 @@ class PipelineTrainer(Generic[S, C]):
         self._max_steps = math.inf if max_steps is None else max_steps
         self._train_config = train_config or TrainConfig()
         self._recent: deque[tuple[int, int]] = deque(maxlen=groups_per_step)
-        """Failed and all rollouts of the groups that finished last."""
+        """For each of the groups that finished last the number of failed rollouts, and the number of all rollouts."""
 
     async def train(self) -> None:
         """Samples and trains until the scenarios or the steps end.
 
-        A program that is started again continues: finished groups, in `.art/.pipelines`, are trained, and those that ran are
-        sampled again. If a job was refused, cancelled or failed, the next start asks for it once more. If it cannot be trained
-        then either, all finished groups are given up with a warning, and their scenarios are sampled again.
+        A program that is started again continues: finished groups, in `.art/.pipelines`, are trained, and groups that ran are
+        sampled again. If a job was refused, cancelled or failed, the next start requests the job once more. If the job cannot
+        be trained then either, all finished groups are given up with a warning, and their scenarios are sampled again.
         As in a gather, a tenth of a step's rollouts may fail.
 
         Raises:
@@ -149,7 +148,7 @@ class PipelineTrainer(Generic[S, C]):
             ArtStatusError: the server refuses the job of a step.
             ArtJobError: the job of a step failed.
             ArtConnectionError: no server answers in time.
-            Exception: that of `eval_fn`.
+            Exception: `eval_fn` raised this exception.
         """
         folder = self._backend._log_dir.parent / ".pipelines" / self._model.project
         step = await self._model.get_step()
@@ -192,11 +191,11 @@ class PipelineTrainer(Generic[S, C]):
             await asyncio.to_thread(file.forget, late)
 
     async def _settle_refused(self, error: ArtStatusError | ArtJobError | ValueError) -> None:
-        """Decides what becomes of the groups of an earlier start, whose job has ended in this error, or was refused with it.
-        The other finished groups are of the same program and model, so the same would become of them.
+        """Decides what becomes of the groups of an earlier start after the error that refused or ended their job. If they are
+        given up, so are the other finished groups: jobs of the same program and model would end in the same error.
 
         Raises:
-            ArtStatusError: the error passes by waiting.
+            ArtStatusError: the same job may succeed later.
         """
         if isinstance(error, ArtStatusError):
             if error.retryable:
@@ -215,26 +214,30 @@ class PipelineTrainer(Generic[S, C]):
         """The loop: begins groups, a job and an evaluation where it may, and waits for the first of `tasks` to end."""
         end = self._first_step + self._max_steps
         taken = self._file.numbers()
-        scenarios = ((number, each) for number, each in enumerate(self._scenarios) if number not in taken)
+        scenarios = ((number, scenario) for number, scenario in enumerate(self._scenarios) if number not in taken)
+        is_exhausted = False
         running: dict[asyncio.Task[None], Open] = {}
         job: asyncio.Task[TrainResult] | None = None
         evaluation: asyncio.Task[None] | None = None
-        is_last = False
         with tqdm(desc="pipeline", total=None if end == math.inf else end, initial=self._step) as bar:
             while True:
-                next_job = self._step + (job is not None)
+                next_job = self._step if job is None else self._step + 1
                 num_open = len(self._finished) + len(running)
-                room = min(
+                num_allowed = min(
                     self._pace.room(num_open, self._step, next_job),
                     self._max_concurrent - len(running),
                     (end - next_job) * self._pace.groups_per_step - num_open,
                 )
-                for number, scenario in itertools.islice(scenarios, max(0, int(room))):
+                for _ in range(max(0, int(num_allowed))):
+                    numbered = next(scenarios, None)
+                    if numbered is None:
+                        is_exhausted = True
+                        break
+                    number, scenario = numbered
                     group = Open(self._step, number)
                     running[asyncio.create_task(self._sample(group, scenario))] = group
-                is_last = is_last or num_open + room > len(self._finished) + len(running)
                 if job is None and self._step < end:
-                    batch = self._pace.choose(self._finished, running.values(), self._step, is_last=is_last)
+                    batch = self._pace.choose(self._finished, running.values(), self._step, is_last=is_exhausted)
                     if batch:
                         self._finished -= set(batch)
                         job = asyncio.create_task(self._train(batch))
@@ -250,7 +253,9 @@ class PipelineTrainer(Generic[S, C]):
                 for task in done:
                     task.result()
                 tasks -= done
-                self._finished |= {running.pop(task) for task in [*running] if task in done}
+                for task in [*running]:
+                    if task in done:
+                        self._finished.add(running.pop(task))
                 if job is not None and job.done():
                     self._step, job = job.result().step, None
                     bar.update(self._step - bar.n)
@@ -265,10 +270,10 @@ class PipelineTrainer(Generic[S, C]):
             ValueError: the group cannot be trained on.
         """
 
-        async def made() -> TrajectoryGroup:
+        async def sample_group() -> TrajectoryGroup:
             return await self._rollout_fn(self._model, scenario, self._config)
 
-        (sampled,) = await gather_trajectory_groups([made()], pbar_desc=None, max_exceptions=math.inf)
+        (sampled,) = await gather_trajectory_groups([sample_group()], pbar_desc=None, max_exceptions=math.inf)
         num_failed = len(sampled.exceptions)
         self._recent.append((num_failed, num_failed + len(sampled)))
         expected = self._pace.groups_per_step * max(total for _, total in self._recent)
@@ -278,7 +283,7 @@ class PipelineTrainer(Generic[S, C]):
                 f"more than a tenth of the rollouts of the last {self._pace.groups_per_step} groups failed. The latest:\n"
                 f"{first.traceback or f'{first.type}: {first.message}'}"
             )
-        await asyncio.to_thread(build_train_request, [sampled], TrainConfig())  # names what no job can contain
+        await asyncio.to_thread(build_train_request, [sampled], TrainConfig())  # raises for what no job can contain
         await asyncio.to_thread(self._file.add, group, sampled.model_dump_json(warnings=False))
 
     async def _train(self, batch: Sequence[Open]) -> TrainResult:
@@ -303,7 +308,7 @@ class PipelineTrainer(Generic[S, C]):
         return result
 
     async def _train_job(self, step: int) -> TrainResult:
-        """The result of the job in the file, which the server gets once, whoever asks for it again."""
+        """The result of the job in the file. The idempotency key makes a repeated request the same job on the server."""
         key, config, bodies = await asyncio.to_thread(self._file.read_job)
         groups = await asyncio.to_thread(lambda: [TrajectoryGroup.model_validate_json(body) for body in bodies])
         job = await self._model.submit(
@@ -314,7 +319,8 @@ class PipelineTrainer(Generic[S, C]):
         return result
 
     def _due_evaluation(self) -> int | None:
-        """The step to evaluate next; None if all due ones are evaluated. Steps wait for each other, and none is left out."""
+        """The step to evaluate next; None if all due steps are evaluated. Steps are evaluated one after the other, and no step
+        is left out."""
         if self._eval_fn is None or not self._eval_every:
             return None
         evaluated = self._evaluated
@@ -322,7 +328,7 @@ class PipelineTrainer(Generic[S, C]):
         return due if due <= self._step else None
 
     async def _evaluate(self, step: int) -> None:
-        """Evaluates a step, if the server still has it."""
+        """Evaluates a step, if the server still has the step."""
         assert self._eval_fn is not None, "an evaluation is due only with eval_fn"
         if step < self._step and step not in [checkpoint.step for checkpoint in await self._model.checkpoints()]:
             logger.warning("step %d is not evaluated: the server has deleted it meanwhile", step)
@@ -332,9 +338,11 @@ class PipelineTrainer(Generic[S, C]):
             samples = await self._eval_fn(self._model._pinned(step), step, self._config)
         splits = samples if isinstance(samples, Mapping) else {"val": samples}
         for split, entries in splits.items():
-            groups = [each for each in entries if isinstance(each, TrajectoryGroup)]
-            alone = [each for each in entries if isinstance(each, Trajectory)]
-            await self._model.log([*groups, TrajectoryGroup(alone)] if alone else groups, split, step=step)
+            groups = [entry for entry in entries if isinstance(entry, TrajectoryGroup)]
+            alone = [entry for entry in entries if isinstance(entry, Trajectory)]
+            if alone:
+                groups.append(TrajectoryGroup(alone))
+            await self._model.log(groups, split, step=step)
         await self._set_evaluated(step)
 
     async def _set_evaluated(self, step: int) -> None:

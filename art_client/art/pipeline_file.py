@@ -1,8 +1,8 @@
 """What a pipeline has done, in a SQLite file of its program: the finished groups until they are trained, then their numbers.
 
-A group is in the file before it counts as finished, and a job's groups before the server is asked. A program that was killed
-at any line goes on from its file: finished groups are trained, running ones are sampled again, none is trained twice. Groups
-that the server refuses to train are given up, so that a program that was mended goes on, too.
+A group is in the file before the group counts as finished, and a job's groups before the job is requested. A program that was
+killed at any line continues from its file: finished groups are trained, running groups are sampled again, no group is trained
+twice. Groups that the server refuses to train are given up, so that a corrected program continues, too.
 """
 
 import contextlib
@@ -21,9 +21,10 @@ SCHEMA = """
 CREATE TABLE pipeline (first_step INTEGER NOT NULL, evaluated INTEGER, job INTEGER, job_key TEXT, job_config TEXT);
 CREATE TABLE groups (number INTEGER PRIMARY KEY, began INTEGER NOT NULL, job INTEGER, body TEXT);
 """
-"""`job` is the step at which a job starts, of a group its own; `pipeline.job` is the one that may not have ended, and `job_key`
-its idempotency key, which no other job has: a step may need several jobs until one trains it. `body` is a group's JSON, and
-NULL when it is trained. `evaluated` is the newest evaluated step."""
+"""A job is named by the step at which it starts. `groups.job` is the job of a group, and `pipeline.job` is the job that may not
+have ended. `job_key` is the idempotency key of `pipeline.job`. Each job has another key, because a step may need several jobs
+until one job trains the groups. `body` is a group's JSON, and NULL when the group is trained. `evaluated` is the newest
+evaluated step."""
 FROM_FORMAT_1 = """
 ALTER TABLE pipeline ADD COLUMN job_key TEXT;
 UPDATE pipeline SET job_key = id || '-' || job;
@@ -32,14 +33,14 @@ ALTER TABLE pipeline DROP COLUMN id;
 
 
 class PipelineFile:
-    """The file. No other program can open it meanwhile. Calls block for milliseconds; use `asyncio.to_thread`.
+    """The file, which no other program can open meanwhile. Calls block for milliseconds; use `asyncio.to_thread`.
 
     Raises:
-        ArtError: another program has it open, or it cannot be read.
+        ArtError: another program has the file open, or the file cannot be read.
     """
 
     def __init__(self, file: Path, step: int) -> None:
-        """Opens the file, or makes it for a pipeline that begins at a step."""
+        """Opens the file, or makes the file of a pipeline that begins at a step."""
         self.path = file
         self._lock = threading.Lock()
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -76,7 +77,7 @@ class PipelineFile:
         return self._value("evaluated")
 
     def job(self) -> int | None:
-        """The step at which a job starts that may not have ended."""
+        """The job that may not have ended, by the step at which the job starts."""
         return self._value("job")
 
     def numbers(self) -> set[int]:
@@ -99,7 +100,7 @@ class PipelineFile:
     def begin_job(self, step: int, groups: Iterable[Open], config: str) -> None:
         """Puts finished groups into the job that starts at a step, before it is requested."""
         with self._transaction() as db:
-            db.executemany("UPDATE groups SET job = ? WHERE number = ?", [(step, each.number) for each in groups])
+            db.executemany("UPDATE groups SET job = ? WHERE number = ?", [(step, group.number) for group in groups])
             values = step, uuid.uuid4().hex, config
             db.execute("UPDATE pipeline SET job = ?, job_key = ?, job_config = ?", values)
 
@@ -108,7 +109,7 @@ class PipelineFile:
         self._settle("UPDATE groups SET body = NULL WHERE job = (SELECT job FROM pipeline)")
 
     def return_job(self) -> None:
-        """Takes the groups of a job out of it again: the server does not have it."""
+        """Takes the groups out of the job again: the server does not have the job."""
         self._settle("UPDATE groups SET job = NULL WHERE job = (SELECT job FROM pipeline)")
 
     def give_up(self) -> int:
@@ -119,11 +120,11 @@ class PipelineFile:
     def forget(self, groups: Iterable[Open]) -> None:
         """Deletes finished groups, so that their scenarios are sampled again."""
         with self._transaction() as db:
-            db.executemany("DELETE FROM groups WHERE number = ?", [(each.number,) for each in groups])
+            db.executemany("DELETE FROM groups WHERE number = ?", [(group.number,) for group in groups])
 
     def undo_after(self, step: int) -> int:
-        """Deletes what later steps have trained or sampled: the model was rolled back to this step, or made anew. Returns
-        the number of groups."""
+        """Deletes the groups that later steps have trained or sampled: the model was rolled back to this step, or made anew.
+        Returns the number of these groups."""
         with self._transaction() as db:
             deleted = db.execute("DELETE FROM groups WHERE job >= ? OR began > ?", (step, step)).rowcount
             db.execute("UPDATE pipeline SET first_step = MIN(first_step, ?)", (step,))

@@ -44,7 +44,7 @@ class Finished(Protocol):
 
 
 class RolloutPool:
-    """The rollouts of one gather call. Groups that are awaited inside its `with` block run in it."""
+    """The rollouts of one gather call. Groups that are awaited inside the pool's `with` block run in the pool."""
 
     def __init__(
         self,
@@ -63,13 +63,13 @@ class RolloutPool:
         self._max_exceptions = max_exceptions
         self._num_expected = 0
         self._num_unresolved = 0
-        """Coroutines of groups, of which each counts as one rollout until it gives its group."""
+        """Coroutines of groups. A coroutine counts as one rollout until it returns its group."""
         self._largest_group = 1
         self._failed: Counter[str] = Counter()
         """Failed rollouts, by the type of their exception."""
         self._first_error: BaseException | None = None
         self._first_traceback: TracebackType | None = None
-        """That of the first error before it is raised in every group, which adds frames each time."""
+        """The traceback of the first error before every group raises the error again, which adds frames each time."""
         self._counted: dict[int, Finished] = {}  # by id(): equal trajectories count separately
         self._means: dict[str, _Mean] = {}
         self._max_metrics = max_metrics
@@ -106,8 +106,8 @@ class RolloutPool:
 
     @property
     def has_too_many_failures(self) -> bool:
-        """Whether more rollouts failed than max_exceptions: a number, or a share of the rollouts if between 0 and 1. Groups
-        of which nothing is known yet count as the largest so far."""
+        """Whether more rollouts failed than max_exceptions: a number, or a share of the rollouts if between 0 and 1. A group
+        of unknown size counts as many rollouts as the largest group so far."""
         limit = self._max_exceptions
         if 0 < limit < 1:
             limit *= self._num_expected + self._num_unresolved * (self._largest_group - 1)
@@ -126,13 +126,14 @@ class RolloutPool:
         self._update_bar()
 
     def resolve_group(self, *, is_failed: bool = False) -> None:
-        """Ends one of `expect_groups`: the rollouts of its group count instead, or the failure of the coroutine."""
+        """Ends a coroutine of `expect_groups`: the rollouts of its group count instead, or the failure of the coroutine."""
         self._num_unresolved -= 1
-        self._num_expected -= not is_failed
+        if not is_failed:
+            self._num_expected -= 1
         self._update_bar()
 
     async def run(self, rollout: Awaitable[object], check: Callable[[object], T]) -> T | Exception:
-        """`check` applied to the rollout's result, or the exception that either raised. Waits for a free slot.
+        """`check` applied to the rollout's result, or the exception that the rollout or `check` raised. Waits for a free slot.
 
         Raises:
             Exception: the first error of all rollouts, if there are too many failures.
@@ -203,7 +204,7 @@ class RolloutPool:
 
 
 def set_total(bar: "tqdm[Any]", total: int) -> None:
-    """Sets a bar's length. In a notebook only `reset` changes it."""
+    """Sets a bar's length. In a notebook only `reset` changes the length."""
     if hasattr(bar, "container") and bar.total != total:
         started = bar.start_t
         bar.reset(total)

@@ -1,4 +1,4 @@
-"""The protocol of a model's backend. Models have the type `Any`, because the module `model` imports this one."""
+"""The protocol of a model's backend. Models have the type `Any`, because the module `model` imports this module."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol

@@ -18,7 +18,7 @@ from art_protocol.wire import LogReply, ModelInfo
 logger = logging.getLogger(__name__)
 
 OnStep: TypeAlias = Callable[[StepRecord], Awaitable[object] | object]
-"""Called with each record. What it raises is logged, once."""
+"""A function that is called with each record. Only the first exception of the function is logged."""
 
 
 class Reporting:
@@ -32,11 +32,11 @@ class Reporting:
         self._has_traces = tracing.start_program(names)
 
     def know(self, info: ModelInfo) -> None:
-        """Remembers what the server said about a model."""
+        """Remembers the server's information about a model."""
         self._models[info.project, info.name] = info
 
     async def trained(self, model: tuple[str, str], groups: Sequence[TrajectoryGroup], result: TrainResult) -> None:
-        """Reports a train call. `model` is its project and its name on the server."""
+        """Reports a train call. `model` is the model's project and its name on the server."""
         if self._is_on:
             config, report = self._config(model) | result.report.config, result.report
             rows = functools.partial(group_rows, groups)
@@ -101,6 +101,6 @@ class Reporting:
 def group_rows(groups: Iterable[TrajectoryGroup]) -> Iterator[RolloutRow]:
     """The rollouts of groups."""
     for number, group in enumerate(groups):
-        trained = [(each.reward, each.messages()) for each in group.trajectories]
-        failed = [(each.type, each.message) for each in group.exceptions]
+        trained = [(trajectory.reward, trajectory.messages()) for trajectory in group.trajectories]
+        failed = [(failure.type, failure.message) for failure in group.exceptions]
         yield from make_rows(number, cast(Any, trained), failed)  # Any: messages are plain dicts

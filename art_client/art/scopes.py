@@ -22,16 +22,16 @@ class CapturingServer(Protocol):
     def is_open(self) -> bool: ...
 
     async def fetch_captured(self, session: str, known: Container[str]) -> dict[str, SessionReply]:
-        """Each trainable model's answers in a session, by the model's path; without the `known` paths."""
+        """The answers of each trainable model in a session, by the model's path; without the `known` paths."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class Scope:
-    """A session. Requests belong to it while it is the value of `current_scope`."""
+    """A session. Requests belong to the session while the scope is the value of `current_scope`."""
 
     session: str | Callable[[], str]
-    """Its name, or a function that names it for each request."""
+    """The session's name, or a function that returns the name for each request."""
     step: int | str | None = None
     """The step that the name of a trainable model means, or "base"; None: the newest."""
     seeds: Iterator[int] | None = None
@@ -39,7 +39,7 @@ class Scope:
     servers: "dict[CapturingServer, None]" = field(default_factory=dict[Any, None])
     """The servers that got requests in this scope, in the order of their first request."""
     is_ended: bool = False
-    """Requests that come later, of a thread that the scope started and that goes on, belong to no session."""
+    """Whether the scope has ended. Later requests belong to no session: a thread that began in the scope may still send some."""
 
 
 current_scope: ContextVar[Scope | None] = ContextVar("current_scope", default=None)
@@ -48,7 +48,7 @@ current_scope: ContextVar[Scope | None] = ContextVar("current_scope", default=No
 def seeds_from(seed: int | str) -> Iterator[int]:
     """Seeds of requests. They are random numbers, because vLLM gives the i-th of a request's n choices the seed + i."""
     rng = random.Random(seed)
-    return iter(lambda: rng.getrandbits(32), -1)  # unlike a generator, it can be copied
+    return iter(lambda: rng.getrandbits(32), -1)  # no generator, because programs may copy a model deeply
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def entered(scope: Scope | None) -> Generator[None]:
 
 @contextmanager
 def no_capture() -> Generator[None]:
-    """A scope whose requests belong to no session, for example those of a judge."""
+    """A scope whose requests belong to no session, for example a judge's requests."""
     with entered(None):
         yield
 
@@ -85,9 +85,9 @@ def headers_for(url: str) -> dict[str, str]:
     scope = current_scope.get()
     if scope is None or scope.is_ended:
         return {}
-    asked = _servers_at(_to_address(url))
-    scope.servers.update(dict.fromkeys(asked))
-    if not asked:
+    servers = _servers_at(_to_address(url))
+    scope.servers.update(dict.fromkeys(servers))
+    if not servers:
         return {}
     headers = {SESSION_HEADER: scope.session if isinstance(scope.session, str) else scope.session()}
     if scope.step is not None:
@@ -110,7 +110,8 @@ def _servers_at(address: str) -> list[CapturingServer]:
 
 
 def _to_address(url: str) -> str:
-    """A URL in a form to compare: without query, with the port, and with one name for this machine."""
+    """A URL in a form to compare: without query, with the port, and with one name for this machine. For example
+    `'http://127.0.0.1/v1?a=b' -> 'http://localhost:80/v1'`."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     if host in ("127.0.0.1", "::1"):

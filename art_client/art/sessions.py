@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 def rollout(model: TrainableModel, session: str | None = None) -> "Rollout":
     """A scope for `async with` in which an agent's requests are captured; see `Rollout`.
 
-    `session` is its name on the server: letters, digits, '.', '_' and '-'. A name that was used before continues that
-    rollout. None: a new name.
+    `session` is the rollout's name on the server: letters, digits, '.', '_' and '-'. A name that was used before continues
+    the earlier rollout. None: a new name.
     """
     return Rollout(model, session)
 
@@ -44,8 +44,9 @@ def rollout(model: TrainableModel, session: str | None = None) -> "Rollout":
 class Rollout:
     """One rollout of an agent that was not written for ART: the address for its requests, and the resulting trajectory.
 
-    An agent that sends its requests to `base_url` is captured wherever it runs, also in another process. If its address
-    cannot be changed, `api_key` alone is enough. Inside the scope, `model.openai_client()` of any model needs neither.
+    An agent that sends its requests to `base_url` is captured wherever the agent runs, also in another process. If the
+    agent's address cannot be changed, `api_key` alone is enough. Inside the scope, `model.openai_client()` of any model
+    needs neither.
     """
 
     def __init__(self, model: TrainableModel, session: str | None) -> None:
@@ -108,8 +109,8 @@ class Rollout:
         return trajectory
 
     def _why_empty(self, model: TrainableModel, reply: SessionReply) -> str | None:
-        """Why a session has no answer of a model, and the remedy; None if its answers are those of the base model that the
-        copy of an evaluation samples from."""
+        """Why a session has no answer of a model, and the remedy. None if the base model answered, and `model` is the copy
+        with which `art.evaluate` samples from the base model."""
         name, others, unknown = model.get_inference_name(), reply.other_models, reply.unknown_models
         if reply.num_base_answers and name == model.base_model:
             return None
@@ -156,7 +157,7 @@ class Rollout:
 
 
 def add_captured(trajectory: Trajectory, replies: Iterable[SessionReply]) -> None:
-    """Adds the conversations of a session to a trajectory; its existing entries are unchanged."""
+    """Adds the conversations of a session to a trajectory. Existing entries of the trajectory are unchanged."""
     histories: list[History] = []
     unused: dict[str, int] = {}
     for reply in replies:
@@ -172,7 +173,7 @@ def add_captured(trajectory: Trajectory, replies: Iterable[SessionReply]) -> Non
 
 
 def add_histories(trajectory: Trajectory, histories: list[History]) -> None:
-    """Adds conversations to a trajectory: the first becomes its own if it has none yet."""
+    """Adds conversations to a trajectory. If the trajectory's own conversation is empty, the first takes its place."""
     if histories and not trajectory.messages_and_choices:
         first, *histories = histories
         trajectory.messages_and_choices, trajectory.tools = first.messages_and_choices, first.tools

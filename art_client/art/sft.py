@@ -11,22 +11,23 @@ Schedule: TypeAlias = Literal["linear", "cosine", "constant"]
 H = TypeVar("H", bound=History)
 
 
-def choose(given: Iterable[Trajectory | TrajectoryGroup], *, best_of_group: bool) -> list[Trajectory]:
-    """The trajectories, with those of groups: all, or the best one if the group's rewards differ (the first of equals)."""
+def choose(entries: Iterable[Trajectory | TrajectoryGroup], *, best_of_group: bool) -> list[Trajectory]:
+    """The trajectories, and the trajectories of the groups. With `best_of_group` a group has only its best trajectory (the
+    first of equals), and none if all its rewards are equal."""
     chosen: list[Trajectory] = []
-    for each in given:
-        if isinstance(each, Trajectory):
-            chosen.append(each)
+    for entry in entries:
+        if isinstance(entry, Trajectory):
+            chosen.append(entry)
         elif not best_of_group:
-            chosen += each.trajectories
-        elif is_informative(each):
-            chosen.append(max(each.trajectories, key=lambda trajectory: trajectory.reward))
+            chosen += entry.trajectories
+        elif is_informative(entry):
+            chosen.append(max(entry.trajectories, key=lambda trajectory: trajectory.reward))
     return chosen
 
 
 def as_group(trajectory: Trajectory, turns: Literal["all", "last"]) -> TrajectoryGroup:
-    """A group of a copy of the trajectory. Its `turn_advantages` are 1 for trained messages and 0 for others, unless it
-    has some already."""
+    """A group with a copy of the trajectory. The `turn_advantages` of each history are 1 for trained messages and 0 for
+    others. A history that has `turn_advantages` keeps them."""
     others = [_weigh(history, turns) for history in trajectory.additional_histories]
     weighed = _weigh(trajectory, turns)
     return TrajectoryGroup([weighed.model_copy(update={"additional_histories": others})])
@@ -35,8 +36,10 @@ def as_group(trajectory: Trajectory, turns: Literal["all", "last"]) -> Trajector
 def _weigh(history: H, turns: Literal["all", "last"]) -> H:
     if history.turn_advantages is not None:
         return history
-    num = sum(_role(entry) == "assistant" for entry in history.messages_and_choices)
-    weights = [1.0] * num if turns == "all" else [0.0] * (num - 1) + [1.0] * bool(num)
+    num_turns = sum(_role(entry) == "assistant" for entry in history.messages_and_choices)
+    weights = [1.0] * num_turns
+    if turns == "last":
+        weights[:-1] = [0.0] * (num_turns - 1)
     return history.model_copy(update={"turn_advantages": weights})
 
 

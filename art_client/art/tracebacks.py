@@ -13,8 +13,9 @@ STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 def shorten(error: BaseException, whole: TracebackType | None) -> None:
-    """Leaves in an error's traceback `whole`, and in those of its causes, the program's own frames. A traceback
-    without such a frame stays in the error, which would name no place without it, and is removed from a cause."""
+    """Leaves only the program's own frames in an error's traceback `whole`, and in the tracebacks of the error's causes. If
+    a traceback has no such frame, the error keeps all frames, because the error would otherwise name no line of code. A
+    cause keeps no frame then."""
     error.__traceback__ = own_frames(whole) or whole
     seen, waiting = {id(error)}, _behind(error)
     while waiting:
@@ -26,29 +27,29 @@ def shorten(error: BaseException, whole: TracebackType | None) -> None:
 
 
 def _behind(error: BaseException) -> list[BaseException]:
-    """What an error is printed with: its cause and context, and the members of a group."""
+    """The errors that Python prints with an error: its cause and context, and the members of a group."""
     members: Sequence[BaseException] = ()
     if isinstance(error, BaseExceptionGroup):
         members = cast("BaseExceptionGroup[BaseException]", error).exceptions
-    return [each for each in (error.__cause__, error.__context__, *members) if each is not None]
+    return [cause for cause in (error.__cause__, error.__context__, *members) if cause is not None]
 
 
 def own_frames(whole: TracebackType | None) -> TracebackType | None:
-    """The frames of a traceback that are the program's."""
+    """The traceback with the program's own frames only; None if there are none."""
     frames: list[TracebackType] = []
     while whole is not None:
         if _is_own(whole):
             frames.append(whole)
         whole = whole.tb_next
-    made: TracebackType | None = None
-    for each in reversed(frames):
-        made = TracebackType(made, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return made
+    own: TracebackType | None = None
+    for frame in reversed(frames):
+        own = TracebackType(own, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return own
 
 
-def _is_own(place: TracebackType) -> bool:
-    file = place.tb_frame.f_code.co_filename
-    package = place.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+def _is_own(frame: TracebackType) -> bool:
+    file = frame.tb_frame.f_code.co_filename
+    package = frame.tb_frame.f_globals.get("__name__", "").partition(".")[0]
     parts = file.replace("\\", "/").split("/")
     return not (
         package in ("art", "art_protocol")

@@ -5,7 +5,7 @@
       train PROJECT/NAME           `model.train`
 
 A span's link is the name of a rollout's session, or the idempotency key of a train call, so that every way to name a session
-carries it to the server.
+carries the link to the server.
 """
 
 import atexit
@@ -16,13 +16,13 @@ from art_protocol.tracking import Span, Tracer, has_tracer, open_tracer
 
 
 class ProgramSpans:
-    """The spans of a program. The rollouts of a model and the train call after them are in one trace: that of the
+    """The spans of a program. The rollouts of a model and the train call after them are in one trace: the trace of the
     program's current span, or else of a span "step"."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
         self._steps: dict[str, Span] = {}
-        """By model."""
+        """The open spans "step", by model."""
 
     def rollout(self, model_id: str) -> Span:
         """The span of a rollout that begins."""
@@ -56,8 +56,8 @@ _program: ProgramSpans | None = None
 
 
 def start_program(names: Sequence[str]) -> bool:
-    """Switches the program's spans on, if one of the names is a tracer's, which it returns. They stay on until the program
-    ends."""
+    """Switches the program's spans on, if one of the names is a tracer's; returns whether one is. Spans stay on until the
+    program ends."""
     global _program
     if _program is None and (tracer := open_tracer(names, "art")) is not None:
         _program = ProgramSpans(tracer)

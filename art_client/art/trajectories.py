@@ -44,11 +44,12 @@ from art_protocol.display import Displayed, Short
 from art_protocol.wire import BY_REFERENCE, TOKEN_FIELDS, FailureBody, is_none
 
 REDUCE = "reduce entries"
-"""The key of a function in the context of a dump. It dumps entries in place of the default: `by_reference`, `readable`."""
+"""The key, in the context of a dump, of a function that dumps entries in place of `_dump_entry`: `by_reference` or
+`readable`."""
 
 
 class WithNumbers(BaseModel):
-    """For records with numbers of programs: they are dumped as Python's."""
+    """Base of records with numbers that programs set: NumPy and torch scalars are dumped as Python's numbers."""
 
     @field_serializer("reward", "turn_rewards", "turn_advantages", "metrics", "metadata", check_fields=False)
     def _dump_numbers(self, value: Any) -> Any:
@@ -68,18 +69,20 @@ class History(Strict, Displayed, WithNumbers):
 
     messages_and_choices: MessagesAndChoices = []
     tools: Tools | None = None
-    """Also given as the text of JSON."""
+    """A list, or JSON text."""
     turn_rewards: list[float | None] | None = Field(default=None, exclude_if=is_none)
-    """For each choice a reward or None, besides the trajectory's. It applies to all tokens up to the choice's end."""
+    """For each choice a reward or None, in addition to the trajectory's reward. The reward applies to all tokens up to the
+    end of the choice."""
     turn_advantages: list[float | list[float] | None] | None = Field(default=None, exclude_if=is_none)
-    """For each choice an advantage, one for each of its tokens, or None. It replaces the advantage from rewards."""
+    """For each choice an advantage, a list with an advantage for each token, or None. An advantage here replaces the
+    advantage from rewards."""
 
     def messages(self) -> Messages:
         """The conversation as plain messages, ready to be sent in the next request."""
         return get_messages(self.messages_and_choices)
 
     def num_sampled_tokens(self) -> int:
-        """Number of sampled tokens: of each choice its token ids or log-probabilities, or else what its server counted."""
+        """Number of sampled tokens, counted by the token ids or log-probabilities of each choice, or else by the server."""
         return sum(_num_tokens(entry) for entry in self.messages_and_choices)
 
     @field_validator("messages_and_choices")
@@ -121,7 +124,7 @@ class Trajectory(History):
 
     reward: float = 0.0
     additional_histories: list[History] = []
-    """Other conversations of the same rollout; they share its reward and advantage."""
+    """Other conversations of the same rollout, with the same reward and advantage."""
     initial_policy_version: int | None = None
     final_policy_version: int | None = None
     metrics: dict[str, float | int | bool] = {}
@@ -169,7 +172,7 @@ class TrajectoryGroup(Strict, Displayed, WithNumbers):
     """Trajectories of one scenario, compared with each other. Failed rollouts are in `exceptions`; they get no reward.
 
     A group built from trajectories is complete. A group built from coroutines has no `trajectories` until it is
-    awaited, directly or in `gather_trajectory_groups`. Then it contains those that succeeded, in the given order.
+    awaited, directly or in `gather_trajectory_groups`. Then `trajectories` has the rollouts that succeeded, in order.
     """
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -209,7 +212,7 @@ class TrajectoryGroup(Strict, Displayed, WithNumbers):
         if len(self.trajectories) < len(entries):
             ready = iter(self.trajectories)
             del self.trajectories  # absent, not empty, until awaited
-            self._pending = [e if isinstance(e, Awaitable) else next(ready) for e in entries]
+            self._pending = [entry if isinstance(entry, Awaitable) else next(ready) for entry in entries]
 
     def log(self, message: str) -> None:
         """Adds a line to the group's logs."""
@@ -224,9 +227,9 @@ class TrajectoryGroup(Strict, Displayed, WithNumbers):
         if not self._pending:
             return self
         self._is_started = True
-        scope = current_pool.get()
+        outer_pool = current_pool.get()
         try:
-            with RolloutPool() if scope is None else nullcontext(scope) as rollouts:
+            with RolloutPool() if outer_pool is None else nullcontext(outer_pool) as rollouts:
                 rollouts.expect(len(self._pending))
                 results = await run_all(_run_one(rollouts, entry) for entry in self._pending)
         finally:
@@ -243,7 +246,7 @@ class TrajectoryGroup(Strict, Displayed, WithNumbers):
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         if self._pending:
             return [("pending", len(self._pending))]
-        rewards = [round(each.reward, 4) for each in self.trajectories]
+        rewards = [round(trajectory.reward, 4) for trajectory in self.trajectories]
         failed = [("exceptions", len(self.exceptions))] if self.exceptions else []
         return [("rewards", Short(rewards)), *failed]
 
@@ -260,7 +263,7 @@ class TrajectoryGroup(Strict, Displayed, WithNumbers):
     def __len__(self) -> int:
         return len(self.trajectories)
 
-    if not TYPE_CHECKING:  # with it a type checker would accept every misspelt attribute
+    if not TYPE_CHECKING:  # with `__getattr__` a type checker would accept every misspelt attribute
 
         def __getattr__(self, name: str) -> Any:
             if name == "trajectories":
@@ -272,7 +275,7 @@ class TrajectoryGroup(Strict, Displayed, WithNumbers):
 
     @model_serializer(mode="wrap")
     def _dump_whole(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        _ = self.trajectories  # raises if the group was not awaited: it would be dumped without trajectories
+        _ = self.trajectories  # raises for a group that was not awaited, instead of a dump without trajectories
         return handler(self)
 
 
@@ -280,7 +283,7 @@ def group_list(groups: object, call: str) -> list[Any]:
     """The groups that a program gives to a call.
 
     Raises:
-        TypeError: they were not awaited, or are one group; the message has the remedy.
+        TypeError: the groups were not awaited, or are one group; the message has the remedy.
     """
     if isinstance(groups, TrajectoryGroup):
         groups.close()
@@ -295,10 +298,10 @@ def group_list(groups: object, call: str) -> list[Any]:
 
 def _refuse_copies(entries: list[Any]) -> None:
     """Refuses `[trajectory] * 8`, and one coroutine several times."""
-    numbers = Counter(id(each) for each in entries if not isinstance(each, BaseException))
-    most = max(numbers.values(), default=1)
+    counts = Counter(id(entry) for entry in entries if not isinstance(entry, BaseException))
+    most = max(counts.values(), default=1)
     if most > 1:
-        close_unstarted(cast(Awaitable[Any], each) for each in entries if isinstance(each, Awaitable))
+        close_unstarted(cast(Awaitable[Any], entry) for entry in entries if isinstance(entry, Awaitable))
         raise ValueError(
             f"a group got the same object {most} times, and nothing tells copies apart: run the rollout once for each, "
             "`art.TrajectoryGroup(rollout(...) for _ in range(8))`"
@@ -344,7 +347,7 @@ def _to_failure(error: BaseException | FailureBody) -> FailureBody:
 
 
 def _escaped(text: str) -> str:
-    """The text with lone surrogates, which UTF-8 has no bytes for, as `\\udXXX`."""
+    """The text with lone surrogates, which UTF-8 cannot encode, as `\\udXXX`."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -379,8 +382,8 @@ def _dump_entry(entry: Any) -> dict[str, Any]:
 
 
 def by_reference(entry: Any, whole: Container[str] = ()) -> dict[str, Any]:
-    """An entry for a train request: a choice that a server recorded is without its tokens, which the record has, unless
-    its id is in `whole`."""
+    """An entry for a train request. A choice that a server recorded is without its tokens, unless its id is in `whole`: the
+    server's record has the tokens."""
     identity = _get(_get(entry, "art"), "id") if _is_choice(entry) else None
     if not isinstance(identity, str) or identity in whole:
         return _dump_entry(entry)
@@ -414,8 +417,8 @@ def _to_message(entry: Any) -> Message:
 def _num_tokens(entry: Any) -> int:
     if not _is_choice(entry):
         return 0
-    found = _get(entry, "token_ids") or _get(_get(entry, "logprobs"), "content")
-    return len(found) if found else _get(_get(entry, "art"), "num_tokens") or 0
+    tokens = _get(entry, "token_ids") or _get(_get(entry, "logprobs"), "content")
+    return len(tokens) if tokens else _get(_get(entry, "art"), "num_tokens") or 0
 
 
 def _get(value: Any, name: str) -> Any:
@@ -429,10 +432,10 @@ def _to_plain(value: Any) -> Any:
     """NumPy and torch scalars as Python's numbers, also in lists and dictionaries. Other values stay as they are:
     validation of the request reports them."""
     if isinstance(value, dict):
-        entries = cast(dict[Any, Any], value)
-        return {name: _to_plain(each) for name, each in entries.items()}
+        fields = cast(dict[Any, Any], value)
+        return {name: _to_plain(field_value) for name, field_value in fields.items()}
     if isinstance(value, (list, tuple)):
-        return [_to_plain(each) for each in cast(list[Any], value)]
+        return [_to_plain(entry) for entry in cast(list[Any], value)]
     if isinstance(value, (bool, int, float)) or not isinstance(value, SupportsFloat):
         return value
     item: Callable[[], Any] | None = getattr(value, "item", None)

@@ -1,6 +1,6 @@
 """The types of rollouts and train calls.
 
-For a type checker, messages, choices and tools are those of the `openai` package. At run time messages and tools are
+For a type checker, messages, choices and tools are types of the `openai` package. At run time messages and tools are
 plain dictionaries, and the first access to `Choice` imports `openai`, so `import art` does not.
 """
 
@@ -53,7 +53,8 @@ class TrainConfig(Strict, wire.TrainConfig):
     2024, arXiv:2402.03300).
 
     Raises:
-        ValidationError: a value is out of range, or a field is unknown; the message names it, and the field that was meant.
+        ValidationError: a value is out of range, or a field is unknown. The message names the field, and for an unknown
+            field also the field that was meant.
     """
 
     _other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
@@ -98,14 +99,16 @@ class TrainSFTConfig(Displayed, Strict):
     assistant_turns: Literal["all", "last"] = "all"
     """The assistant's messages that are trained. The others are context."""
     best_of_group: bool = False
-    """Of each `TrajectoryGroup` only the trajectory with the highest reward; groups with equal rewards are left out."""
+    """Whether a `TrajectoryGroup` trains only its trajectory with the highest reward. Groups with equal rewards are then left
+    out."""
     epochs: int = Field(default=1, ge=1, le=64)
     """Passes over the trajectories, in the same order."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """A gradient with a larger norm is scaled down to this norm."""
 
     def to_train_config(self) -> wire.TrainConfig:
-        """As a train call: the mean over an optimizer step's trained tokens of -log p (cross-entropy)."""
+        """The configuration of the train call. Its loss is the cross-entropy: the mean of -log p over the trained tokens of an
+        optimizer step."""
         return wire.TrainConfig(
             objective="likelihood",
             learning_rate=self.learning_rate,

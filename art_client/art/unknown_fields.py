@@ -1,6 +1,6 @@
 """Records that refuse unknown fields: the error names the field that was meant, also for names of other libraries.
 
-What programs written for ART need is left out with one warning instead. An annex lists it (`_left_out`).
+A field that programs written for ART need is left out with one warning instead. An annex lists these fields (`_left_out`).
 """
 
 import difflib
@@ -57,14 +57,15 @@ OTHER_NAMES: Mapping[str, str] = {
 """What the names of TRL, Unsloth, verl and NVIDIA's toolkit are here. Sources: TRL's GRPOConfig, verl's ActorConfig and
 algorithm section, the toolkit's `training` section."""
 
-_said: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
+"""Record and field of the warnings that were logged."""
 
 
 class Strict(BaseModel):
     """A record that refuses unknown fields by name."""
 
     _renamed: ClassVar[Mapping[str, str]] = {}
-    """Other names of its own fields."""
+    """Other names of the record's own fields."""
     _other_names: ClassVar[Mapping[str, str]] = {}
     """What the names of other libraries are here."""
     _left_out: ClassVar[frozenset[str] | None] = frozenset()
@@ -72,10 +73,10 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown(cls, given: Any) -> Any:  # Any: the input is not validated yet
-        if not isinstance(given, dict):
-            return given
-        fields = cast("dict[str, Any]", given)
+    def _refuse_unknown(cls, data: Any) -> Any:  # Any: the input is not validated yet
+        if not isinstance(data, dict):
+            return data
+        fields = cast("dict[str, Any]", data)
         if fields.keys() <= cls.model_fields.keys() or cls.model_config.get("extra") == "allow":
             return fields
         fields = {cls._renamed.get(name, name): value for name, value in fields.items()}
@@ -101,6 +102,6 @@ class Strict(BaseModel):
 
 
 def _warn_once(kind: type[BaseModel], name: str) -> None:
-    if (kind.__qualname__, name) not in _said:
-        _said.add((kind.__qualname__, name))
+    if (kind.__qualname__, name) not in _warned:
+        _warned.add((kind.__qualname__, name))
         logger.warning("%s has no field %r: its value is left out", kind.__name__, name)

@@ -18,10 +18,11 @@ from art_protocol.proxies import DIRECT
 from art_protocol.wire import Health, ProgressLine
 
 FIRST_SECONDS, AGAIN_SECONDS = 10.0, 60.0
+"""The wait after which a reason is printed, and the time until the same reason is printed again."""
 START_SECONDS = 8.0
 """Longest time without a line while an engine starts."""
 LOOK_SECONDS = 1.0
-"""Between two checks of how long the calls have waited."""
+"""The time between two checks of how long the calls have waited."""
 
 
 class Waiting:
@@ -31,16 +32,16 @@ class Waiting:
         self._base_url = base_url
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._since: dict[object, tuple[float, str]] = {}
-        self._told, self._told_at = "", 0.0
+        self._last_reason, self._printed_at = "", 0.0
         self._last_line = 0
         self._started_at = 0.0
         self._is_ready = False
-        """The engine was ready when it was last asked, so that nothing of a start is left to report."""
+        """Whether the engine was ready or failed at the last check, so that nothing of a start is left to report."""
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
     def call(self, what: str) -> Generator[None]:
-        """Counts as a running call while the `with` block runs. Reports name it `what`."""
+        """Counts as a running call while the `with` block runs. Reports name the call `what`."""
         key = object()
         self._since[key] = time.monotonic(), what
         loop = asyncio.get_running_loop()
@@ -56,26 +57,26 @@ class Waiting:
     def _stop_watching(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._task is not None and self._task.get_loop() is loop:
             self._task.cancel()
-            self._task = None  # it is not yet done when the next call begins
+            self._task = None  # a cancelled task is not yet done when the next call begins
 
     def report(self, what: str, since: float, reason: str) -> None:
         """Prints the reason after ten seconds, and the same reason at most once a minute. `since` is monotonic time."""
         now = time.monotonic()
-        is_again = reason == self._told and now - self._told_at < AGAIN_SECONDS
+        is_again = reason == self._last_reason and now - self._printed_at < AGAIN_SECONDS
         if now - since >= FIRST_SECONDS and not is_again:
-            self._tell(f"{what} has waited {now - since:.0f} s for {reason}", reason)
+            self._print(f"{what} has waited {now - since:.0f} s for {reason}", reason)
 
     async def _watch(self) -> None:
-        asked = 0.0
+        checked_at = 0.0
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if not self._since:  # the last call ended on another thread's event loop
                 return
             since, what = min(self._since.values())
             now = time.monotonic()
-            if self._is_ready and (now - since < FIRST_SECONDS or now - asked < FIRST_SECONDS):
+            if self._is_ready and (now - since < FIRST_SECONDS or now - checked_at < FIRST_SECONDS):
                 continue
-            asked = now
+            checked_at = now
             health = await self._health()
             if health is None:
                 reason = f"the server at {self._base_url}, which does not answer"
@@ -86,22 +87,22 @@ class Waiting:
                 self.report(what, since, health.waits_for)
 
     def _show_start(self, health: Health) -> None:
-        """Prints what the server's start has done since the last report, or that it still runs."""
+        """Prints what the server's start has done since the last report, or that the start still runs."""
         was_ready, self._is_ready = self._is_ready, health.engine in ("ready", "failed")
         new = [line for line in health.progress if line.number > self._last_line]
         if new:
             self._last_line = new[-1].number
             self._started_at = time.monotonic() - new[-1].seconds
-        if self._is_ready and (was_ready or not self._told):
-            return  # it was ready before this program's first call
+        if self._is_ready and (was_ready or not self._last_reason):
+            return  # the engine was ready before this program's first call
         for line in new:
-            self._tell(_as_text(line))
-        if not self._is_ready and time.monotonic() - self._told_at >= START_SECONDS:
+            self._print(_as_text(line))
+        if not self._is_ready and time.monotonic() - self._printed_at >= START_SECONDS:
             seconds = time.monotonic() - self._started_at if self._last_line else 0.0
-            self._tell(f"{seconds:4.0f} s  waiting for {(health.waits_for or 'the engine').rstrip('.')}")
+            self._print(f"{seconds:4.0f} s  waiting for {(health.waits_for or 'the engine').rstrip('.')}")
 
-    def _tell(self, text: str, reason: str = "start") -> None:
-        self._told, self._told_at = reason, time.monotonic()
+    def _print(self, text: str, reason: str = "start") -> None:
+        self._last_reason, self._printed_at = reason, time.monotonic()
         tqdm.write(f"art: {text}", file=sys.stderr)
 
     async def _health(self) -> Health | None:

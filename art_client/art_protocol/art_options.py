@@ -24,7 +24,7 @@ ART_DEFAULTS: dict[str, Any] = {
 """The defaults of ART's `backend.train` that differ from `TrainConfig()`."""
 
 CAP = "truncated_importance_sampling"
-"""ART's cap on pi_old / pi_sampled. Without `precalculate_logprobs` it has no effect, in ART as well."""
+"""ART's cap on pi_old / pi_sampled. Without `precalculate_logprobs` the cap has no effect, in ART as well."""
 
 _MEANING: dict[tuple[str, str | bool], dict[str, Any]] = {
     ("loss_fn", "cispo"): CISPO,
@@ -48,27 +48,27 @@ _MEANING: dict[tuple[str, str | bool], dict[str, Any]] = {
 def apply_options(config: TrainConfig, options: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
     """`config` with the options applied, and the names of options without effect.
 
-    An option that is None counts as not given. So does an option that we do not have, if it is off (False, 0).
+    An option that is None counts as absent. An option that we do not have counts as absent if the option is off (False, 0).
     """
-    meant: dict[str, Any] = {}
-    given: dict[str, Any] = {}
+    translated: dict[str, Any] = {}
+    own: dict[str, Any] = {}  # options that have the names of our fields
     ignored: list[str] = []
     for name, value in options.items():
         if value is None:
             continue
         if name in TrainConfig.model_fields:
-            given[name] = value
+            own[name] = value
         elif isinstance(value, str | bool) and (name, value) in _MEANING:
-            meant |= _MEANING[name, value]
+            translated |= _MEANING[name, value]
         elif value and name == "kl_penalty_coef":
-            meant |= {"beta": value, "kl_in": "advantage", "kl_estimator": "k1"}
+            translated |= {"beta": value, "kl_in": "advantage", "kl_estimator": "k1"}
         elif value and not (name == CAP and options.get("precalculate_logprobs")):
             ignored.append(name)
     if options.get("precalculate_logprobs") and options.get(CAP):
-        meant |= {"correction": "truncate", "correction_high": options[CAP]}
-    if "beta" in meant and not given.get("beta"):
-        given.pop("beta", None)  # ART's records contain both names, one of them with 0
-    if meant or given:
-        fields = config.model_dump(exclude_unset=True) | meant | given
+        translated |= {"correction": "truncate", "correction_high": options[CAP]}
+    if "beta" in translated and not own.get("beta"):
+        own.pop("beta", None)  # ART's records contain `beta` and `kl_penalty_coef`, one of them with 0
+    if translated or own:
+        fields = config.model_dump(exclude_unset=True) | translated | own
         config = type(config).model_validate(fields)
     return config, ignored

@@ -1,4 +1,4 @@
-"""Rows of data sets: the forms that are read besides OpenAI's, and the sentence for the form that is not."""
+"""Rows of data sets: the forms that are read besides OpenAI's, and the remedy for ShareGPT's form, which is not read."""
 
 import json
 from typing import Any, cast
@@ -17,10 +17,11 @@ def is_sharegpt(entry: Any) -> bool:
 
 
 def read_tools(tools: Any) -> Any:
-    """Tools, also where all or each are the text of JSON, as in columns of data sets.
+    """Tools as they are, or parsed where the list or a single tool is JSON text, as in columns of data sets. An empty text
+    is None.
 
     Raises:
-        ValueError: such a text is not JSON.
+        ValueError: a text is not JSON.
     """
     if isinstance(tools, str):
         return read_tools(_read(tools, "tools")) if tools.strip() else None

@@ -13,7 +13,7 @@ PYDANTIC_V1 = frozenset(
 )
 """Old names that pydantic warns of."""
 MAX_SHOWN = 60
-"""Characters of one value."""
+"""Characters of one value's `repr`."""
 
 
 class Displayed:
@@ -33,7 +33,7 @@ class Displayed:
 
 
 class Short:
-    """A value whose `repr` is cut."""
+    """A value whose `repr` is cut after MAX_SHOWN characters."""
 
     def __init__(self, value: object):
         self._value = value

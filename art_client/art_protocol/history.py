@@ -22,10 +22,11 @@ from art_protocol.wire import (
 )
 
 LEFT_OUT = TOKEN_FIELDS | {BY_REFERENCE}
-"""The fields of choices that are not stored: for trained tokens the step's record of tokens has them."""
+"""The fields of choices that are not stored. The step's record of tokens has the trained tokens."""
 BEGINS_WITH = "begins_with"
-"""The field of a stored history that has the first `entries` of an earlier `history` of its trajectory; 0 is the
-trajectory's own."""
+"""The field of a stored history that begins like an earlier history of the same trajectory: `history` is the index of the
+earlier history (0: the trajectory's own conversation), `entries` the number of its first entries, which the later history
+leaves out."""
 GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -36,11 +37,11 @@ def trajectory_metrics(groups: Sequence[TrajectoryGroupBody], split: str) -> dic
     deviations: list[float] = []
     num_failed = 0
     for group in groups:
-        of_group = [trajectory.reward for trajectory in group.trajectories]
-        rewards += of_group
+        group_rewards = [trajectory.reward for trajectory in group.trajectories]
+        rewards += group_rewards
         num_failed += len(group.exceptions)
-        if len(of_group) > 1:
-            deviations.append(statistics.pstdev(of_group))
+        if len(group_rewards) > 1:
+            deviations.append(statistics.pstdev(group_rewards))
     metrics: dict[str, float] = {}
     if rewards:
         metrics[f"{split}/reward"] = statistics.fmean(rewards)
@@ -55,17 +56,19 @@ def trajectory_metrics(groups: Sequence[TrajectoryGroupBody], split: str) -> dic
 
 def without_texts(group: TrajectoryGroupBody) -> TrajectoryGroupBody:
     """A group without its texts, for `trajectory_metrics`."""
-    bare: dict[str, Any] = {"messages_and_choices": [], "additional_histories": [], "tools": None}
-    bare |= {"metadata": {}, "logs": []}
-    return group.model_copy(update={"trajectories": [each.model_copy(update=bare) for each in group.trajectories]})
+    empty: dict[str, Any] = {"messages_and_choices": [], "additional_histories": [], "tools": None}
+    empty |= {"metadata": {}, "logs": []}
+    trajectories = [trajectory.model_copy(update=empty) for trajectory in group.trajectories]
+    return group.model_copy(update={"trajectories": trajectories})
 
 
 def log_metrics(request: LogRequest) -> dict[str, float]:
-    """The metrics of a log call: those of its trajectories, then the given ones, under "SPLIT/" unless their name has a
-    "/" already."""
-    return trajectory_metrics(request.groups, request.split) | {
-        key if "/" in key else f"{request.split}/{key}": value for key, value in request.metrics.items()
-    }
+    """The metrics of a log call: the metrics of its trajectories, then the metrics in the request. The latter are under
+    "SPLIT/" unless their names contain a "/"."""
+    metrics = trajectory_metrics(request.groups, request.split)
+    for name, value in request.metrics.items():
+        metrics[name if "/" in name else f"{request.split}/{name}"] = value
+    return metrics
 
 
 def history_row(step: int, metrics: Mapping[str, float], recorded_at: str) -> dict[str, Any]:
@@ -73,15 +76,15 @@ def history_row(step: int, metrics: Mapping[str, float], recorded_at: str) -> di
 
 
 def merged_row(row: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """A step's row with values that came later. Its time remains that of the step."""
+    """A step's row with values that came later. The time remains the step's."""
     return {**row, **later, "recorded_at": row.get("recorded_at", later["recorded_at"])}
 
 
 def trajectory_row(
     group: TrajectoryGroupBody, turns: Sequence[Sequence[dict[str, Any]]] | None = None
 ) -> dict[str, Any]:
-    """One line of a trajectories file: ART's JSONL format, plus failed rollouts, the group's fields and, for a trained
-    group, `turns` of its trajectories (`jobs.turns.TurnTrace`). `read_row` reads it."""
+    """One line of a trajectories file, which `read_row` reads: ART's JSONL format, plus failed rollouts, the group's fields
+    and, for a trained group, the `turns` of each trajectory (`jobs.turns.TurnTrace`)."""
     row = group.model_dump(mode="json", exclude={"trajectories"})
     row["trajectories"] = rows = list[dict[str, Any]]()
     for body in group.trajectories:
@@ -90,27 +93,29 @@ def trajectory_row(
         fields = body.model_dump(mode="json", exclude=left_out)
         messages = own.pop("messages_and_choices")
         rows.append({"messages": messages, **fields, "additional_histories": others})
-    for trajectory, of_turns in zip(rows, turns or (), strict=turns is not None):
-        trajectory["turns"] = of_turns
+    if turns is not None:
+        for trajectory, trajectory_turns in zip(rows, turns, strict=True):
+            trajectory["turns"] = trajectory_turns
     return row
 
 
 def _stored_histories(histories: Sequence[HistoryBody]) -> list[dict[str, Any]]:
-    """The conversations of a trajectory; a later one without the entries with which an earlier one begins, too."""
-    known: dict[bytes, tuple[int, int]] = {}
+    """The conversations of a trajectory. If a later conversation begins like an earlier one, the common entries are stored
+    in the earlier one only."""
+    prefixes: dict[bytes, tuple[int, int]] = {}  # digest of a history's first entries -> the history and their number
     stored: list[dict[str, Any]] = []
     for number, history in enumerate(histories):
         entries = [_without_tokens(entry) for entry in history.messages_and_choices]
         digest, begins_with = hashlib.sha256(), (0, 0)
         for count, entry in enumerate(entries, 1):
             digest.update(json.dumps(entry).encode() + b"\n")
-            place = known.setdefault(digest.digest(), (number, count))
-            if place[0] != number:
-                begins_with = place
+            prefix = prefixes.setdefault(digest.digest(), (number, count))
+            if prefix[0] != number:
+                begins_with = prefix
         fields = history.model_dump(mode="json", include={"tools", "turn_rewards", "turn_advantages"})
         if begins_with[1]:
-            place = {"history": begins_with[0], "entries": begins_with[1]}
-            fields = {BEGINS_WITH: place, **fields}
+            reference = {"history": begins_with[0], "entries": begins_with[1]}
+            fields = {BEGINS_WITH: reference, **fields}
         stored.append({"messages_and_choices": entries[begins_with[1] :], **fields})
     return stored
 
@@ -122,7 +127,8 @@ def _without_tokens(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def pack_rows(rows: Iterable[dict[str, Any]]) -> bytes:
-    """The content of a trajectories file, or a part of it: parts can be joined. Encodes one group at a time."""
+    """The content of a trajectories file, or of a part of the file. Joined parts are a file, because gzip reads them in a
+    row. Encodes one group at a time."""
     content = io.BytesIO()
     with gzip.GzipFile(fileobj=content, mode="wb", mtime=0) as packed:
         for row in rows:
@@ -169,14 +175,14 @@ def whole_row(row: Any) -> Any:
 
 
 def _make_whole(trajectory: dict[str, Any]) -> None:
-    """Gives the histories of a stored trajectory the entries that they have in common with earlier ones."""
+    """Puts the entries that later histories of a stored trajectory leave out (BEGINS_WITH) back into these histories."""
     whole: list[Any] = [trajectory.get("messages")]
     for history in _dicts(trajectory, "additional_histories"):
-        place: Any = history.pop(BEGINS_WITH, None)
+        begins_with: Any = history.pop(BEGINS_WITH, None)
         entries: Any = history.get("messages_and_choices")
-        if isinstance(place, dict) and isinstance(entries, list):
-            named = cast("dict[str, Any]", place)
-            number, count = named.get("history"), named.get("entries")
+        if isinstance(begins_with, dict) and isinstance(entries, list):
+            reference = cast("dict[str, Any]", begins_with)
+            number, count = reference.get("history"), reference.get("entries")
             is_known = isinstance(number, int) and 0 <= number < len(whole)
             earlier: Any = whole[cast(int, number)] if is_known else None
             if isinstance(earlier, list) and isinstance(count, int):
@@ -187,8 +193,8 @@ def _make_whole(trajectory: dict[str, Any]) -> None:
 
 def _dicts(row: Any, name: str) -> list[dict[str, Any]]:
     values: Any = cast("dict[str, Any]", row).get(name) if isinstance(row, dict) else None
-    each: list[Any] = cast("list[Any]", values) if isinstance(values, list) else []
-    return [cast("dict[str, Any]", value) for value in each if isinstance(value, dict)]
+    entries: list[Any] = cast("list[Any]", values) if isinstance(values, list) else []
+    return [cast("dict[str, Any]", entry) for entry in entries if isinstance(entry, dict)]
 
 
 def _means(rows: Sequence[dict[str, float | int | bool]], prefix: str) -> dict[str, float]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 LINE_BYTES = 2**10
-"""The mean length of lines up to which `tail` gives all that were asked for."""
+"""Bytes that `tail` reads for each requested line. If the lines are longer on average, `tail` returns fewer lines."""
 
 
 class LogFile:
@@ -14,7 +14,7 @@ class LogFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.start = 0
-        """Where that output begins."""
+        """The byte at which the output of the latest process begins."""
 
     def open(self) -> BinaryIO:
         """The file, opened for a new process. The caller closes it."""
@@ -24,13 +24,13 @@ class LogFile:
         return log
 
     def tail(self, num_lines: int = 20) -> str:
-        """The last lines of the latest process; empty if it wrote none."""
+        """The last lines that the latest process wrote; empty if there are none."""
         if not self.path.exists():
             return ""
         with self.path.open("rb") as log:
-            place = max(self.start, log.seek(0, os.SEEK_END) - num_lines * LINE_BYTES)
-            log.seek(place)
+            offset = max(self.start, log.seek(0, os.SEEK_END) - num_lines * LINE_BYTES)
+            log.seek(offset)
             lines = log.read().decode(errors="replace").splitlines()
-        if place > self.start and len(lines) > 1:
-            lines = lines[1:]  # its beginning is missing
+        if offset > self.start and len(lines) > 1:
+            lines = lines[1:]  # the beginning of the first line is missing
         return "\n".join(lines[-num_lines:])

@@ -1,6 +1,6 @@
-"""Requests to this machine go there directly, also where the environment names a proxy for all addresses."""
+"""Requests to this machine go to it directly, even where the environment names a proxy for all addresses."""
 
 from typing import Any
 
 DIRECT: dict[str, Any] = {f"all://{host}": None for host in ("127.0.0.1", "localhost", "[::1]")}
-"""The `mounts` of an httpx client."""
+"""The `mounts` of an httpx client; None is no proxy."""

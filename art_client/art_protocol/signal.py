@@ -5,12 +5,13 @@ from collections.abc import Iterable, Iterator
 from typing import SupportsFloat, cast
 
 NOISE = 1e-6
-"""Share of the largest magnitude. Rounding in float32 is 6e-8 of a number, and a sum of a few scores adds little to it."""
+"""Share of the largest magnitude. Rounding in float32 is 6e-8 of a number, and a sum of a few scores adds little to the
+rounding."""
 
 
 def has_signal(values: Iterable[float]) -> bool:
-    """Whether finite values differ by more than rounding: by at least NOISE of the largest magnitude among them, or of 1
-    if that is larger.
+    """Whether finite values differ by more than rounding: by at least NOISE times the largest magnitude of a value, or
+    NOISE times 1 if all magnitudes are smaller than 1.
 
     Advantages are divided by the deviation of rewards, so rounding would be trained like a real difference.
     """
@@ -24,9 +25,11 @@ def has_signal(values: Iterable[float]) -> bool:
 def group_has_signal(
     rewards: Iterable[object], turn_rewards: Iterable[object], turn_advantages: Iterable[object]
 ) -> bool:
-    """Whether the rewards of a group's trajectories differ, or those of its turns, or a turn has an advantage of its own.
+    """Whether the rewards of a group's trajectories differ, the rewards of turns differ, or a turn has its own advantage
+    other than 0.
 
-    Values may be in lists of lists, as several histories have them. What is no finite number does not count.
+    Values may be nested lists, because each history of a trajectory has a list. A value that is not a finite number does
+    not count.
     """
     return has_signal(_numbers(rewards)) or has_signal(_numbers(turn_rewards)) or any(_numbers(turn_advantages))
 
@@ -40,7 +43,8 @@ def _numbers(values: Iterable[object]) -> Iterator[float]:
 
 
 def to_finite(value: object) -> float | None:
-    """A number, or a NumPy or torch scalar, as a float. None for all else that a program may have set, and for NaN."""
+    """A number, or a NumPy or torch scalar, as a float. None for NaN, infinity, and any other value that a program may
+    have set."""
     if not isinstance(value, SupportsFloat):
         return None
     try:

@@ -2,11 +2,12 @@
 (`--tracker NAME`) names.
 
 A tracker receives one record for each train or log call, with its rollouts as rows of a table. A tracer makes the spans of
-requests, rollouts and jobs. Both are annexes, which are found by entry points: `art.trackers` has a function for each name
-of a tracker, `art.tracers` one for each name of a tracer.
+requests, rollouts and jobs. Both come from annexes, by entry points: the group `art.trackers` has a function for each name
+of a tracker, the group `art.tracers` a function for each name of a tracer.
 """
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,8 @@ from typing import Any, Protocol, Self, cast
 from art_protocol.wire import JobReport
 
 MAX_TEXT = 20_000
-"""Characters of a conversation in a table. A tracker's page shows fewer, and the trajectories file has all of it."""
+"""Characters of a conversation in a table. A tracker's page shows fewer, and the trajectories file has the whole
+conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +30,13 @@ class RolloutRow:
 
     group: int
     index: int
-    """Within the group; failed rollouts come last."""
+    """Index in the group. Failed rollouts come last."""
     reward: float | None
     """None: the rollout failed."""
     text: str
-    """Its conversation, at most 20,000 characters of it."""
+    """At most 20,000 characters of the conversation."""
     error: str
-    """Empty if it did not fail."""
+    """Type and message of the exception; empty if the rollout did not fail."""
 
 
 def _no_rollouts() -> Iterable[RolloutRow]:
@@ -50,13 +52,13 @@ class StepRecord:
     """The model's name on the server."""
     step: int
     split: str
-    """"train" after a train call."""
+    """The split of a log call; "train" after a train call."""
     metrics: Mapping[str, float]
-    """Under the names of history.jsonl."""
+    """The metrics of the call, under the names of history.jsonl."""
     config: Mapping[str, Any]
     """`base_model`, `lora` and, after a train call, every field of the `TrainConfig` in effect."""
     groups: Sequence[Any] = ()
-    """The groups of the call (`art.TrajectoryGroup`). Empty on a server, which has them on disk."""
+    """The groups of the call (`art.TrajectoryGroup`). Empty on a server, which has the groups on disk."""
     report: JobReport | None = None
     """After a train call: what was trained, what was not, and why not."""
     rollouts: Callable[[], Iterable[RolloutRow]] = _no_rollouts
@@ -69,16 +71,16 @@ def make_rows(
     failures: Iterable[tuple[str, str]],
 ) -> Iterator[RolloutRow]:
     """The rows of one group, from rewards with messages and from the types and messages of failures."""
-    index = -1
-    for index, (reward, messages) in enumerate(trajectories):
-        yield RolloutRow(group, index, reward, conversation_text(messages), "")
-    for place, (kind, message) in enumerate(failures, index + 1):
-        yield RolloutRow(group, place, None, "", f"{kind}: {message}"[:MAX_TEXT])
+    indices = itertools.count()
+    for reward, messages in trajectories:
+        yield RolloutRow(group, next(indices), reward, conversation_text(messages), "")
+    for kind, message in failures:
+        yield RolloutRow(group, next(indices), None, "", f"{kind}: {message}"[:MAX_TEXT])
 
 
 def conversation_text(messages: Iterable[Mapping[str, Any]]) -> str:
-    """A conversation as text: "role: content" for each message; the middle of a long one is left out."""
-    text = "\n\n".join(f"{each.get('role', '')}: {_content(each)}" for each in messages)
+    """A conversation as text: "role: content" for each message; the middle of a long conversation is left out."""
+    text = "\n\n".join(f"{message.get('role', '')}: {_content(message)}" for message in messages)
     if len(text) <= MAX_TEXT:
         return text
     half = MAX_TEXT // 2 - 5
@@ -87,7 +89,7 @@ def conversation_text(messages: Iterable[Mapping[str, Any]]) -> str:
 
 def _content(message: Mapping[str, Any]) -> str:
     content: Any = message.get("content") or ""
-    if not isinstance(content, str):  # parts
+    if not isinstance(content, str):  # OpenAI's content parts: texts, images...
         parts = cast("list[dict[str, Any]]", content)
         content = "".join(str(part.get("text", f"[{part.get('type')}]")) for part in parts)
     calls = message.get("tool_calls")
@@ -97,38 +99,39 @@ def _content(message: Mapping[str, Any]) -> str:
 # --- trackers and tracers ---------------------------------------------------------------------------------------------
 
 CLOSE_SECONDS = 5.0
-"""How long trackers and tracers may take at the end."""
+"""The time that trackers and tracers may take to deliver what is queued, at the end of a program."""
 
 
 class Tracker(Protocol):
-    """The trackers of one annex. Nothing that they do disturbs a training."""
+    """The trackers of one annex. Nothing that a tracker does disturbs a training."""
 
     def report(self, record: StepRecord) -> None:
         """Reports a step. Returns at once."""
         ...
 
     def close(self, limit_seconds: float = CLOSE_SECONDS) -> None:
-        """Delivers what is queued. Returns after the limit at the latest (blocking). A later report opens it again."""
+        """Delivers what is queued. Returns after the limit at the latest (blocking). A later report opens the trackers
+        again."""
         ...
 
 
 class Span(Protocol):
-    """One span of a trace. In a `with` block it is the current one, and it ends with the block."""
+    """One span of a trace. The span is the current span inside its `with` block, and ends with the block."""
 
     @property
     def holds_contents(self) -> bool:
-        """Whether the text of messages was asked for."""
+        """Whether the tracer's settings allow the text of messages in a span."""
         ...
 
     @property
     def link(self) -> str | None:
-        """By which the spans of another process become its children; None if the span is not recorded."""
+        """The text by which spans of another process become children of this span; None if the span is not recorded."""
         ...
 
     def set(self, attributes: Mapping[str, str | int | float | bool]) -> None: ...
 
     def end(self, error: str | None = None) -> None:
-        """Ends the span; `error` is the type or the code of an error, because messages can contain text."""
+        """Ends the span. `error` is the type or the code of an error: an error's message can contain text of a conversation."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -165,12 +168,12 @@ class Tracer(Protocol):
 
 
 def check_tracker_name(name: str) -> str:
-    """The name of a tracker or tracer.
+    """The name, if a tracker or tracer has it.
 
     Raises:
-        ValueError: none has this name; the message has the names.
+        ValueError: no tracker or tracer has this name; the message lists the known names.
     """
-    known = sorted({*_found("art.trackers"), *_found("art.tracers")})
+    known = sorted({*_entries("art.trackers"), *_entries("art.tracers")})
     if name not in known:
         raise ValueError(f"there is no tracker '{name}': use {', '.join(known)}")
     return name
@@ -182,28 +185,32 @@ def open_trackers(names: Iterable[str], folder: Path) -> list[Tracker]:
     Raises:
         ValueError: there is no such tracker.
     """
-    found = _found("art.trackers")
-    chosen: dict[str, list[str]] = {}
+    entries = _entries("art.trackers")
+    names_by_function: dict[str, list[str]] = {}  # an annex can have one function for several names
     for name in dict.fromkeys(map(check_tracker_name, names)):
-        if name in found:
-            chosen.setdefault(found[name].value, []).append(name)
-    return [found[same[0]].load()(same, folder) for same in chosen.values()]
+        if name in entries:
+            names_by_function.setdefault(entries[name].value, []).append(name)
+    return [entries[chosen[0]].load()(chosen, folder) for chosen in names_by_function.values()]
 
 
 def has_tracer(names: Iterable[str]) -> bool:
-    return not _found("art.tracers").keys().isdisjoint(names)
+    return not _entries("art.tracers").keys().isdisjoint(names)
 
 
 def open_tracer(names: Iterable[str], service: str) -> Tracer | None:
-    """The tracer of the first of these names that is one; None if there is none, or if it cannot start, which is one
-    warning of its own."""
-    found = _found("art.tracers")
-    return next((found[name].load()(service) for name in names if name in found), None)
+    """The tracer of the first of these names that is a tracer's. None if no name is, or if the tracer cannot start, about
+    which the annex logs a warning."""
+    entries = _entries("art.tracers")
+    for name in names:
+        if name in entries:
+            return entries[name].load()(service)
+    return None
 
 
 @functools.cache
-def _found(group: str) -> dict[str, Any]:
-    return {each.name: each for each in entry_points(group=group)}
+def _entries(group: str) -> dict[str, Any]:
+    """The entry points of a group, by name."""
+    return {entry.name: entry for entry in entry_points(group=group)}
 
 
 LINK = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}")
@@ -212,8 +219,11 @@ TRACEPARENT = re.compile(r"00-([0-9a-f]{32}-[0-9a-f]{16})-[0-9a-f]{2}")
 
 
 def link_of(text: str | None) -> str | None:
-    """The link that a session's name, an idempotency key or a `traceparent` header is; None if it is none."""
+    """The link in a session's name, an idempotency key or a `traceparent` header; None if the text has no link. With shorter
+    hexadecimal numbers: `'00-4bf9-00f0-01' -> '4bf9-00f0'`."""
     if text is None:
         return None
     header = TRACEPARENT.fullmatch(text)
-    return header[1] if header else text if LINK.fullmatch(text) else None
+    if header:
+        return header[1]
+    return text if LINK.fullmatch(text) else None

@@ -22,7 +22,7 @@ IDEMPOTENCY_HEADER = "idempotency-key"
 """Request header with the key of a train request. A repeated request with the same key gets the same job."""
 DIGEST_HEADER = "x-art-request-digest"
 """Request header of a train request that is repeated after the error "records_missing": the SHA-256 of the body that got
-the error. Under an idempotency key both are the same request."""
+the error. With the same idempotency key, both bodies count as one request."""
 
 NDJSON = "application/x-ndjson"
 """The media type of train and log requests, and of a job's events."""
@@ -30,11 +30,12 @@ NDJSON = "application/x-ndjson"
 TOKEN_FIELDS = frozenset({"token_ids", "prompt_token_ids", "logprobs"})
 """The fields of a choice that contain its tokens."""
 BY_REFERENCE = "by_reference"
-"""The field of a choice that a client has sent without the tokens that it has."""
+"""The field of a choice whose tokens the client has and does not send."""
 
 STEP_HEADER = "x-art-step"
-"""The step that answered an inference request. In a request: what the name of a trainable model without a step means, a kept step or
-"base" for its base model. So an agent that knows one name can be evaluated at any step."""
+"""In a reply: the step that answered the inference request. In a request: the step that answers if `model` is the name of a
+trainable model without a step, a kept step or "base" for the base model. So an agent that knows one name can be evaluated at
+any step."""
 SEED_HEADER = "x-art-seed"
 """Request header with the `seed` of an inference request whose body has none."""
 
@@ -84,7 +85,7 @@ class ErrorDetail(Reply):
     retryable: bool = False
     """True: the unchanged request may succeed later."""
     ids: list[str] = Field(default=[], exclude_if=operator.not_)
-    """With `records_missing`: the choices that the request must contain whole."""
+    """With the code `records_missing`: ids of the choices that the request must contain with their tokens."""
 
 
 class ErrorBody(Reply):
@@ -98,12 +99,12 @@ class LoRAConfig(Body):
     """Configuration of the trained adapter, fixed when a model is first registered."""
 
     rank: int = Field(default=8, ge=1, le=512)
-    """Columns of the matrices that are trained for a layer."""
+    """Inner dimension of the two matrices that are trained for each layer."""
     alpha: float = Field(default=16.0, gt=0, le=65_536)
     """The adapter's output is multiplied by alpha / rank."""
     target_modules: list[str] | None = None
     """Names of the linear layers to adapt. None: all linear layers of the language model except the output head; in a
-    mixture of experts, those of the attention only."""
+    mixture of experts, the linear layers of the attention only."""
 
 
 class RegisterRequest(Body):
@@ -114,8 +115,8 @@ class RegisterRequest(Body):
     lora: LoRAConfig | None = None
     """None: the registered model's configuration, or the defaults for a new model."""
     engine_args: dict[str, Any] = Field(default={}, exclude_if=operator.not_)
-    """vLLM's arguments that `--engine-arg` takes, and `max_seq_length`. They apply if this call starts the engine, where
-    the server's flags set nothing else."""
+    """Requested engine arguments: vLLM's arguments that `--engine-arg` takes, and `max_seq_length`. They have an effect if
+    this call starts the engine. The server's flags take precedence."""
 
 
 class ModelInfo(Reply):
@@ -130,8 +131,8 @@ class ModelInfo(Reply):
     max_seq_length: int | None = None
     """Maximum number of tokens of prompt plus completion; None before a base model is loaded."""
     notes: list[str] = Field(default=[], exclude_if=operator.not_)
-    """In the answer to a registration: what its user has to know of the base model's chat template, and requested engine
-    arguments that are not in effect, one sentence each."""
+    """In the answer to a registration: sentences about the base model's chat template that the user has to know, and a
+    sentence about each requested engine argument that is not in effect."""
 
 
 class ModelList(Reply):
@@ -146,15 +147,16 @@ class HistoryBody(Body):
 
     messages_and_choices: list[dict[str, Any]]
     """OpenAI messages, and for sampled answers OpenAI choices: entries with `message` and `finish_reason`. A choice with
-    an `art.id` needs no tokens, because the server that sampled it has recorded them. `by_reference: true` states that
-    the client has them: if the record is missing, a train request is refused with "records_missing"."""
+    an `art.id` needs no tokens, because the server that sampled the choice has recorded them. `by_reference: true` states
+    that the client has the tokens: if the record is missing, a train request is refused with "records_missing"."""
     tools: Annotated[list[dict[str, Any]] | None, BeforeValidator(read_tools)] = None
-    """Also as the text of JSON, as in columns of data sets."""
+    """A list, or JSON text as in columns of data sets."""
     turn_rewards: list[FiniteFloat | None] | None = Field(default=None, exclude_if=is_none)
-    """For each choice a reward or null, in addition to the trajectory's reward. It applies to all tokens up to
+    """For each choice a reward or null, in addition to the trajectory's reward. The reward applies to all tokens up to
     the end of the choice (process supervision)."""
     turn_advantages: list[FiniteFloat | list[FiniteFloat] | None] | None = Field(default=None, exclude_if=is_none)
-    """For each choice an advantage, one for each of its tokens, or null. It replaces the advantage from rewards."""
+    """For each choice an advantage, a list with an advantage for each token, or null. An advantage here replaces the
+    advantage from rewards."""
 
 
 class TrajectoryBody(HistoryBody):
@@ -195,8 +197,8 @@ class LossConfig(Displayed, Body):
     """
 
     objective: Literal["policy", "likelihood"] = "policy"
-    """policy: the policy gradient of the fields below. likelihood: A log pi_new, without ratio, clip or correction. With
-    A = 1 that is the cross-entropy of supervised training (`TrainSFTConfig`)."""
+    """policy: the policy gradient of the fields below. likelihood: A log pi_new, without ratio, clip or correction; with
+    A = 1, the cross-entropy of supervised training (`TrainSFTConfig`)."""
     ratio_to: Literal["start", "sampled"] = "start"
     """The denominator of r. start: pi_old, computed by the trainer; `correction` then weighs tokens by
     pi_old / pi_sampled. sampled: pi_sampled, without correction (the meaning of ART's options)."""
@@ -216,14 +218,14 @@ class LossConfig(Displayed, Body):
     """tokens: the sum over trained tokens / their number. trajectory: the mean over trajectories of each trajectory's
     mean. constant: the sum / (number of trajectories * constant_length)."""
     constant_length: int = Field(default=1024, ge=1)
-    """Tokens; with normalisation="constant"."""
+    """The number of tokens by which normalisation="constant" divides."""
 
     baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
     """What is subtracted from a reward: the mean of its group, the mean of its group's other rewards, or nothing."""
     scaling: Literal["group_std", "batch_std", "none"] = "group_std"
     """group_std: advantages are divided by the standard deviation of the group's rewards. batch_std: advantages are
     standardised over all groups with signal; with baseline="none" these are all groups, unless all rewards of the batch are
-    equal. none: advantages are not scaled. Turn rewards have the same baseline and scaling, over turn rewards alone."""
+    equal. none: advantages are not scaled. Turn rewards get the same baseline and scaling, over turn rewards alone."""
 
     correction: Literal["off", "truncate", "mask", "sequence_mask"] = "truncate"
     """The weight of a token's policy term, with c = pi_old / pi_sampled. truncate: min(c, correction_high). mask: c, or
@@ -299,11 +301,11 @@ class TrainConfig(LossConfig):
     mini_batches: int = Field(default=1, ge=1, le=1024)
     """Number of optimizer steps in each pass. The groups are shuffled and divided among these steps."""
     batch_size: int | None = Field(default=None, ge=1)
-    """Groups in each optimizer step, in the order in which they were given; instead of `mini_batches`. Groups that are not
-    trained leave their places empty, so that the others keep their steps and rates."""
+    """Number of groups in each optimizer step, in the order of the request; instead of `mini_batches`. A group that is not
+    trained still counts, so that the other groups keep their steps and rates."""
     sampling: Literal["as_sampled", "raw"] = "as_sampled"
-    """The distribution of a token's log-probabilities, both the sampler's and the trainer's. as_sampled: the one that
-    the token was sampled from (temperature, kept set, logit bias). raw: the model's own at temperature 1."""
+    """The distribution of a token's log-probabilities, both the sampler's and the trainer's. as_sampled: the distribution
+    that the token was sampled from (temperature, kept set, logit bias). raw: the model's own distribution at temperature 1."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Tokens that were sampled more than this number of steps before the job's start are counted and only used as
     context. None: all tokens are trained, weighted by `correction`."""
@@ -315,10 +317,10 @@ class TrainConfig(LossConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_from_preset(cls, given: Any) -> Any:  # Any: the input is not validated yet
-        if not isinstance(given, dict):
-            return given
-        fields = cast("dict[str, Any]", given)
+    def _fill_from_preset(cls, data: Any) -> Any:  # Any: the input is not validated yet
+        if not isinstance(data, dict):
+            return data
+        fields = cast("dict[str, Any]", data)
         if fields.get("ratio_to") == "sampled":
             fields = {"correction": "off", **fields}
         preset = PRESETS.get(str(fields.get("preset", "grpo")))
@@ -347,20 +349,20 @@ class TrainConfig(LossConfig):
         """Checks that `learning_rate`, if it is a list, has a rate for each optimizer step of a job.
 
         Raises:
-            ValueError: it has fewer.
+            ValueError: the list has fewer rates.
         """
         if not isinstance(self.learning_rate, list):
             return
-        of_pass = self.mini_batches
+        steps_per_pass = self.mini_batches
         if self.batch_size is not None:
-            of_pass = -(-num_groups // self.batch_size)
-        given, needed = len(self.learning_rate), of_pass * self.passes
-        if given < needed:
-            raise ValueError(f"learning_rate lists {given} rates, and the job takes {needed} optimizer steps")
+            steps_per_pass = -(-num_groups // self.batch_size)
+        num_rates, num_steps = len(self.learning_rate), steps_per_pass * self.passes
+        if num_rates < num_steps:
+            raise ValueError(f"learning_rate lists {num_rates} rates, and the job takes {num_steps} optimizer steps")
 
 
 class TrainRequest(Body):
-    """Sent as NDJSON: a line with this, then a line for each further group. The server reads one line at a time."""
+    """Sent as NDJSON: a line with this object, then a line for each further group. The server reads one line at a time."""
 
     groups: list[TrajectoryGroupBody] = []
     config: TrainConfig = TrainConfig()
@@ -386,31 +388,32 @@ class Dropped(Reply):
 
 
 class Difference(Reply):
-    """Why a turn begins a new sequence: the first text that is not that of the turns before it. One for each shape of
-    rollouts (the roles of their messages, and whose text differs), with the texts of the first such rollout."""
+    """Why turns begin a new sequence: the first text that differs from the earlier turns. A report has one difference for
+    each shape of rollouts (the roles of the messages, and whose text differs), with the texts of the first such rollout."""
 
     whose: str
     """"the policy's answer", "the tool message", "the user message"..., "the tool definitions", or "the chat template's own
     text"."""
     expected: str
-    """What the turns before it have there; empty: nothing follows them."""
+    """The text of the earlier turns at the difference; empty if the earlier turns end there."""
     found: str
+    """The text of the later request at the difference."""
     count: int
     """Rollouts of this shape whose first difference this is."""
     example: str
     """The path of the turn, for example "groups[0].trajectories[2].messages_and_choices[3]"."""
 
     def __str__(self) -> str:
-        """Where turns do not continue those before them."""
-        things = "1 rollout has" if self.count == 1 else f"{self.count} rollouts have"
+        """Which turns do not continue the earlier turns, and where."""
+        rollouts = "1 rollout has" if self.count == 1 else f"{self.count} rollouts have"
         return (
-            f"{things} turns that do not continue those before them, and are sequences of their own: {self.whose} was "
+            f"{rollouts} turns that do not continue those before them, and are sequences of their own: {self.whose} was "
             f"{self.expected!r} and is {self.found!r} in a later request ({self.example})"
         )
 
 
 class JobReport(Reply):
-    """What a job trains. The report is fixed when the server accepts the job; only notes are added until it is done."""
+    """What a job trains. The report is fixed when the server accepts the job; only notes are added until the job is done."""
 
     num_groups: int = 0
     num_groups_trained: int = 0
@@ -427,15 +430,15 @@ class JobReport(Reply):
     """Number of trained turns by where their tokens come from: the ledger ("ledger"), token ids in the choice ("ids"), or
     the tokenised text, with log-probabilities from the trainer ("recomputed")."""
     continuations: dict[str, int] = {}
-    """Number of later turns by how they continue earlier ones. "joined": in the same sequence. The others begin a new
-    sequence. "dropped": the template removed thinking. "retokenized": rendering changed tokens while splicing was off.
-    "changed": the context changed otherwise."""
+    """Number of later turns by how they continue earlier turns. "joined": in the same sequence. All others begin a new
+    sequence: "dropped", the template removed thinking; "retokenized", rendering changed tokens while splicing was off;
+    "changed", the context changed in another way."""
     differences: list[Difference] = []
     """Where turns that begin a new sequence first differ from the turns before them, by shape of rollouts."""
     dropped: list[Dropped] = []
     num_unnamed_requests: int = 0
-    """Number of requests to the model that name no session, since the first rollout of the job with a session began, and
-    whose answers are not in the job."""
+    """Number of requests to the model that name no session and whose answers are not in the job, counted since the job's
+    first rollout with a session began."""
     config: dict[str, Any] = {}
     """The configuration in effect, defaults included."""
     notes: list[str] = []
@@ -451,12 +454,12 @@ class JobInfo(Reply):
     name: str
     state: JobState
     phase: str | None = None
-    """"queued", then what the job does now: "engine", "pause", "train", "save", "load"... Of an ended job the last."""
+    """"queued", then what the job does now: "engine", "pause", "train", "save", "load"... An ended job keeps its last phase."""
     completed: int | None = None
     total: int | None = None
-    """How much of the phase is done, if it can be counted."""
+    """The phase has completed `completed` of `total` units; None if the phase has no units."""
     step: int | None = None
-    """The step that the job made; None before it is done."""
+    """The step that the job made; None before the job is done."""
     metrics: dict[str, float] = {}
     report: JobReport = JobReport()
     attempts: int = 0
@@ -466,7 +469,7 @@ class JobInfo(Reply):
     created_at: float = 0.0
     """Seconds since 1970."""
     finished_at: float | None = None
-    """When the job ended, in seconds since 1970; None before."""
+    """When the job ended, in seconds since 1970; None before the end."""
     waits_for: str | None = None
     """What the job waits for; None if it does not wait."""
 
@@ -526,10 +529,10 @@ class CheckpointInfo(Reply):
     created_at: float
     """Seconds since 1970."""
     metrics: dict[str, float] = {}
-    """Those of the step's history. Its `train/*` values are of the samples that the step was trained on."""
+    """The metrics in the step's history. The values of `train/*` are of the samples that the step was trained on."""
     size_bytes: int
     unchanged: bool = False
-    """The weights equal those of the previous step, because the batch had no signal."""
+    """The weights equal the previous step's weights, because the batch had no signal."""
     is_serving: bool = False
     is_best: bool = False
 
@@ -538,12 +541,12 @@ class CheckpointList(Reply):
     checkpoints: list[CheckpointInfo]
     """Oldest first."""
     best_metric: str | None = None
-    """The metric behind `is_best`: "val/reward" if the history has it, else "train/reward"; None if it has neither."""
+    """The metric behind `is_best`: "val/reward" if the history has it, else "train/reward"; None if the history has neither."""
 
 
 class DeleteCheckpointsRequest(Body):
     best_metric: str | None = Field(default=None, max_length=256)
-    """Besides the newest step, keep the one with the highest mean of this metric in the history. None: "val/reward" if
+    """Besides the newest step, keep the step with the highest mean of this metric in the history. None: "val/reward" if
     the history has it, else "train/reward"."""
     keep: list[int] | None = None
     """The steps to keep besides the newest. If given, `best_metric` has no effect."""
@@ -561,7 +564,7 @@ class ForkRequest(Body):
     name: Name
     project: Name
     step: int | None = Field(default=None, ge=0)
-    """The source's step; None: the one that serves."""
+    """The step of the source model; None: the step that serves."""
 
 
 class RenameRequest(Body):
@@ -601,17 +604,17 @@ class SessionReply(Reply):
     num_choices: int
     """Number of choices in the histories."""
     unused: dict[str, int] = {}
-    """Number of excluded choices by reason: not fully delivered, asked for again, discarded for another answer to the same
+    """Number of excluded choices by reason: not fully delivered, requested again, discarded for another answer to the same
     conversation, or not recorded any longer."""
     other_models: dict[str, int] = {}
     """If this model has no answer in the session: the number of answers by the name of the trained model that gave them."""
     num_base_answers: int = 0
     """If this model has no answer in the session: the number of answers of the base model."""
     unknown_models: dict[str, int] = {}
-    """If this model has no answer in the session: the number of requests by the name that no model has. They were refused."""
+    """If this model has no answer in the session: the number of refused requests by the name that no model has."""
     num_unnamed_requests: int = 0
     """If the session has no choice of the model: the number of requests to the model in the last `UNNAMED_SECONDS` that name
-    no session. They may be the session's, sent by a thread, process or HTTP client that does not know it."""
+    no session. A thread, process or HTTP client of the session that does not know its name may have sent them."""
 
 
 # --- health -------------------------------------------------------------------------------------------------------
@@ -633,9 +636,9 @@ class ReplicaHealth(Reply):
     name: str
     engine: Literal["none", "starting", "ready", "failed"] = "none"
     detail: str | None = None
-    """Why it is not ready; None when it is."""
+    """Why the engine is not ready; None when the engine is ready."""
     num_requests: int = 0
-    """Requests that it has."""
+    """Requests that the engine has."""
     num_starts: int = 0
 
 
@@ -645,9 +648,9 @@ class Health(Reply):
     base_model: str | None = None
     version: str = ""
     detail: str | None = None
-    """Why the engine is not ready, with its last log line; None when it is ready."""
+    """Why the engine is not ready, with the engine's last log line; None when the engine is ready."""
     waits_for: str | None = None
-    """What inference requests wait for; None if they do not wait."""
+    """What inference requests wait for; None if none waits."""
     progress: list[ProgressLine] = []
     """What the newest start of base model, trainer and engine has done so far."""
     replicas: list[ReplicaHealth] = []

@@ -73,7 +73,7 @@ INSIDE: Mapping[str, type[BaseModel]] = {
     "trajectories": TrajectoryBody,
     "additional_histories": HistoryBody,
 }
-"""The lists of records in a call, by the field's name."""
+"""The class of the records in a list of a call, by the list's field."""
 NO_TRAJECTORIES = (
     "no trajectories were collected, so there is nothing to train (trajectory_groups is empty). Check that the "
     "workflow ran (see its log), that target_functions names its functions, that the evaluator returned rewards, and "
@@ -96,7 +96,7 @@ class ArtBody(BaseModel):
 
     def unknown(self) -> list[str]:
         """The names of unknown fields that are set."""
-        return list(given(self.model_extra))
+        return list(without_none(self.model_extra))
 
 
 class InternalConfig(ArtBody):
@@ -201,10 +201,10 @@ async def prepare(
     caller: TheCaller,
 ) -> list[str]:
     model = await model_of_body(body.model, registry, caller)
-    log_notes(model.id, no_effect([f"config.{key}" for key in given(body.config)]))
+    log_notes(model.id, no_effect([f"config.{key}" for key in without_none(body.config)]))
     await engine.wait_ready(config.wait_limit_seconds)
     state, port = request.app.state, request.url.port
-    # HTTPS is a proxy's, whose port serves /v1 as well.
+    # HTTPS ends at a proxy, whose port serves /v1 as well.
     if state.inference_port is not None and request.url.scheme == "http":
         port = state.inference_port
     key = state.model_keys.make(model.id, caller.owner) if state.keys.are_needed("infer") else NO_KEY
@@ -296,7 +296,7 @@ def read_settings(body: ModelBody, devices: Set[Device]) -> tuple[dict[str, str]
         InvalidInput: a value cannot be an engine argument.
     """
     config = body.internal_config or InternalConfig()
-    init_args, engine_args = given(config.init_args), given(config.engine_args)
+    init_args, engine_args = without_none(config.init_args), without_none(config.engine_args)
     unknown = [key for key in body.unknown() if key not in CLIENT_SIDE]
     unknown += [f"_internal_config.{key}" for key in config.unknown()]
     unknown += [f"init_args.{key}" for key in init_args if key != "max_seq_length"]
@@ -369,19 +369,19 @@ def read_train_config(call: Call, devices: Set[Device]) -> tuple[TrainConfig, li
 
 
 def known_fields(value: Any, name: str, dropped: set[str]) -> Any:
-    """A record of the list `name`, not yet validated, without its unknown fields, and so the records inside it. Adds the
-    names of unknown fields to `dropped` if they are set."""
+    """A record of the list `name` without unknown fields, also in the records inside it. The record is not validated yet. The
+    names of unknown fields that are set are added to `dropped`."""
     if not isinstance(value, dict):
         return value
     known = {key: value[key] for key in INSIDE[name].model_fields if key in value}
     dropped.update(f"{name}[].{key}" for key in value.keys() - known if value[key])
     for inner in INSIDE.keys() & known:
         if isinstance(known[inner], list):
-            known[inner] = [known_fields(each, inner, dropped) for each in known[inner]]
+            known[inner] = [known_fields(record, inner, dropped) for record in known[inner]]
     return known
 
 
-def given(options: Mapping[str, Any] | None) -> dict[str, Any]:
+def without_none(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """The options that are not None."""
     return {key: value for key, value in (options or {}).items() if value is not None}
 

@@ -1,13 +1,13 @@
 """Authentication middleware: every request is rejected or gets a `Caller`.
 
 A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. Inference (`/v1`) needs the scope `infer`, a machine that
-joins the scope `host`, any other route the scope `train`. `/health` and `/ready` need no key; without a valid one they show
-only the engine's state. The page needs none for its files, and the caller's key for its data. A key that the ART wire issued
-permits inference on one model. With `--legacy-without-key`, callers without a key may use the routes of the ART wire only. The URL
+joins the scope `host`, any other route the scope `train`. `/health` and `/ready` need no key; without a valid key they show
+only the engine's state. The files of the page need no key, its data the caller's key. A key that the ART wire issued permits
+inference on one model. With `--legacy-without-key`, callers without a key may use the routes of the ART wire only. The URL
 (`/s/SESSION/v1`), the header `x-art-session`, the key (`KEY::SESSION`) or the header `x-session-id` may name a session,
 which becomes part of the `Caller`. Without configured keys the server listens on loopback and trusts the programs of its
-machine, but not web pages in a browser there: requests with a foreign origin or host name are refused. TLS and limits of
-requests are a proxy's (docs/howto/proxy.md).
+machine, but not web pages in a browser there: requests with a foreign origin or host name are refused. A proxy adds TLS and
+limits of requests (docs/howto/proxy.md).
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from art_server.store.registry import check_name
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 HOSTS = "/api/hosts/"
-"""By which other machines offer their devices (`plugins/cluster`)."""
+"""The routes by which other machines offer their devices (`plugins/cluster`)."""
 PAGE = "/page/"
 """Files of the page, which contain no data."""
 ART_PATHS = frozenset(
@@ -47,7 +47,7 @@ LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request, and what they may use."""
+    """Who sent a request, and what the sender may use."""
 
     owner: str
     """Identifies the key without revealing it."""
@@ -80,15 +80,15 @@ TheCaller = Annotated[Caller, Depends(_caller)]
 """A route's parameter."""
 ANYONE = Caller(owner="anyone", projects=None)
 STRANGER = Caller(owner="stranger", projects=frozenset())
-"""A caller without a valid key, on a path that needs none."""
+"""A caller without a valid key, on a path that needs no key."""
 SESSION_MARK = "::"
 FOREIGN_SESSION_HEADER = "x-session-id"
-"""verifiers and other programs name their rollouts by it, with any text."""
+"""The header in which verifiers and other programs name their rollouts, with any text."""
 
 
 def visible_health(state: Health, caller: Caller) -> Health:
-    """Callers without a valid key see only the engine's state: the rest may contain file names and log lines. Keys of
-    some projects see no model's name."""
+    """Callers without a valid key see only the engine's state: the rest may contain file names and log lines. Callers
+    with a key for some projects see no model's name."""
     if caller is STRANGER:
         return Health(engine=state.engine)
     if caller.projects is None:
@@ -151,7 +151,11 @@ class Authentication:
 
     def _identify(self, path: str, headers: Headers, presented: str) -> Caller:
         is_inference = path.startswith("/v1/")
-        needed: KeyScope = "infer" if is_inference else "host" if path.startswith(HOSTS) else "train"
+        needed: KeyScope = "train"
+        if is_inference:
+            needed = "infer"
+        elif path.startswith(HOSTS):
+            needed = "host"
         if not self._keys.are_needed(needed):
             self._refuse_web_pages(headers)
             return ANYONE
@@ -185,15 +189,15 @@ class Authentication:
                 "no API key: send 'Authorization: Bearer KEY' (clients: art.Backend(api_key=...) or ART_API_KEY)",
                 code="missing_key",
             )
-        found = self._keys.find(presented)
-        if found is None:
+        key = self._keys.find(presented)
+        if key is None:
             raise Unauthorized("unknown API key: ask the server's owner for one", code="wrong_key")
-        if found.is_expired:
+        if key.is_expired:
             raise Unauthorized(
-                f"this API key expired at {found.expires:%Y-%m-%dT%H:%M:%SZ}: ask the server's owner for another",
+                f"this API key expired at {key.expires:%Y-%m-%dT%H:%M:%SZ}: ask the server's owner for another",
                 code="expired_key",
             )
-        return found
+        return key
 
     def _refuse_web_pages(self, headers: Headers) -> None:
         host = host_name(f"//{headers.get('host', '')}") or ""
@@ -212,7 +216,7 @@ class Authentication:
 
 
 def host_name(address: str) -> str | None:
-    """The name of the host in an address; None if there is none, or the address cannot be read."""
+    """The name of the host in an address: 'http://a:80' -> 'a'. None if the address has no host or cannot be read."""
     try:
         return urlsplit(address).hostname
     except ValueError:
@@ -225,7 +229,7 @@ def is_open(path: str) -> bool:
 
 
 def presented_key(headers: Headers) -> str | None:
-    """The key that a request carries, None without one."""
+    """The key in a request's headers; None without a key."""
     kind, _, value = headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer" and value.strip():
         return value.strip()
@@ -241,7 +245,7 @@ def session_of(identifier: str) -> str:
 
 
 def take_session_path(scope: Scope) -> str | None:
-    """Removes `/s/SESSION` from a request's path. Returns the session, None without one."""
+    """Removes `/s/SESSION` from a request's path: '/s/a/v1/models' -> '/v1/models'. Returns the session; None without a session."""
     path: str = scope["path"]
     if not path.startswith("/s/"):
         return None

@@ -1,5 +1,5 @@
 """Request bodies. FastAPI reads JSON of a few megabytes; trajectories come as NDJSON and are read a line at a time; the
-routes of inference and of ART's wire read theirs whole, and parse large ones in a thread."""
+routes of inference and of ART's wire read a whole body, and parse a large body in a thread."""
 
 import asyncio
 import functools
@@ -37,12 +37,12 @@ SHORTER = "shorten the conversation, or start the server with a larger --max-seq
 
 
 def v1_limit_mb(max_seq_length: int | None) -> float:
-    """The largest body of an inference request. A larger one cannot fit the context."""
+    """The largest body of an inference request. A larger body cannot fit the context."""
     return V1_MB + V1_BYTES_PER_TOKEN * (max_seq_length or 0) / 2**20
 
 
 def declared_size(request: Request) -> int:
-    """The size of a body by its header; 0 if it has none."""
+    """The size of a body by the header `content-length`; 0 without this header."""
     declared = request.headers.get("content-length", "")
     return int(declared) if declared.isdecimal() else 0
 
@@ -101,10 +101,12 @@ def is_deeper(value: Any, limit: int) -> bool:
     """Whether objects and arrays nest more than `limit` times."""
     level = [value]
     for _ in range(limit + 1):
-        level = [each for each in level if isinstance(each, dict | list)]
-        if not level:
+        containers = [entry for entry in level if isinstance(entry, dict | list)]
+        if not containers:
             return False
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+        level = []
+        for container in containers:
+            level += container.values() if isinstance(container, dict) else container
     return True
 
 
@@ -115,7 +117,7 @@ class SmallBodies(APIRoute):
         handle = super().get_route_handler()
 
         async def limited(request: Request) -> Response:
-            # Of the class that FastAPI answers itself: it turns any other error in a body into a 400.
+            # An HTTPException, because FastAPI turns any other error during the reading of a body into a 400.
             too_large = HTTPException(413, f"the body is above {SMALL_MB} MB: send less at once")
             if declared_size(request) > SMALL_MB * 2**20:
                 raise too_large
@@ -148,10 +150,10 @@ class GroupLines:
         self._first: list[TrajectoryGroupBody] = []
 
     async def fields(self, kind: type[G]) -> G:
-        """What the first line says.
+        """The fields in the first line.
 
         Raises:
-            InvalidInput: there is none, or its fields are invalid.
+            InvalidInput: there is no line, or its fields are invalid.
             TooLarge: from `read_parts`, as in the methods below.
         """
         line = await anext(self._lines, b"")
@@ -163,7 +165,7 @@ class GroupLines:
         """The groups, each as it arrives.
 
         Raises:
-            InvalidInput: a line is no group, or the body ends within it.
+            InvalidInput: a line is no group, or the body ends within a line.
         """
         for group in self._first:
             yield group
@@ -174,7 +176,7 @@ class GroupLines:
             index += 1
 
     async def digest(self) -> str:
-        """The SHA-256 of the whole body, whose lines that nobody asked for are skipped."""
+        """The SHA-256 of the whole body. The lines that are left are read, but not parsed."""
         async for _ in self._lines:
             pass
         return self._digest.hexdigest()
@@ -202,15 +204,15 @@ class GroupLines:
         if rest.strip():
             yield bytes(rest)
 
-    def _parse(self, kind: type[T], place: tuple[str | int, ...], line: bytes) -> T:
+    def _parse(self, kind: type[T], location: tuple[str | int, ...], line: bytes) -> T:
         try:
             return kind.model_validate_json(line)
         except ValidationError as error:
-            raise invalid_body(error, place, f"line {self._number}: ") from error
+            raise invalid_body(error, location, f"line {self._number}: ") from error
 
 
 def described_body(media_type: str, kind: type[BaseModel]) -> dict[str, Any]:
-    """A route's `openapi_extra` for a body that it reads itself, up to `--max-body-mb`."""
+    """The `openapi_extra` of a route that reads its body itself, up to `--max-body-mb`."""
     schema = kind.model_json_schema()
     named = schema.pop("$defs", {})
     content = {media_type: {"schema": whole_schema(schema, named)}}
@@ -218,9 +220,10 @@ def described_body(media_type: str, kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def whole_schema(part: Any, named: dict[str, Any]) -> Any:
-    """A part of a JSON schema with the parts that it names, because FastAPI lists only those of the bodies that it reads."""
+    """A part of a JSON schema with each `$ref` replaced by the schema that it names. FastAPI lists named schemas only for bodies
+    that it reads."""
     if isinstance(part, list):
-        return [whole_schema(each, named) for each in part]
+        return [whole_schema(entry, named) for entry in part]
     if not isinstance(part, dict):
         return part
     if "$ref" in part:

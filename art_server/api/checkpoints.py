@@ -42,7 +42,7 @@ router = APIRouter(prefix="/api/models/{project}/{name}", route_class=SmallBodie
 
 
 class TarResponse(StreamingResponse):
-    """Sends a tar, and closes it when the answer ends, however that ends."""
+    """Sends a tar, and closes the tar when the answer ends, also with an error."""
 
     def __init__(self, tar: IO[bytes]):
         size = tar.seek(0, os.SEEK_END)
@@ -118,7 +118,7 @@ def download(model: PathModel, step: str) -> TarResponse:
     if number in model.deleting:
         raise model.folder.unknown_step(number)
     description = describe_step(model.folder, model.record, number)
-    # A file without a name: it is gone when the answer ends, however that ends.
+    # A file without a name: the file is gone when the answer ends, also with an error.
     with contextlib.ExitStack() as opened:
         with files.disk_errors("the tar"):
             tar = opened.enter_context(tempfile.TemporaryFile(dir=model.folder.checkpoints_dir))

@@ -114,10 +114,10 @@ async def idempotency_key(request: Request) -> str | None:
 
 
 async def first_digest(request: Request) -> str | None:
-    """The digest of the body that a repeated request had at first.
+    """The digest of the body that a repeated request had when it was sent first.
 
     Raises:
-        InvalidInput: it is no digest.
+        InvalidInput: the header contains no digest.
     """
     digest = request.headers.get(DIGEST_HEADER)
     if digest is not None and not DIGEST.fullmatch(digest):
@@ -139,7 +139,7 @@ async def train(
     requests: TheTrainRequests,
     runner: TheRunner,
 ) -> Response:
-    """Finds the exact tokens of each group as it arrives. The answer begins when the job is on disk with all of them."""
+    """Finds the exact tokens of each group when the group arrives. The answer begins when the job is on disk with all tokens."""
     if key is not None and await runner.is_repeated(model, key):  # the request is repeated
         job = await runner.find_repeated(model, key, first or await body.digest())
         if job is None:

@@ -16,16 +16,16 @@ VALUES = {
 }
 
 
-def requested_engine_args(given: Mapping[str, Any], devices: Set[Device]) -> tuple[dict[str, str], list[str]]:
-    """The arguments that an engine can have, as text, and the names of all others. None counts as not given. `devices` are
-    those of the engines; while there are none, an argument of any device can have an effect.
+def requested_engine_args(options: Mapping[str, Any], devices: Set[Device]) -> tuple[dict[str, str], list[str]]:
+    """The options that an engine can have, as text, and the names of all other options. The value None requests nothing.
+    `devices` are the engines' devices; while there are none, an option for any device can have an effect.
 
     Raises:
         InvalidInput: a value cannot be an engine argument.
     """
     requested: dict[str, str] = {}
     unknown: list[str] = []
-    for key, value in given.items():
+    for key, value in options.items():
         text = str(value).lower() if isinstance(value, bool) else str(value)
         is_known = key in ENGINE_ARGS or key in OWN_ENGINE_ARGS
         if not is_known or (key in GPU_ENGINE_ARGS and devices == {"cpu"}):

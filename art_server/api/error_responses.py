@@ -33,15 +33,15 @@ MAX_FIELDS_SHOWN = 3
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "default": {"model": ErrorBody, "description": "The error, and how to fix it"}
 }
-"""Of all routes, for `/openapi.json`."""
+"""The answer of all routes to an error, for `/openapi.json`."""
 NO_JSON = "the header content-type is not application/json; "
 HTTP_CODES: Mapping[int, str] = {400: "invalid_body", 413: "body_too_large"}
 """The codes of FastAPI's own errors, by status."""
 
 
 def status_of(error: errors.ServerError, *, is_inference: bool = False) -> int:
-    """The status of an answer. Clients of OpenAI and Anthropic repeat a request after 408, 409, 429 and 5xx, so no refusal of
-    an inference request that a repetition cannot change has one of these."""
+    """The status of an answer. Clients of OpenAI and Anthropic repeat a request after 408, 409, 429 and 5xx. Where the
+    repetition of an inference request would be refused again, the status is 400 instead."""
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
     is_repeated = status in (408, 409, 429) or status >= 500
     return 400 if is_inference and is_repeated and not error.retryable else status
@@ -75,20 +75,24 @@ def too_deep() -> errors.InvalidInput:
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
-    """("groups", 0, "reward") as "groups[0].reward". Pydantic's names for the members of a union are left out."""
+    """The path of a field: ("groups", 0, "reward") -> "groups[0].reward". Pydantic's names for the members of a union are left
+    out."""
     path = ""
     for part in location:
         if isinstance(part, str) and not part.isidentifier():
             continue
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += f".{part}" if path else part
     return path
 
 
-def invalid_body(error: ValidationError, place: tuple[int | str, ...] = (), line: str = "") -> errors.InvalidInput:
-    """An error that lists the invalid fields of a body without echoing its content. `place` is where in the body the
-    invalid record is, and `line` begins the list."""
+def invalid_body(error: ValidationError, location: tuple[int | str, ...] = (), line: str = "") -> errors.InvalidInput:
+    """An error that lists the invalid fields of a body without echoing the body's content. `location` is the position of the
+    invalid record in the body, and `line` begins the list."""
     problems = error.errors(include_url=False, include_input=False)
-    return invalid_fields([{**each, "loc": (*place, *each["loc"])} for each in problems], line)
+    return invalid_fields([{**problem, "loc": (*location, *problem["loc"])} for problem in problems], line)
 
 
 def invalid_fields(problems: Sequence[Mapping[str, Any]], line: str = "") -> errors.InvalidInput:
@@ -115,15 +119,16 @@ def invalid_parameters(problems: Sequence[Mapping[str, Any]]) -> errors.InvalidI
 
 
 def _parameter(location: Sequence[int | str]) -> str:
-    """("query", "limit") as "limit in the query"."""
+    """("query", "limit") -> "limit in the query"."""
     return f"{location[1]} in the {location[0]}"
 
 
 def _no_route(request: Request) -> str:
     """The sentence for a path that no route has. OpenAI's clients append the route to a base URL that ends with /v1,
     Anthropic's to one that does not."""
-    path, routes = request.scope["path"], {each.path for each in request.app.routes if isinstance(each, Route)}
-    if f"/v1{path}" in routes:
+    path = request.scope["path"]
+    known_paths = {route.path for route in request.app.routes if isinstance(route, Route)}
+    if f"/v1{path}" in known_paths:
         return f"no such route: the base_url lacks /v1, {request.base_url}v1"
     if path.startswith("/v1/v1/"):
         return f"no such route: the base_url has /v1 too often, {request.base_url}v1, for Anthropic's client {request.base_url}"
@@ -142,8 +147,10 @@ def add_error_handlers(app: FastAPI) -> None:
         problems = error.errors()
         if problems[0]["loc"][0] != "body":
             return answer(invalid_parameters(problems))
-        # Behind "body" stands a field or, where the JSON is broken, a position, which is no place in the request.
-        fields = [{**each, "loc": () if each["type"] == "json_invalid" else each["loc"][1:]} for each in problems]
+        # "body" is followed by the path of a field or, where the JSON is broken, by a position in the text, which is no field.
+        fields = [
+            {**problem, "loc": () if problem["type"] == "json_invalid" else problem["loc"][1:]} for problem in problems
+        ]
         is_json = "json" in request.headers.get("content-type", "json")
         return answer(invalid_fields(fields, "" if is_json else NO_JSON))
 

@@ -1,7 +1,7 @@
 """Keys for inference on one model, which the ART wire issues.
 
-A key contains its model and the owner that it was issued to, with a MAC of both, so the server stores none. It is valid
-as long as its owner has a valid API key. To revoke all of them, delete `PATH/.server/model_keys_secret` and restart.
+A key contains its model and the owner that it was issued to, with a MAC of both, so the server stores no key. A key is
+valid as long as its owner has a valid API key. To revoke all keys, delete `PATH/.server/model_keys_secret` and restart.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ class ModelKeys:
         return f"{claim}:{hmac.new(self._secret, claim.encode(), hashlib.sha256).hexdigest()}"
 
     def read(self, key: str) -> tuple[str, str] | None:
-        """The model id and owner of a key, None if it is not a valid key of this kind."""
+        """The model id and owner of a key; None if the text is not a valid key of this kind."""
         model_id, _, rest = key.partition(":")
         owner, _, _ = rest.partition(":")
         is_ours = hmac.compare_digest(self.make(model_id, owner).encode(), key.encode())
@@ -34,7 +34,7 @@ class ModelKeys:
 
 
 def read_secret(file: Path) -> bytes:
-    """The server's secret. The first start creates it, readable by the server's user only."""
+    """The server's secret. The first start creates the secret, readable by the server's user only."""
     if not file.exists():
         write_file(file, os.urandom(SECRET_BYTES))
     return file.read_bytes()

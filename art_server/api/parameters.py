@@ -1,5 +1,5 @@
-"""What routes receive: parts of the server, the caller, the named model or job, and bodies of many groups. A route that is
-refused because of its path or caller reads no group: parameters are resolved in order."""
+"""What routes receive: parts of the server, the caller, the named model or job, and bodies of many groups. Parameters are
+resolved in order, so no group is read of a request that is refused because of its path or caller."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -31,10 +31,10 @@ from art_server.uploads import Uploads
 def part(find: Callable[[Server], object]) -> Any:
     """A route's parameter that is a part of the server."""
 
-    async def found(request: Request) -> object:
+    async def find_part(request: Request) -> object:
         return find(request.app.state.server)
 
-    return Depends(found)
+    return Depends(find_part)
 
 
 TheServer = Annotated[Server, part(lambda server: server)]

@@ -27,15 +27,15 @@ CPU_MAX_SEQ_LENGTH = 8192
 
 CPU_BLOCK_SIZE = 32
 """Tokens in a block of the KV cache, the fewest that vLLM's fast kernels support. Only whole blocks are shared: with
-vLLM's default of 128, each rollout computed its prompt again if the prompt was shorter than that."""
+vLLM's default of 128, each rollout computed its prompt again if the prompt was shorter than a block."""
 
 LATENT_BACKEND = "CPU_MLA"
-"""vLLM's kernels for latent attention on any CPU and in both number types; it sets their block size itself. Those that it
-prefers on a CPU with AMX take bfloat16 only, and a CPU serves float32."""
+"""vLLM's kernels for latent attention on any CPU and in both number types; vLLM sets their block size itself. The kernels that
+vLLM prefers on a CPU with AMX take bfloat16 only, and a CPU serves float32."""
 
 FEW_CORES, LARGE_BYTES = 4, 100_000_000
-"""vLLM leaves one core to its other processes. With at most this many cores and a model larger than this, that costs
-more than it gains: SmolLM2 on two cores, 96 rollouts: 10.3 s on one, 6.4 s on both; art/tiny 0.9 and 1.1 s."""
+"""vLLM leaves one core to its other processes. With at most this number of cores and a model above this size, the model gets
+all cores. Two cores, 96 rollouts: SmolLM2 takes 10.3 s on one core, 6.4 s on both; art/tiny 0.9 and 1.1 s."""
 
 MIN_CPU_LORAS = 16
 """Adapters that vLLM keeps in main memory, so that a return to a recent step reads no file."""
@@ -45,7 +45,7 @@ SWITCHES = (
     "language-model-only",
     "disable-uvicorn-access-log",
 )
-"""Only language: a message's part that is an image could name an address, which vLLM would fetch."""
+"""Only language: an image in a message could name an address, which vLLM would fetch."""
 
 
 def seq_length(config: ServerConfig, base: BaseModel, device: Device) -> int | None:
@@ -64,7 +64,7 @@ def check_seq_length(config: ServerConfig, base: BaseModel) -> None:
     """Checks that the model has as many positions as `--max-seq-length`.
 
     Raises:
-        InvalidInput: it has fewer.
+        InvalidInput: the model has fewer.
     """
     longest = base.facts.max_positions
     if config.max_seq_length is not None and config.max_seq_length > longest:
@@ -77,7 +77,7 @@ def check_seq_length(config: ServerConfig, base: BaseModel) -> None:
 
 
 def notes_on_device(device: Device, facts: Facts) -> list[str]:
-    """How an engine on this device computes a model otherwise than usual, one sentence each."""
+    """How an engine on this device computes a model differently than usual, a sentence for each difference."""
     notes: list[str] = []
     if device == "cpu" and facts.has_delta_rule:
         notes.append("it computes in bfloat16, as gated delta layers have to on a CPU")
@@ -179,7 +179,7 @@ def engine_environment(
         VLLM_SERVER_DEV_MODE="1",
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
-        # Longer than our HTTP client keeps idle connections: no request gets one that vLLM has just closed.
+        # Longer than our HTTP client keeps idle connections: no request gets a connection that vLLM has just closed.
         VLLM_HTTP_TIMEOUT_KEEP_ALIVE="60",
     )
     environment[SWITCH] = device
@@ -201,7 +201,7 @@ def _set_cpu_variables(environment: dict[str, str], config: ServerConfig, base: 
     environment["TORCHDYNAMO_DISABLE"] = "1"
     # glibc's own limits give the memory of large logits back to the system after each step: 7% of SmolLM2's time.
     environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**33))
-    environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))  # the largest that it accepts
+    environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))  # the largest that glibc accepts
     if base.facts.is_mixture:
         environment[EXPERTS_SWITCH] = "1"
     environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gb)

@@ -1,6 +1,6 @@
 """The engine: vLLM as a supervised child process.
 
-It is started once with a base model and kept running: when the process dies, hangs, or fails to pause or wake, it is
+vLLM is started once with a base model and kept running: when the process dies, hangs, or fails to pause or wake, it is
 killed with all processes that it spawned and started again when the device is free; then its adapters are loaded again.
 vLLM's HTTP socket is in a private folder, so no other user of the machine can reach vLLM's own routes. Authentication,
 the proxy and the pause gate are elsewhere.
@@ -65,7 +65,7 @@ IDLE_SECONDS = 10.0
 PAUSE_SECONDS, WAKE_SECONDS = 30.0, 120.0
 """Limits for each request of PAUSE and WAKE. An engine that takes longer is killed, and restarts unpaused."""
 SLEEP_SECONDS = 300.0
-"""Limit for vLLM's sleep. The first one allocates locked main memory for all weights, at about 2 GiB a second (vllm #48337)."""
+"""Limit for vLLM's sleep. The first sleep allocates locked main memory for all weights, at about 2 GiB a second (vllm #48337)."""
 PAUSE: dict[Handover, tuple[str, ...]] = {
     "none": ("/pause?mode=keep&clear_cache=false",),
     "kv_cache": ("/pause?mode=keep&clear_cache=false", "/release_kv_cache_memory"),
@@ -79,13 +79,13 @@ WAKE: dict[Handover, tuple[str, ...]] = {
 }
 """vLLM's routes for the end of a step. After `sleep`, `wake_weights` restores the weights first."""
 TIMEOUT = aiohttp.ClientTimeout(total=None, connect=10.0)
-"""Of requests for clients, which take as long as their answers."""
+"""Limits of requests for clients: no total, because such a request takes as long as its answer."""
 LOAD_SECONDS = 300.0
 """Limit for vLLM to load an adapter, and to score its probe."""
 METRICS_SECONDS = 2.0
-"""For vLLM's metrics."""
+"""Limit for vLLM's metrics."""
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of a process that was killed; one that fails has another exit code."""
+"""Exit codes of a process that was killed; a process that fails has another exit code."""
 LOG_TAIL_LINES, LOG_SEARCH_LINES = 12, 200
 ENGINE_DEFAULTS = {
     "max_logprobs": "20",
@@ -125,7 +125,7 @@ class AdapterRefused(EngineDied):
 
 
 class PolicyDiffers(AdapterRefused):
-    """vLLM computes another policy with an adapter than the trainer that made it; the adapter was unloaded."""
+    """vLLM computes another policy with an adapter than the trainer that made the adapter, which was unloaded."""
 
     def __init__(self, name: str, fault: str):
         super().__init__(
@@ -142,7 +142,7 @@ class Engine:
     """vLLM's process, its state, and its loaded adapters."""
 
     silence_seconds = 0.0
-    """For how long the server may hear nothing of an engine that is well: the network to its machine may stall."""
+    """How long the server may hear nothing from a healthy engine: the network to the engine's machine may stall."""
 
     def __init__(
         self,
@@ -159,28 +159,28 @@ class Engine:
         progress: StartProgress | None = None,
         changed: asyncio.Condition | None = None,
     ):
-        """`name`, `progress` and `changed` (notified when the state changes) are a fleet's, which shares the latter two."""
+        """A fleet passes `name`, `progress` and `changed` (notified when the state changes); its replicas share the latter two."""
         self.name = name
         self.state: State = "none"
         self.detail: str | None = None
         self.base: BaseModel | None = None
         self.progress = progress or StartProgress()
         self.num_starts = 0
-        """Of vLLM's process."""
+        """Starts of vLLM's process so far."""
         self.num_requests = 0
-        """That a fleet has sent to it, and that have not ended."""
+        """Requests that a fleet has sent to this replica, and that have not ended."""
         self._supervisor = f"{name} supervisor"
         self._log = LogFile(config.log_dir / f"{name}.log")
-        self._given = config
+        self._server_config = config
         self._config = config
-        """`_given` plus the engine arguments of the registration that started the engine."""
+        """`_server_config` plus the engine arguments of the registration that started the engine."""
         self._device: Device = device
         self._kept_to = kept_to
         """Environment variables that restrict vLLM to its own devices."""
         self._owner = owner
         self._plan: MemoryPlan | None = None
         self._seq_length: int | None = None
-        """As configured; once vLLM is ready, as it reports."""
+        """The context length as configured; once vLLM is ready, as vLLM reports it."""
         self._children = children
         self._receiver = receiver
         self._is_busy = is_busy
@@ -188,7 +188,7 @@ class Engine:
         self._mismatch_limits_of = mismatch_limits_of
         self._adapters: dict[str, Path] = {}
         self._compared: set[str] = set()
-        """The adapters that this process has loaded and scores as their trainer does. Only these serve."""
+        """Adapters that vLLM's process has loaded and scores as the trainer does. Only these adapters serve."""
         self._loads: dict[str, asyncio.Task[bool]] = {}
         self._leaving: dict[str, Path] = {}
         """Adapters that vLLM still holds and nobody can request."""
@@ -211,7 +211,7 @@ class Engine:
         """Starts vLLM with `base` in the background; `wait_ready` returns when it serves. `requested` are a client's
         engine arguments, as in `ServerConfig.with_requested`; `plan` is a GPU's memory plan."""
         assert self.base is None, "an engine serves one base model"
-        self._config = self._given.with_requested(self._possible(requested), base.facts.max_positions)
+        self._config = self._server_config.with_requested(self._possible(requested), base.facts.max_positions)
         self._seq_length = seq_length(self._config, base, self._device)
         for note in notes_on_device(self._device, base.facts):
             self.progress.note(f"{self.name}: {note}")
@@ -238,7 +238,7 @@ class Engine:
 
     @property
     def replicas(self) -> tuple["Engine"]:
-        """The engines of which this one consists, as a fleet has several."""
+        """This engine alone; a fleet has several."""
         return (self,)
 
     @property
@@ -249,15 +249,15 @@ class Engine:
 
     @property
     def max_seq_length(self) -> int | None:
-        """Tokens of prompt plus completion, as vLLM reports; before that as configured, else the model's own limit.
-        None without a base model."""
+        """The maximum of prompt plus completion, in tokens: as vLLM reports it, before vLLM's report as configured, else the
+        model's own limit. None without a base model."""
         if self.base is None:
             return None
         return self._seq_length or self.base.facts.max_positions
 
     @property
     def mismatch_limits(self) -> MismatchLimits | None:
-        """How far engine and trainer may differ with the loaded base model; None: they are not compared."""
+        """How far engine and trainer may differ with the loaded base model; None: engine and trainer are not compared."""
         return self._mismatch_limits_of(self.base) if self.base is not None else None
 
     @property
@@ -375,7 +375,7 @@ class Engine:
         self.num_starts += 1
 
     async def _open(self, run_dir: Path) -> None:
-        """Opens what all processes use: the socket for their records, and the HTTP client."""
+        """Opens what every process of this engine uses: the socket for records, and the HTTP client."""
         await self._receiver.listen(run_dir / "records.sock")
         # aiohttp, because httpx takes more than half of the server's time for a request.
         self._http = aiohttp.ClientSession(
@@ -403,7 +403,7 @@ class Engine:
         """The path of an adapter's folder for vLLM.
 
         Raises:
-            TimeoutError: its machine cannot take the files.
+            TimeoutError: vLLM's machine cannot take the files.
         """
         return str(folder)
 
@@ -411,7 +411,7 @@ class Engine:
         """Called when vLLM has unloaded, or refused, the adapter of a delivered folder."""
 
     def _read_work(self) -> tuple[bytes, float]:
-        """vLLM's work counters (`work_counters.py`), and when they were read, on the clock of its machine."""
+        """vLLM's work counters (`work_counters.py`), and the time of the reading, on the clock of vLLM's machine."""
         return read_work(self._work_file), time.monotonic()
 
     @property
@@ -442,7 +442,7 @@ class Engine:
         self._compared.clear()
         await self._load_kept()
         await self._sample_once(timeout_seconds=START_TIMEOUT_SECONDS)
-        await self._load_kept()  # what a fleet has added meanwhile
+        await self._load_kept()  # adapters that a fleet has added meanwhile
         await self._set_state("ready")
 
     async def _load_kept(self) -> None:
@@ -461,11 +461,12 @@ class Engine:
             return int((await response.json())["data"][0]["max_model_len"])
 
     async def is_alive(self) -> bool:
-        """Whether vLLM says so. Its API process outlives its engine core for a moment, and answers with errors then."""
+        """Whether vLLM's health check succeeds. After the engine core's death vLLM's API process answers for a moment longer, with
+        errors."""
         return self.state == "ready" and await self._answers(HEALTH_TIMEOUT_SECONDS + self.silence_seconds)
 
     async def notice_end(self) -> None:
-        """Waits until the supervisor knows that the engine has ended; not at all if the engine still answers. On a busy
+        """Waits until the supervisor knows that the engine has ended. Returns at once if the engine still answers. On a busy
         machine vLLM takes seconds from its core's death to its end."""
         if await self.is_alive():
             return
@@ -502,9 +503,9 @@ class Engine:
             return response.status, await response.text()
 
     async def _watch(self) -> str:
-        """Watches a running engine. Returns the reason why it must be restarted. Only the time that was seen counts: from one
-        reading of the counters to the next, and between two looks at most as long as a look takes. So a network that stalls,
-        or an event loop, is not taken for vLLM."""
+        """Watches a running engine. Returns the reason why the engine must be restarted. Only observed time counts: from one
+        reading of the work counters to the next, and at most as long as an interval with its health check may take. So a
+        stalled network, or a stalled event loop here, is not taken for a hung vLLM."""
         assert self._process is not None
         now = answered = moved = used = 0.0
         work, read_at = self._read_work()
@@ -531,7 +532,7 @@ class Engine:
                     work, moved = seen, now
                 if now - moved > HANG_SECONDS:
                     return f"vLLM computed nothing for {HANG_SECONDS:.0f} s while requests waited"
-                # Also while requests are open: the client of the only one may have stopped reading.
+                # Also while requests are open: the client of the only open request may have stopped reading.
                 if now - used > IDLE_SECONDS:
                     probe = asyncio.create_task(self._probe())
         finally:
@@ -540,7 +541,7 @@ class Engine:
                 probe.cancel()
 
     async def _probe(self) -> None:
-        """Has an engine that computes nothing sample one token; `_watch` reads from its work counters whether it does."""
+        """Has an engine that computes nothing sample one token; `_watch` reads in the work counters whether the engine does."""
         with contextlib.suppress(*LOST, EngineDied):
             await self._sample_once(timeout_seconds=2 * HANG_SECONDS)
 
@@ -554,21 +555,21 @@ class Engine:
         timeout_seconds: float,
         stack: contextlib.ExitStack,
     ) -> "Engine":
-        """The engine for a request to the adapter `name`, which is in `path`, or to the base model (None): itself, ready
-        and with the adapter. `key` and `stack`, which ends with the request, are for a fleet.
+        """This engine, as soon as it is ready and serves the adapter `name` of the folder `path`; `path` None: the base model.
+        Only a fleet, which has to choose a replica, uses `key` and `stack`. `stack` ends with the request.
 
         Raises:
             AdapterRefused: vLLM refuses the adapter.
             Unavailable: the engine is not ready in time.
         """
-        del key, stack
+        del key, stack  # there is no other replica to choose
         if path is not None:
             await self.load_adapter(name, path, timeout_seconds)
         await self.wait_ready(timeout_seconds)
         return self
 
     async def metrics(self) -> bytes:
-        """vLLM's own metrics, in Prometheus' text format; empty if it does not answer in time."""
+        """vLLM's own metrics, in Prometheus' text format; empty if vLLM does not answer in time."""
         if self.state != "ready":
             return b""
         timeout = aiohttp.ClientTimeout(total=METRICS_SECONDS)
@@ -639,7 +640,7 @@ class Engine:
             await self.end(reason)
 
     async def end(self, reason: str) -> None:
-        """Kills a vLLM that does not do what it has to. Its supervisor starts it again."""
+        """Kills a failing vLLM. `reason` is the failure, for log and state. The supervisor starts vLLM again."""
         logger.error("killing the %s: %s", self.name, reason)
         self._ended = reason
         await self._set_state("starting", f"It is being restarted because {reason}.")
@@ -649,9 +650,11 @@ class Engine:
     # --- adapters ---
 
     async def load_adapter(self, name: str, path: Path, timeout_seconds: float, *, holds_device: bool = False) -> None:
-        """Has the engine serve the checkpoint `path` as `name`, also after restarts; no-op if it already does. With
-        `holds_device`, for a caller that holds the device, it tries once at most, and a refusal raises nothing; the
-        adapter serves after another call, because a paused engine cannot score its probe.
+        """Has the engine serve the checkpoint `path` as `name`, also after restarts; no-op if the engine already does.
+
+        A caller that holds the device sets `holds_device`. vLLM then tries once at most to load the adapter, and a refusal
+        raises nothing. The adapter serves after another call without `holds_device`, because a paused engine cannot score
+        the adapter's probe.
 
         Raises:
             PolicyDiffers: the checkpoint has a probe, and vLLM scores it as another policy.
@@ -668,8 +671,8 @@ class Engine:
             await self.try_load(name, path)
 
     async def try_load(self, name: str, path: Path) -> bool:
-        """Tries once to have vLLM load and compare an adapter; it has not if vLLM is not ready or ends. False: vLLM did
-        not answer in time."""
+        """Tries once to have vLLM load and compare an adapter. The adapter does not serve afterwards if vLLM was not ready or
+        ended. False: vLLM did not answer in time."""
         if name not in self._loads:
             self._loads[name] = asyncio.create_task(self._load_alone(name, path))
             self._loads[name].add_done_callback(functools.partial(self._loaded, name))
@@ -691,7 +694,7 @@ class Engine:
     def _loaded(self, name: str, load: asyncio.Task[bool]) -> None:
         del self._loads[name]
         if not load.cancelled():
-            load.exception()  # its callers have it, unless all have left
+            load.exception()  # callers get the exception; asyncio would log an exception that nobody reads
 
     async def _load(self, name: str, path: Path) -> None:
         if name not in self._adapters:
@@ -699,13 +702,13 @@ class Engine:
             self._adapters[name] = path
 
     async def _compare(self, name: str, path: Path) -> None:
-        """Compares a loaded adapter with the probe of its checkpoint, if it has one, before it serves."""
+        """Compares a loaded adapter with its checkpoint's probe, if there is a probe, before the adapter serves."""
         fault = await self._find_fault(name, path)
         if fault is not None:
             self.unload_adapter(name)
-            self.forget_prompts()  # the probe's, which other weights of this name must not find
+            self.forget_prompts()  # vLLM has cached the probe, which other weights of this name must not find
             raise PolicyDiffers(name, fault)
-        if name in self._adapters:  # else it was unloaded meanwhile
+        if name in self._adapters:  # else the adapter was unloaded meanwhile
             self._compared.add(name)
 
     async def _find_fault(self, name: str, path: Path) -> str | None:
@@ -718,7 +721,7 @@ class Engine:
             return None
         logprobs, scaled = await self._score(name, probe.token_ids), list[float]()
         if probe.factor > 1:
-            # Another path for each: vLLM's prefix cache finds prompts by the adapter's name and path.
+            # A new folder for each comparison: vLLM's prefix cache finds prompts by the adapter's name and path.
             with tempfile.TemporaryDirectory(dir=self._run_dir) as folder:
                 make_scaled_adapter(path, Path(folder), probe.factor)
                 await self._post_load(f"{name}*{probe.factor}", Path(folder))
@@ -738,18 +741,18 @@ class Engine:
         if status != 200:
             raise AdapterRefused(f"vLLM cannot score with adapter '{name}': {text[:500]}")
         scores = json.loads(text)["choices"][0]["prompt_logprobs"]
-        return [each[str(token)]["logprob"] for token, each in zip(token_ids[1:], scores[1:], strict=True)]
+        return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], scores[1:], strict=True)]
 
     def unload_adapter(self, name: str) -> None:
-        """Serves an adapter no longer. Requests that use it must have ended. vLLM unloads it before the next pause or
-        load, because the caller must not wait for the device."""
+        """Stops serving an adapter. All requests to the adapter must have ended. vLLM unloads the adapter before the next
+        pause or load, because the caller must not wait for the device."""
         self._compared.discard(name)
         if (folder := self._adapters.pop(name, None)) is not None:
             self._leaving[name] = folder
 
     def forget_prompts(self) -> None:
-        """Has vLLM empty its prefix cache, which finds prompts by their adapter's name, before it loads other weights
-        under a name. Requests in flight are computed again."""
+        """Has vLLM empty its prefix cache, before other weights are loaded under a known name: the cache finds prompts by the
+        adapter's name. Requests in flight are computed again."""
         self._has_stale_prompts = True
 
     async def _tidy(self) -> None:
@@ -777,7 +780,7 @@ class Engine:
 
     @property
     def kept(self) -> Mapping[str, Path]:
-        """The folders of the adapters that it loads after each start, by name."""
+        """The folders of the adapters that vLLM loads after each start, by name."""
         return self._adapters
 
     def keep(self, name: str, path: Path) -> None:

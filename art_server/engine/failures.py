@@ -1,5 +1,5 @@
-"""Recognises, in vLLM's log, why it did not start, and whether another start would fail in the same way; and what it says of
-a request that it refuses."""
+"""Reads in vLLM's log why vLLM did not start, and whether another start would fail in the same way. Reads in
+vLLM's answer to a refused request why it was refused."""
 
 import json
 import re
@@ -9,7 +9,7 @@ OTHER_PROGRAM = (
     "another program uses the card: {0}. End it, or start the server with a lower --engine-arg "
     "gpu_memory_utilization=..."
 )
-"""This may pass: processes of a killed engine hold its memory for a moment."""
+"""This cause may pass: processes of a killed engine hold the card's memory for a moment."""
 CAUSES = (
     (
         re.compile(r"^.*\b((?:ImportError|ModuleNotFoundError): .+)$", re.MULTILINE),
@@ -48,7 +48,7 @@ class Cause(NamedTuple):
     """Why vLLM did not start."""
 
     sentence: str
-    """With the remedy."""
+    """The cause and the remedy."""
     is_lasting: bool
     """Another start would fail in the same way."""
 
@@ -57,9 +57,9 @@ def find_cause(log: str) -> Cause | None:
     """The cause of a failed start, as far as vLLM's log names it."""
     log = log[max(0, log.find(TRACEBACK)) :] if TRACEBACK in log else ""
     for pattern, sentence in CAUSES:
-        found = pattern.search(log)
-        if found is not None:
-            cause = next(group for group in found.groups() if group).strip()
+        match = pattern.search(log)
+        if match is not None:
+            cause = next(group for group in match.groups() if group).strip()
             return Cause(sentence.format(cause[:300]), sentence is not OTHER_PROGRAM)
     return None
 
@@ -69,7 +69,7 @@ MAX_REFUSAL = 500
 
 
 def refusal_of(answer: str) -> str:
-    """The sentence of vLLM's answer to a request that it refuses."""
+    """The sentence in vLLM's answer to a refused request: '{"error": {"message": "too long"}}' -> 'too long'."""
     try:
         message = json.loads(answer)["error"]["message"]
     except (ValueError, LookupError, TypeError):

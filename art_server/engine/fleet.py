@@ -1,10 +1,10 @@
 """A fleet: several engines, its replicas, that look like one engine from outside.
 
-Each replica is supervised, watched and restarted by itself. A request goes to one of those that are ready (`routing.py`);
-if that one is lost, the proxy asks again, and another one answers. A step's adapter is loaded by all ready replicas or
-serves from none. A replica that starts loads it before it is ready, and one that does not answer is killed. On a device that
-the trainer uses, too, all replicas pause, and all wake. `--engines` other than 1 makes a fleet, and a key with the scope
-`host`: other machines then add their engines while the server runs (`plugins/cluster`).
+Each replica is supervised, watched and restarted by itself. A request goes to a ready replica (`routing.py`); if that replica
+is lost, the proxy asks again, and another replica answers. A step's adapter is loaded by all ready replicas or serves from
+none. A replica that starts loads the adapter before it is ready; a replica that does not answer is killed. On a device that the
+trainer uses, too, all replicas pause, and all wake. The server makes a fleet for `--engines` other than 1, and for a key with
+the scope `host`: other machines then add their engines while the server runs (`plugins/cluster`).
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class Fleet:
         config: ServerConfig,
         mismatch_limits_of: Callable[[BaseModel], MismatchLimits | None] = lambda _: None,
     ):
-        """`progress` and `changed` are those of the replicas."""
+        """The replicas have the same `progress` and `changed`."""
         self.replicas: list[Engine] = []
         self.progress = progress
         self.log_path = config.log_dir / "engine-0.log"
@@ -51,7 +51,7 @@ class Fleet:
         self._router = Router()
         self._new_number = itertools.count().__next__
         self._numbers: dict[Engine, int] = {}
-        """Of the replicas, for the router."""
+        """The number of each replica, by which the router knows the replica."""
         for replica in replicas:
             self.add(replica)
 
@@ -69,7 +69,8 @@ class Fleet:
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
 
     def add(self, replica: Engine) -> None:
-        """Adds a replica. If the fleet runs, the caller starts it; it then loads what the others have loaded."""
+        """Adds a replica, which loads the adapters of the other replicas when it starts. In a running fleet the caller starts the
+        replica."""
         for other in self.replicas:
             for name, path in other.kept.items():
                 replica.keep(name, path)
@@ -84,7 +85,7 @@ class Fleet:
 
     @property
     def state(self) -> State:
-        """That of the replica that is closest to serving. Without replicas a fleet that was started waits for one."""
+        """The state of the replica that is closest to serving. A fleet that was started and has no replica yet is starting."""
         states = {replica.state for replica in self.replicas}
         if not states:
             return "none" if self.base is None else "starting"
@@ -98,17 +99,18 @@ class Fleet:
             return None
         if not self.replicas:
             return NO_REPLICA
-        found = [f"{replica.name}: {replica.detail}" for replica in self.replicas if replica.detail]
-        return " ".join(found) or None
+        details = [f"{replica.name}: {replica.detail}" for replica in self.replicas if replica.detail]
+        return " ".join(details) or None
 
     @property
     def num_starts(self) -> int:
-        """Of all processes of vLLM."""
+        """Starts of vLLM in all replicas so far."""
         return sum(replica.num_starts for replica in self.replicas)
 
     @property
     def max_seq_length(self) -> int | None:
-        """As `Engine.max_seq_length`: that which every replica takes. While there is none, as configured, else the model's own."""
+        """As `Engine.max_seq_length`: the length that every replica takes. While there is no replica, the configured length, else
+        the model's own."""
         lengths = [length for replica in self.replicas if (length := replica.max_seq_length) is not None]
         if lengths or self.base is None:
             return min(lengths, default=None)
@@ -126,7 +128,7 @@ class Fleet:
         return f"the engines, which are starting. {self.detail or ''}".rstrip()
 
     def ignored_args(self, requested: Mapping[str, str]) -> list[str]:
-        """As `Engine.ignored_args`, for all replicas. While there is none, those that the first replica will not have."""
+        """As `Engine.ignored_args`, for all replicas. While there is no replica, for the first replica that will join."""
         if self.replicas:
             return list(dict.fromkeys(note for replica in self.replicas for note in replica.ignored_args(requested)))
         if self.base is None:
@@ -151,7 +153,7 @@ class Fleet:
         if (state := self.state) != "ready":
             if not self.replicas:
                 raise Unavailable(NO_REPLICA, code="engine_not_ready")
-            # It has the sentence that says why.
+            # A replica in this state raises the error with the reason.
             await next(replica for replica in self.replicas if replica.state == state).wait_ready(0.0)
 
     # --- requests ---
@@ -165,7 +167,8 @@ class Fleet:
         stack: contextlib.ExitStack,
     ) -> Engine:
         """A ready replica that serves the adapter `name`, which is in `path`, or the base model (None). Requests with an
-        equal `key` get the same one, unless it is busier than others. It counts as busy until `stack` ends.
+        equal `key` get the same replica, unless it is busier than others. The request counts for the replica until `stack`
+        ends.
 
         Raises:
             AdapterRefused: every ready replica refuses the adapter.
@@ -175,11 +178,14 @@ class Fleet:
         wanted = key()
         while True:
             await self.wait_ready(timeout_seconds)
-            ready = {number: each for each in self._ready() if (number := self._numbers[each]) not in refusals}
-            if not ready:
+            candidates = {self._numbers[candidate]: candidate for candidate in self._ready()}
+            loads = {
+                number: candidate.num_requests for number, candidate in candidates.items() if number not in refusals
+            }
+            if not loads:
                 raise next(iter(refusals.values()))
-            number = self._router.choose(wanted, {number: each.num_requests for number, each in ready.items()})
-            replica = ready[number]
+            number = self._router.choose(wanted, loads)
+            replica = candidates[number]
             with contextlib.ExitStack() as trying:
                 replica.num_requests += 1
                 trying.callback(_end_request, replica)
@@ -193,7 +199,7 @@ class Fleet:
                     return replica
 
     async def tokenize(self, body: dict[str, Any]) -> list[int]:
-        """As `Engine.tokenize`, by the replica with the fewest requests; if it ends meanwhile, by another one."""
+        """As `Engine.tokenize`, by the replica with the fewest requests; if this replica ends meanwhile, by another one."""
         for _ in self.replicas[1:]:
             await self.wait_ready(START_TIMEOUT_SECONDS)
             replica = self._least_busy()
@@ -227,8 +233,9 @@ class Fleet:
     # --- adapters ---
 
     async def load_adapter(self, name: str, path: Path, timeout_seconds: float, *, holds_device: bool = False) -> None:
-        """As `Engine.load_adapter`, by all replicas: returns when every ready one serves the adapter. Those that are
-        starting load it before they are ready. If one refuses it, all that did not serve it before unload it.
+        """As `Engine.load_adapter`, by all replicas. Returns when every ready replica serves the adapter. A replica that is
+        starting loads the adapter before it is ready. If a replica refuses the adapter, all replicas that did not serve the
+        adapter before unload it.
 
         Raises:
             PolicyDiffers, AdapterRefused: a replica refuses the adapter.
@@ -236,7 +243,7 @@ class Fleet:
         """
         if holds_device:
             await asyncio.gather(
-                *(each.load_adapter(name, path, timeout_seconds, holds_device=True) for each in self.replicas)
+                *(replica.load_adapter(name, path, timeout_seconds, holds_device=True) for replica in self.replicas)
             )
             return
         others = [replica for replica in self.replicas if not replica.holds(name)]
@@ -246,7 +253,7 @@ class Fleet:
             if not missing:
                 break
             refusals = await asyncio.gather(*(self._load_on(replica, name, path) for replica in missing))
-            if refusal := next((each for each in refusals if each is not None), None):
+            if refusal := next((error for error in refusals if error is not None), None):
                 for replica in others:
                     replica.unload_adapter(name)
                 await asyncio.gather(*(replica.tidy() for replica in self._ready()))
@@ -256,12 +263,12 @@ class Fleet:
                 replica.keep(name, path)
 
     async def _load_on(self, replica: Engine, name: str, path: Path) -> AdapterRefused | None:
-        """Has a replica load an adapter; returns its refusal. One that dies meanwhile refuses nothing, and one that does
-        not answer is killed."""
+        """Has a replica load an adapter. Returns the replica's refusal. A replica that dies meanwhile refuses nothing, and a
+        replica that does not answer is killed."""
         try:
             has_answered = await replica.try_load(name, path)
         except AdapterRefused as error:
-            # Its API process answers with errors while its core is dying.
+            # vLLM's API process answers with errors while the engine core is dying.
             if await replica.is_alive():
                 return error
             has_answered = True
@@ -282,7 +289,7 @@ class Fleet:
             replica.forget_prompts()
 
     def loaded_adapters(self) -> list[str]:
-        """Those that a replica has loaded."""
+        """The adapters that any replica has loaded."""
         return list(dict.fromkeys(name for replica in self.replicas for name in replica.loaded_adapters()))
 
 

@@ -1,6 +1,6 @@
 """The pause gate: holds inference requests while a step runs on the same device.
 
-It counts the engine's requests by adapter, so that no adapter is unloaded while requests frozen by a step use it.
+The gate counts the engine's requests by adapter, so that no adapter is unloaded while requests frozen by a step use it.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from art_server.errors import Unavailable
 
 FIRST, HEAD_START_SECONDS = 2, 0.06
-"""When the gate opens, this many requests go first. With 64 at once vLLM's API reads prompts for 150 ms (two cores)
-before its first answer; the new adapter then needs 196 ms from the optimizer's end to its first token, otherwise 90
+"""When the gate opens, this many requests go first. With 64 requests at once vLLM's API reads prompts for 150 ms (two cores)
+before its first answer; the new adapter then needs 196 ms from the optimizer's end to its first token, otherwise 90 ms
 (`scripts/bench/step`)."""
 
 
@@ -93,5 +93,6 @@ class PauseGate:
 
 
 def unnamed(reason: str | None) -> str | None:
-    """The reason without its model, for a caller whose key may not see the model's project."""
+    """The reason without the model's name, for a caller whose key may not see the model's project: "a step of 'p/a', which
+    trains" -> "a step, which trains"."""
     return reason and re.sub(r" of '[^']*'", "", reason)

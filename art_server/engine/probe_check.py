@@ -1,4 +1,4 @@
-"""The server's side of the probe: whether the engine computes a step as the trainer that made it (`trainer/probe.py`).
+"""The server's side of the probe: whether the engine computes a step as the trainer that made the step (`trainer/probe.py`).
 
 Two questions, because an adapter's effect can be smaller than the rounding of 16 bits: do the log-probabilities agree,
 and is the effect of the adapter the trainer's, at its own alpha or at a multiple of it?
@@ -19,7 +19,7 @@ at least 1.3, the base's weights 0, and the right adapter 0.98 to 1.04 (docs/pre
 def find_fault(probe: Probe, logprobs: Sequence[float], scaled: Sequence[float], limits: MismatchLimits) -> str | None:
     """Why the engine's log-probabilities of the probe are not the trainer's; None if they are.
 
-    `scaled` are those with `probe.factor` times the adapter's alpha; empty for a factor of 1.
+    `scaled` are the log-probabilities with `probe.factor` times the adapter's alpha; empty for a factor of 1.
     """
     gap = rms(_difference(logprobs, probe.logprobs))
     limit = ROUNDING_FACTOR * probe.rounding if probe.rounding else limits.wrong
@@ -38,19 +38,19 @@ def find_fault(probe: Probe, logprobs: Sequence[float], scaled: Sequence[float],
 
 
 def effect_ratio(probe: Probe, logprobs: Sequence[float], limits: MismatchLimits) -> float | None:
-    """The engine's effect of the adapter along the trainer's, as a multiple of it (least squares). None if the
-    trainer's is too close to rounding: the adapter is zero."""
+    """The adapter's effect in the engine as a multiple of its effect in the trainer (least squares). None if the effect in
+    the trainer is too close to rounding: the adapter is zero."""
     expected = _difference(probe.scaled_logprobs or probe.logprobs, probe.base_logprobs)
     if rms(expected) < NUM_SIGMAS_OF_EFFECT * (probe.rounding or limits.high):
         return None
-    found = _difference(logprobs, probe.base_logprobs)
-    products = (a * b for a, b in zip(found, expected, strict=True))
+    measured = _difference(logprobs, probe.base_logprobs)
+    products = (a * b for a, b in zip(measured, expected, strict=True))
     return math.fsum(products) / math.fsum(b * b for b in expected)
 
 
 def rms(values: Sequence[float]) -> float:
     """Root mean square."""
-    return math.sqrt(math.fsum(each * each for each in values) / len(values))
+    return math.sqrt(math.fsum(value * value for value in values) / len(values))
 
 
 def _difference(one: Sequence[float], other: Sequence[float]) -> list[float]:

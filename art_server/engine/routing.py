@@ -1,8 +1,8 @@
-"""Which of several engines gets a request: the one that has its conversation in its prefix cache, unless it is busier.
+"""Which of several engines gets a request: the engine with the request's conversation in its prefix cache, unless it is busier.
 
-The key of a request is that of its session or of its first messages (`inference_proxy.routing_key`). A known key goes to
-its engine again. If that engine has more than `MARGIN` requests above the least busy one, or cannot serve, the key moves
-to the least busy one. Of several that are equally busy the key's own order decides, so that sessions spread, and a
+The key of a request is a digest of its session or of its first messages (`inference_proxy.routing_key`). A known key goes
+to its engine again. If that engine has more than `MARGIN` requests above the least busy engine, or cannot serve, the key moves
+to the least busy engine. Among engines that are equally busy the key's own order decides, so that sessions spread, and a
 group's rollouts, which share their prompt, begin on one engine.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 MARGIN = 4
 """Requests by which a key's engine may be busier than another before the key moves."""
 MAX_KEYS = 100_000
-"""Keys whose engine is remembered, those of the latest requests."""
+"""Number of keys whose engine is remembered: the keys of the latest requests."""
 
 
 class Router:
@@ -25,7 +25,7 @@ class Router:
         self._homes: OrderedDict[bytes, int] = OrderedDict()
 
     def choose(self, key: bytes, loads: Mapping[int, int]) -> int:
-        """The engine for a request. `loads` holds the number of requests of each engine that can serve it."""
+        """The engine for a request. `loads` holds the number of requests of each engine that can serve the request."""
         least = min(loads.values())
         home = self._homes.get(key)
         if home is None or home not in loads or loads[home] > least + self._margin:
@@ -43,5 +43,5 @@ class Router:
 
 
 def weight(key: bytes, engine: int) -> bytes:
-    """The rank of an engine for a key (rendezvous hashing): the order for a key does not depend on which others serve."""
+    """The rank of an engine for a key (rendezvous hashing): the order for a key does not depend on which other engines serve."""
     return hashlib.blake2b(key + engine.to_bytes(4, "little"), digest_size=8).digest()

@@ -1,8 +1,8 @@
 """Advice about groups that teach nothing: what was seen in their answers, and in the rewards of earlier steps.
 
-Advice that does not fit costs a run: more rollouts change nothing at temperature 0, or for a policy that broke; and a
-step that was good is lost by a roll back. The mean rewards of two batches differ when their prompts differ, so a fall is
-named only where the same prompts earn less, or where the answers collapsed, too.
+Wrong advice costs a run: more rollouts change nothing at temperature 0, or for a policy that broke; and a needless roll
+back loses a good step. The mean rewards of two batches differ when their prompts differ. So a fall is named only where
+the same prompts earn less, or where the answers collapsed, too.
 """
 
 import math
@@ -17,19 +17,21 @@ from art_server.process.shared.trainer_messages import TrainableGroup
 ONE_ANSWER = 0.99
 """The mean probability of sampled tokens above which a policy has next to no other answer."""
 LOST_ROLLOUTS = 10
-"""A fall of the reward is named if this many rollouts lost a whole reward. A smaller one can be chance."""
+"""A fall of the reward is named if this many rollouts lost a whole reward. A smaller fall can be chance."""
 STANDARD_ERRORS = 4.0
 """The fall on the same prompts, in standard errors. Honest runs of small batches stay below (`scripts/bench/alarms`)."""
 MIN_FALLEN = 3
-"""A policy may unlearn one question while it learns others. So many prompts must have fallen, if the batch has as many."""
+"""Least number of prompts whose reward fell; in a smaller batch, all prompts. A policy may unlearn one question while it
+learns others."""
 FALLEN_FOR_RISEN = 4
-"""For each prompt that earns more than before, so many must have fallen."""
+"""For each prompt that earns more than before, this number of prompts must have fallen."""
 MOST, FEW = 0.75, 0.5
-"""Answers collapsed if at least MOST of them are alike, or cut, and in the batch of the good step at most FEW."""
+"""Shares of the answers that are alike, or cut. Answers collapsed if this share is at least MOST, and at most FEW in the
+batch of the good step."""
 SHORTER = 4
-"""Answers collapsed if they became so many times shorter."""
+"""Answers collapsed if they became this many times shorter."""
 MORE_NATS = 2.0
-"""Answers collapsed if each of their tokens became so much less probable, as of a policy that writes at random."""
+"""Answers collapsed if the mean log-probability of their tokens fell by this much, as for a policy that writes at random."""
 
 ADVICE = {
     "copied": "several trajectories have the same choice. Call the model once for each rollout",
@@ -41,7 +43,7 @@ ADVICE = {
     "equal": "the answers differ, and their rewards are equal. Sample more rollouts for each group, use other prompts, or a "
     "reward that tells these answers apart",
 }
-"""By what was seen in a group."""
+"""By the kind of group (`_seen`)."""
 
 
 def advise(
@@ -53,10 +55,10 @@ def advise(
     learning_rate: Any,
     past: Past,
 ) -> list[str]:
-    """The notes about a job's groups, of which each comes with whether all its rewards are equal.
+    """The notes about a job's groups. With each group comes whether all rewards in the group are equal.
 
     `copied` has the numbers of groups in which a choice is in several trajectories. `is_greedy`: tokens were sampled at
-    temperature 0. `signs` are those of the batch; None for demonstrations.
+    temperature 0. `signs` are the signs of the batch; None for demonstrations.
     """
     seen = Counter(_seen(group, copied, is_greedy) for group, is_equal in groups if is_equal or is_identical(group))
     fall = None
@@ -71,6 +73,7 @@ def advise(
 
 
 def _seen(group: TrainableGroup, copied: Collection[int | None], is_greedy: bool) -> str:
+    """What was seen in a group that teaches nothing: a key of ADVICE."""
     if not is_identical(group):
         return "single" if len(group.trajectories) == 1 else "equal"
     if group.number in copied:
@@ -85,13 +88,13 @@ def _seen(group: TrainableGroup, copied: Collection[int | None], is_greedy: bool
 
 
 def _fall_on_same_prompts(signs: BatchSigns, earlier: Sequence[BatchSigns]) -> str | None:
-    """How far the mean reward of prompts fell that earlier steps answered, too, and how to go back; None if it did not, or
-    if these are fewer than half of the batch."""
-    before = {
-        prompt: pooled([batch.prompts[prompt] for batch in earlier if prompt in batch.prompts])
-        for prompt in signs.prompts
-        if any(prompt in batch.prompts for batch in earlier)
-    }
+    """How far the mean reward fell on the prompts that earlier steps answered, too, and how to go back. None if the reward
+    did not fall, or if fewer than half of the batch's rollouts have such prompts."""
+    before: dict[str, Rewards] = {}
+    for prompt in signs.prompts:
+        parts = [batch.prompts[prompt] for batch in earlier if prompt in batch.prompts]
+        if parts:
+            before[prompt] = pooled(parts)
     num_rollouts = sum(signs.prompts[prompt].num for prompt in before)
     if not before or 2 * num_rollouts < signs.rewards.num:
         return None
@@ -116,7 +119,7 @@ def _fall_on_same_prompts(signs: BatchSigns, earlier: Sequence[BatchSigns]) -> s
 
 def _collapse(signs: BatchSigns, earlier: Sequence[BatchSigns]) -> str | None:
     """How the answers collapsed since an earlier step that earned more than twice as much, and how to go back; None if
-    they did not."""
+    the answers did not collapse."""
     best = max((batch.rewards.mean for batch in earlier), default=-math.inf)
     mean = signs.rewards.mean
     if not earlier or not _has_fallen(best, mean, signs.rewards.num):
@@ -154,8 +157,8 @@ def _has_fallen(before: float, after: float, num_rollouts: int) -> bool:
 
 
 def _standard_error(pairs: Sequence[tuple[Rewards, Rewards]]) -> float:
-    """The standard error of the mean difference of prompts' rewards, before and after, from the deviation of rollouts from
-    their own prompt's mean. A prompt counts as often as it has rollouts after."""
+    """The standard error of the mean difference between prompts' rewards before and after, estimated from the deviation of
+    rollouts from their own prompt's mean. A prompt counts as often as the later batch has rollouts of this prompt."""
     num_after = sum(after.num for _, after in pairs)
     degrees = sum(before.num + after.num - 2 for before, after in pairs)
     if degrees <= 0:

@@ -5,7 +5,7 @@
     serve     load the adapter, resume the engine, make the step the model's current one, open the pause gate
     finish    write history and trajectories, mark the job as done
 
-An attempt that is killed at any line is followed by one that finishes the step if it exists, or else trains again.
+After an attempt that is killed at any line, the next attempt finishes the step if the step exists, or else trains again.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ ADAPTERS_KEPT_LOADED = 2
 """The current step and the one before it, which requests in flight may still use."""
 ENGINE_WAIT_SECONDS = 3600.0
 LOOK_SECONDS = 5.0
-"""Between two checks whether a job that waits for the engine's start was cancelled."""
+"""Time between two checks whether a job that waits for the engine's start was cancelled."""
 
 
 @dataclass(eq=False)
@@ -55,14 +55,14 @@ class Attempt:
     _gate: PauseGate
     _trainer: Gang
     _owner: DeviceOwner | None
-    """Of the device that engine and trainer share; None if they have separate devices."""
+    """The owner of the device that engine and trainer share; None if they have separate devices."""
     _layers: LayerCheck | None
     """None: every layer of an adapter is trained."""
     _report_change: Callable[[], Awaitable[None]]
     """Called after each change of the job's row."""
     phase: str = field(init=False, default="queued")
     _seconds: defaultdict[str, float] = field(init=False, default_factory=lambda: defaultdict(float))
-    """Of the phases so far, by name."""
+    """How long each phase took so far, by the phase's name."""
     _since: float = field(init=False, default_factory=time.monotonic)
     is_cancelled: bool = field(init=False, default=False)
 
@@ -126,7 +126,7 @@ class Attempt:
         """Has the engine load the step that a job starts from, if its probe has something to compare.
 
         Raises:
-            PolicyDiffers: the engine computes another policy for it than the trainer.
+            PolicyDiffers: the engine computes another policy for this step than the trainer.
         """
         record = await asyncio.to_thread(self.model.folder.read_checkpoint, step)
         if record.probe is None or not record.probe.is_of_step:
@@ -139,14 +139,14 @@ class Attempt:
             )
         except PolicyDiffers:
             raise
-        except AdapterRefused:  # a step that the engine does not take can be trained on
+        except AdapterRefused:  # training can start from a step that the engine refuses
             pass
 
     async def _find_lost_layers(self) -> dict[str, str]:
         """The kinds of layers that the engine does not adapt, and why (`layer_check.py`).
 
         Raises:
-            PolicyDiffers: it adapts none as the trainer does.
+            PolicyDiffers: the engine adapts no kind as the trainer does.
         """
         base, limits = self._engine.base, self._engine.mismatch_limits
         if self._layers is None or base is None or limits is None:
@@ -215,7 +215,7 @@ class Attempt:
             yield
             return
         async with self._owner.held():
-            # Not before: one engine of a fleet may start on the device while others answer.
+            # Not before the device is held: one engine of a fleet may start on the device while others answer.
             self._gate.close(f"a step of '{self.model.id}', which trains")
             await self._enter("pause")
             await self._engine.pause()
@@ -292,21 +292,21 @@ class Attempt:
         await asyncio.to_thread(self._queue.set_done, job.job_id, metrics, report)
         await self._report_change()
 
-    def _write_record(self, made: CheckpointRecord) -> None:
+    def _write_record(self, checkpoint: CheckpointRecord) -> None:
         """Writes the record from which the step can be made again."""
-        if not made.environment:
+        if not checkpoint.environment:
             return  # an earlier version made the step
         base = self._engine.base if is_on_base(self._engine, self.model) else None
         record = ReplayRecord(
             model=self.model.id,
-            step=made.step,
-            start_step=made.step - 1,
+            step=checkpoint.step,
+            start_step=checkpoint.step - 1,
             base_model=self.model.record.base_model,
             base_files=base_digests(base.path) if base is not None else {},
             lora=self.model.record.lora,
             config=TrainConfig.model_validate_json(self.job.config),
-            seed=seed_of(self.model, made.step),
-            environment=made.environment,
+            seed=seed_of(self.model, checkpoint.step),
+            environment=checkpoint.environment,
         )
         write_record(self.model.folder, record, self._queue.packed_batch(self.job.job_id))
 
@@ -338,7 +338,8 @@ def step_metrics(tokens_of_steps: Mapping[int, int]) -> dict[str, float]:
 
 
 async def run_whole(change: Callable[..., object], *arguments: object) -> None:
-    """Runs a change of files in a thread. A cancelled caller waits for its end, so that nobody cleans up under it."""
+    """Runs a change of files in a thread. A cancelled caller waits for the end of the change, so that no clean-up runs
+    meanwhile."""
     running = asyncio.ensure_future(asyncio.to_thread(change, *arguments))
     try:
         await asyncio.shield(running)

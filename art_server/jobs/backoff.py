@@ -10,18 +10,19 @@ from art_server.errors import ServerError
 from art_server.jobs.trainer_process import TrainerError
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 60.0
-"""Before the next attempt; it doubles with each."""
+"""The pause before the next attempt, which doubles with each attempt."""
 MAX_DOUBTFUL = 5
-"""Attempts that end with the death of the trainer's process or an unforeseen error before the job fails. The job may be
-the cause, or another program's memory, or an operator, which may pass within minutes."""
+"""Attempts that may end with the death of the trainer's process or an unforeseen error before the job fails. The cause may
+be the job; or another program's memory or an operator, and then the cause may pass within minutes."""
 MAX_DEATHS_AT_FULL_SIZE = 2
 """The kernel kills a process that takes too much memory, but two deaths may have another reason."""
 DIED, UNFORESEEN = "trainer_died", "internal_error"
 
 
 def pause_after(error: ErrorDetail, attempts: Mapping[str, int], *, is_committed: bool = False) -> float | None:
-    """Seconds until the next attempt at a job; None if it fails. `attempts` counts those that ended with an error, this
-    one included, by the error's code. A job whose step `is_committed` is tried again until it is finished."""
+    """Seconds until the next attempt at a job; None if the job fails. `attempts` counts the attempts that ended with an
+    error, this attempt included, by the error's code. A job whose step `is_committed` is tried again until the job is
+    finished."""
     is_doubtful = error.code in (DIED, UNFORESEEN)
     num_doubtful = attempts.get(DIED, 0) + attempts.get(UNFORESEEN, 0)
     is_at_fault = num_doubtful > MAX_DOUBTFUL if is_doubtful else not error.retryable
@@ -32,13 +33,13 @@ def pause_after(error: ErrorDetail, attempts: Mapping[str, int], *, is_committed
 
 
 def budget_divisor(attempts: Mapping[str, int]) -> int:
-    """By what the next attempt divides the tokens of a micro-batch."""
+    """The number by which the next attempt divides the tokens of a micro-batch."""
     return 2 ** max(0, attempts.get(DIED, 0) - MAX_DEATHS_AT_FULL_SIZE)
 
 
 def error_detail(error: Exception) -> ErrorDetail:
-    """A job's error as its row has it. `retryable`: its cause lies outside the job and passes, in the engine, a disk, a
-    database or the device; or, in the trainer's death, may lie there."""
+    """An exception as the error of a job's row. The error is `retryable` if the cause lies outside the job and passes: in
+    the engine, a disk, a database or the device. After the trainer's death the cause may lie there."""
     code, retryable, message = UNFORESEEN, False, f"{type(error).__name__}: {error}"
     if isinstance(error, ServerError | TrainerError):
         code, retryable, message = error.code, error.retryable, error.message

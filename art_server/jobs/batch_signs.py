@@ -20,7 +20,7 @@ class Rewards(BaseModel):
     num: int
     mean: float
     squares: float
-    """The sum of their squared differences from the mean."""
+    """The sum of the rewards' squared differences from the mean."""
 
 
 class BatchSigns(BaseModel):
@@ -31,7 +31,7 @@ class BatchSigns(BaseModel):
     step: int
     """The step that sampled most of the tokens."""
     rewards: Rewards
-    """Of all trajectories."""
+    """The rewards of all trajectories."""
     prompts: dict[str, Rewards]
     """The rewards of the trajectories that begin with the same prompt, by the prompt's digest."""
     commonest: float
@@ -53,9 +53,9 @@ def signs_of(batch: Batch, sampled_steps: Mapping[int, int]) -> BatchSigns | Non
 
     `sampled_steps`: the number of tokens by the step that sampled them.
     """
-    trajectories = [
-        trajectory for group in batch.groups for trajectory in group.trajectories if any(sampled_ids(trajectory))
-    ]
+    trajectories: list[TrainableTrajectory] = []
+    for group in batch.groups:
+        trajectories += [trajectory for trajectory in group.trajectories if any(sampled_ids(trajectory))]
     if not trajectories or not sampled_steps:
         return None
     prompts: dict[str, list[float]] = {}
@@ -91,7 +91,7 @@ def _rewards(rewards: Sequence[float]) -> Rewards:
 
 
 def _prompt_digest(trajectory: TrainableTrajectory) -> str:
-    """The digest of the tokens before the first sampled one."""
+    """The digest of the tokens before the first sampled token."""
     sequence = next(sequence for sequence in trajectory.sequences if trained_positions(sequence))
     prompt = sequence.token_ids[: trained_positions(sequence)[0]]
     return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).hexdigest()

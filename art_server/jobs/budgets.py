@@ -23,10 +23,10 @@ class Budgets:
     def __init__(self, file: Path) -> None:
         self.file = file
         self._lock = threading.Lock()
-        """For gangs that learn at the same time."""
+        """Several gangs may learn at the same time."""
 
     def read(self) -> dict[str, int]:
-        """Tokens by key; empty if nothing was learned, or the file was edited to something else."""
+        """Tokens by key; empty if nothing was learned, or if an edited file has other content."""
         try:
             return CONTENT.validate_json(self.file.read_bytes())
         except FileNotFoundError:
@@ -36,7 +36,7 @@ class Budgets:
             return {}
 
     def learn(self, key: str, tokens: int) -> None:
-        """Stores a budget, on disk when this returns. Of two gangs that learn the same key the smaller one counts."""
+        """Stores a budget, on disk when this returns. If two gangs learn the same key, the smaller budget counts."""
         with self._lock:
             known = self.read()
             files.write_json(self.file, known | {key: min(tokens, known.get(key, tokens))})

@@ -14,7 +14,7 @@ from art_server.ledger.conversation import Message
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "reasoning"})
 
 MAX_STEP = 2**31
-"""Of the step that a choice names."""
+"""The step that a choice names is less than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class SentTurn:
     choice_id: str | None
     """`art.id`."""
     model_id: str | None
-    """The model that sampled it, by `art.model`; None is the base model. Without `art.model` it is the job's."""
+    """The model that sampled the turn, by `art.model`; None is the base model. Without `art.model`, the job's model."""
     step: int | None
     """`art.step`."""
     logprobs: list[float] | None
@@ -81,8 +81,8 @@ def is_weightless(entry: dict[str, Any], where: str) -> bool:
 
 
 def carried_tokens(choice: dict[str, Any], choice_id: str | None) -> ResolvedTurn | None:
-    """The tokens that a choice carries itself; None unless it has prompt ids and token ids, and log-probabilities of these
-    or none at all."""
+    """The tokens that a choice carries. None if its prompt ids or token ids are missing, or if it has log-probabilities of
+    some tokens only."""
     prompt, tokens = id_list(choice.get("prompt_token_ids")), id_list(choice.get("token_ids"))
     logprobs = logprob_values(choice)
     if prompt is None or tokens is None:
@@ -114,13 +114,13 @@ def id_list(value: Any) -> list[int] | None:
 
 
 def first_other_part(messages: Sequence[Message]) -> tuple[float, str | None]:
-    """The number of the first message with a part that is no text, and the part's type, such as "image_url"; infinity
-    and None if there is none."""
-    for number, message in enumerate(messages):
+    """The index of the first message with a part that is no text, and the part's type, such as "image_url"; infinity and
+    None if all parts are text."""
+    for index, message in enumerate(messages):
         for part in conversation.as_list(message.get("content")):
             kind = "text"
             if isinstance(part, dict):
                 kind = str(part.get("type", "text"))[:40]
             if kind not in TEXT_PARTS:
-                return number, kind
+                return index, kind
     return math.inf, None

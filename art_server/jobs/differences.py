@@ -1,9 +1,11 @@
-"""Why a turn begins a new sequence: the first text that is not that of the turns before it, and whose text it is.
+"""Why a turn begins a new sequence: the first text that differs from the turns before, and whose text that is.
 
-Turns of one history have the same messages, so their tokens are compared: the prompt that the policy read, with the
-sequence so far. A message that both of them contain behind the difference is not what differs: the text before it is, which
-is that of the tool definitions or the chat template's own. A history that repeats answers of an earlier one without
-continuing it differs from it in a message, or in its tools.
+Turns of one history have the same messages. So tokens are compared: the prompt that the policy read, with the sequence so
+far. If both contain the next message behind the difference, the text before this message differs: the tool definitions, or
+the chat template's own text.
+
+A history may repeat answers of an earlier history without continuing the earlier history. Then a message or the tools
+differ.
 """
 
 import json
@@ -14,7 +16,7 @@ from typing import Any
 
 from art_protocol.wire import HistoryBody
 from art_server.jobs.choices import is_choice
-from art_server.jobs.turns import Place
+from art_server.jobs.turns import TurnSpan
 from art_server.ledger import conversation
 from art_server.ledger.conversation import Message
 from art_server.ledger.splice import first_difference
@@ -29,7 +31,7 @@ COMPARED = 1000
 SCHEMA_KEY = re.compile(r'"(?:type|function|name|description|parameters|properties|required|enum)"\s*:')
 """A key of a tool definition. All families but gpt-oss, which writes TypeScript, render definitions as JSON."""
 DEFINITIONS = re.compile(r'"properties"\s*:|namespace functions')
-"""What no text of a template but tool definitions has."""
+"""Text that only the tool definitions of a template have."""
 NEAR = 8
 """Tokens before a difference that are decoded with it: tokenizers split a changed text anew."""
 
@@ -40,73 +42,81 @@ class FirstDifference:
 
     whose: str
     expected: str
-    found: str
+    actual: str
 
     def __str__(self) -> str:
-        return f"{self.whose}: expected {self.expected!r}, found {self.found!r}"
+        return f"{self.whose}: expected {self.expected!r}, found {self.actual!r}"
 
 
 def of_prompt(
     history: HistoryBody,
-    turns: Sequence[tuple[int, Place]],
+    turns: Sequence[tuple[int, TurnSpan]],
     sequence: list[int],
     prompt: list[int],
     decode: Callable[[Sequence[int]], str | None],
 ) -> FirstDifference | None:
-    """The first difference between a prompt and the sequence of the turns before it, which are given with their entries.
-    None without a tokenizer."""
+    """The first difference between a prompt and the sequence of the turns before. `turns` are the turns of this sequence:
+    their entries in the history, and their spans. None without a tokenizer."""
     at = first_difference(sequence, prompt)
-    expected, found = (decode(ids[max(0, at - NEAR) : at + BEHIND]) for ids in (sequence, prompt))
-    if expected is None or found is None:
+    expected, actual = (decode(ids[max(0, at - NEAR) : at + BEHIND]) for ids in (sequence, prompt))
+    if expected is None or actual is None:
         return None
-    if expected == found:
-        expected, found = ("|".join(decode([id]) or "" for id in ids[at : at + NEAR]) for ids in (sequence, prompt))
-    return FirstDifference(_whose(history, turns, sequence, prompt, at, decode), *around(expected, found))
+    if expected == actual:  # the same text in other tokens: show the tokens
+        expected = _texts_of_tokens(sequence[at : at + NEAR], decode)
+        actual = _texts_of_tokens(prompt[at : at + NEAR], decode)
+    return FirstDifference(_whose(history, turns, sequence, prompt, at, decode), *around(expected, actual))
+
+
+def _texts_of_tokens(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str | None]) -> str:
+    """The texts of single tokens, such as `un|til`."""
+    return "|".join(decode([token_id]) or "" for token_id in token_ids)
 
 
 def _whose(
     history: HistoryBody,
-    turns: Sequence[tuple[int, Place]],
+    turns: Sequence[tuple[int, TurnSpan]],
     sequence: list[int],
     prompt: list[int],
     at: int,
     decode: Callable[[Sequence[int]], str | None],
 ) -> str:
     """Whose text differs between a sequence and a prompt, which are the same before `at`."""
-    if any(place.start <= at < place.stop for _, place in turns):
+    if any(span.start <= at < span.stop for _, span in turns):
         return ANSWER
-    entry, start = max(((entry, place.stop) for entry, place in turns if place.stop <= at), default=(-1, 0))
-    end = min((place.start for _, place in turns if place.start > at), default=len(sequence))
+    # The texts between the last answer before the difference and the next answer.
+    entry, start = max(((entry, span.stop) for entry, span in turns if span.stop <= at), default=(-1, 0))
+    end = min((span.start for _, span in turns if span.start > at), default=len(sequence))
     expected = decode(sequence[start : min(end, at + LOOKED_AT)]) or ""
-    found = decode(prompt[start : at + LOOKED_AT]) or ""
-    difference, behind = first_difference(expected, found), 0
+    actual = decode(prompt[start : at + LOOKED_AT]) or ""
+    difference, behind = first_difference(expected, actual), 0
     for message in history.messages_and_choices[entry + 1 :]:
         if is_choice(message):
             break
         text = text_of(message).strip()
         begin = expected.find(text, behind)
-        if 0 <= begin <= difference - len(text):
+        if 0 <= begin <= difference - len(text):  # the message ends before the difference
             behind = begin + len(text)
             continue
-        begins = [each.find(text[:COMPARED], behind) for each in (expected, found)]
-        if min(begins) < difference:  # in one of them it is absent, or it begins before the difference
+        begins = [rendered.find(text[:COMPARED], behind) for rendered in (expected, actual)]
+        if min(begins) < difference:  # one text lacks the message, or the message begins before the difference
             return whose_message(message)
-        expected, found = expected[: begins[0]], found[: begins[1]]
+        # Both texts contain the message behind the difference.
+        expected, actual = expected[: begins[0]], actual[: begins[1]]
         break
-    return _whose_between(expected[behind:], found[behind:])
+    return _whose_between(expected[behind:], actual[behind:])
 
 
-def _whose_between(expected: str, found: str) -> str:
-    """Whose text differs between two messages: that of the tool definitions, or the template's."""
-    at = first_difference(expected, found)
-    have_tools = [DEFINITIONS.search(text) is not None for text in (expected, found)]
-    if any(have_tools) and (not all(have_tools) or any(_is_in_tools(text, at) for text in (expected, found))):
+def _whose_between(expected: str, actual: str) -> str:
+    """Whose text differs between two messages: TOOLS or TEMPLATE."""
+    at = first_difference(expected, actual)
+    have_tools = [DEFINITIONS.search(text) is not None for text in (expected, actual)]
+    if any(have_tools) and (not all(have_tools) or any(_is_in_tools(text, at) for text in (expected, actual))):
         return TOOLS
     return TEMPLATE
 
 
 def _is_in_tools(text: str, at: int) -> bool:
-    """Whether a place of a text is between the first key of a tool definition and the empty line behind the last."""
+    """Whether index `at` of a text lies between the first key of a tool definition and the empty line behind the last key."""
     keys = [*SCHEMA_KEY.finditer(text)]
     if not keys:
         return "namespace functions" in text[:at]
@@ -117,33 +127,39 @@ def _is_in_tools(text: str, at: int) -> bool:
 def of_histories(
     earlier: Sequence[tuple[HistoryBody, Sequence[bytes]]], history: HistoryBody, digests: Sequence[bytes], entry: int
 ) -> FirstDifference | None:
-    """The first difference between the messages before an entry and the history of the same trajectory that it begins
-    like. None if the messages repeat no answer of one as plain text. Histories come with `conversation.prefix_digests`."""
+    """The first difference between the messages before an entry and the most similar earlier history of the trajectory.
+
+    None if the messages repeat no answer of an earlier history as plain text. With each history come its
+    `conversation.prefix_digests`.
+    """
     messages = messages_of(history)[:entry]
     answers = _plain_answers(history.messages_and_choices[:entry])
     nearest: list[Message] = []
     nearest_tools: Any = None
     num_same = -1
-    for each, its_digests in earlier:
-        entries = each.messages_and_choices
-        first = next((number for number, one in enumerate(entries) if is_choice(one)), None)
-        if first is None or len(answers) <= len(_plain_answers(entries[:first])):  # these are examples
+    for earlier_history, earlier_digests in earlier:
+        entries = earlier_history.messages_and_choices
+        first_choice = next((index for index, message in enumerate(entries) if is_choice(message)), None)
+        # As many plain answers as the earlier history begins with can be examples, which no policy sampled.
+        if first_choice is None or len(answers) <= len(_plain_answers(entries[:first_choice])):
             continue
-        same = first_difference(digests[1 : entry + 1], its_digests[1:])
-        if same >= num_same and (same or _repeats(answers, each)):
-            nearest, nearest_tools, num_same = messages_of(each), each.tools, same
+        same = first_difference(digests[1 : entry + 1], earlier_digests[1:])
+        if same >= num_same and (same or _repeats(answers, earlier_history)):
+            nearest, nearest_tools, num_same = messages_of(earlier_history), earlier_history.tools, same
     if num_same < 0:
         return None
-    expected, found = (each[num_same] if num_same < len(each) else {} for each in (nearest, messages))
-    if not (expected and found) and (nearest_tools or []) != (history.tools or []):
+    expected = nearest[num_same] if num_same < len(nearest) else {}
+    actual = messages[num_same] if num_same < len(messages) else {}
+    if not (expected and actual) and (nearest_tools or []) != (history.tools or []):
         shown = (json.dumps(tools or [], ensure_ascii=False) for tools in (nearest_tools, history.tools))
         return FirstDifference(TOOLS, *around(*shown))
-    texts = [text_of(each) for each in (expected, found)]
-    if expected.get("role") != found.get("role"):
-        texts = [
-            f"{each.get('role')}: {text}" if each else "" for each, text in zip((expected, found), texts, strict=True)
-        ]
-    return FirstDifference(whose_message(expected or found), *around(*texts))
+    written = text_of if expected.get("role") == actual.get("role") else _with_role
+    return FirstDifference(whose_message(expected or actual), *around(written(expected), written(actual)))
+
+
+def _with_role(message: Message) -> str:
+    """A message's role and text, such as `user: Hi`; empty without a message."""
+    return f"{message.get('role')}: {text_of(message)}" if message else ""
 
 
 def _plain_answers(entries: Sequence[dict[str, Any]]) -> list[str]:
@@ -152,9 +168,10 @@ def _plain_answers(entries: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _repeats(answers: Sequence[str], history: HistoryBody) -> bool:
-    """Whether one of these begins like an answer that was sampled in a history."""
-    sampled = [text_of(entry["message"]) for entry in history.messages_and_choices if is_choice(entry)]
-    return any(said and answer.startswith(said) for answer in answers for said in sampled)
+    """Whether any of these answers begins with an answer that was sampled in a history."""
+    texts = [text_of(entry["message"]) for entry in history.messages_and_choices if is_choice(entry)]
+    sampled = tuple(text for text in texts if text)
+    return any(answer.startswith(sampled) for answer in answers)
 
 
 def messages_of(history: HistoryBody) -> list[Message]:
@@ -162,7 +179,7 @@ def messages_of(history: HistoryBody) -> list[Message]:
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """What a message says: its text and its tool calls."""
+    """A message's text, followed by its tool calls."""
     calls = map(conversation.call_text, conversation.as_list(message.get("tool_calls")))
     return conversation.content_text(message.get("content")) + "".join(calls)
 
@@ -172,8 +189,8 @@ def whose_message(message: Message) -> str:
     return ANSWER if role == "assistant" else f"the {role} message"
 
 
-def around(expected: str, found: str) -> tuple[str, str]:
+def around(expected: str, actual: str) -> tuple[str, str]:
     """Two texts near their first difference."""
-    at = first_difference(expected, found)
+    at = first_difference(expected, actual)
     start = max(0, at - BEFORE)
-    return expected[start : at + BEHIND], found[start : at + BEHIND]
+    return expected[start : at + BEHIND], actual[start : at + BEHIND]

@@ -21,37 +21,37 @@ from art_server.process.shared.trainer_messages import (
 )
 
 LAST_SECONDS = 5.0
-"""How long the others may take to answer when a rank has failed, beside the time for which their network may be silent. All
-ranks end a job alike, or they wait for one that does not come."""
+"""How long the other ranks may take to answer after a rank has failed, beside the time for which their network may be silent.
+Either all ranks end a job alike, or they wait for a rank that does not come."""
 IDLE_SECONDS = 5.0
-"""Ranks that are seen to compute nothing for so long in the middle of a step wait for one that hangs or is stopped. On several
-machines they may also wait for the network. One that computes is not waited for with a limit: a micro-batch may take minutes."""
+"""Ranks that are seen to compute nothing for this long in the middle of a step wait for a rank that hangs or is stopped. Ranks
+of several machines may also wait for the network. There is no limit for a rank that computes: a micro-batch may take minutes."""
 IDLE_SHARE = 0.02
-"""Of a core, which ranks use that only wait."""
+"""Share of a core. Ranks that only wait use at most this much."""
 DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
 COMPUTING = ("train", "forward")
 """Phases in which the ranks compute."""
 IN_STEP = ("cancelled", "non_finite", "gap_too_large", "out_of_memory")
-"""Errors that all ranks have alike, so that they can train the next job. After others they are ended."""
+"""Errors that all ranks have alike, so that the ranks can train the next job. After any other error the ranks are ended."""
 
 
 class Lender(Protocol):
     """Has ranks on other machines (`plugins/cluster`)."""
 
     def ranks(self) -> Sequence[TrainerProcess]:
-        """Those that are there now; an equal list as long as nothing has changed."""
+        """The ranks that are available now; an equal list as long as nothing has changed."""
         ...
 
     async def meeting(self, first: TrainerProcess) -> str:
-        """An address at which ranks of several machines find each other: `first` opens it."""
+        """An address at which ranks of several machines find each other: `first` opens the address."""
         ...
 
 
 class Gang:
     """All ranks: the first writes the files and reports progress.
 
-    They are started together, and if one ends or fails by itself all are ended: none of them holds anything that the job does
-    not repeat. Each job has the ranks that are there when it begins.
+    All ranks are started together. If one rank ends or fails by itself, all ranks are ended: no rank holds anything that the
+    job does not repeat. Each job has the ranks that are available when the job begins.
     """
 
     def __init__(
@@ -63,22 +63,22 @@ class Gang:
         name: str = "trainer",
         budgets: Budgets | None = None,
     ) -> None:
-        """One rank on this machine for each of the environments. Several of them meet in the file `meeting`. `name` is that of
-        their logs. `budgets` are those that earlier jobs have learned; None: nothing is stored."""
+        """One rank on this machine for each of the environments. Several ranks meet in the file `meeting`. `name` is the
+        beginning of the ranks' log names. `budgets` has what earlier jobs learned; None: nothing is stored."""
         self._own = [
-            TrainerProcess((), log_dir / f"{name}{f'-{rank}' * (rank > 0)}.log", environment, children)
-            for rank, environment in enumerate(environments)
+            TrainerProcess((), log_dir / log_name(name, number), environment, children)
+            for number, environment in enumerate(environments)
         ]
         self.ranks = list(self._own)
         self.lender: Lender | None = None
-        """None: there are no ranks but those of this machine."""
+        """None: all ranks are on this machine."""
         self._worker: WorkerConfig | None = None
         self._budgets = budgets
         self._meeting = meeting
         self._have_met = False
         self._turn = asyncio.Lock()
         self._phase = ""
-        """What the first rank does."""
+        """The phase of the first rank's task."""
         self._idleness = Idleness()
 
     @property
@@ -86,12 +86,12 @@ class Gang:
         return len(self.ranks)
 
     def _all_run(self) -> bool:
-        return all(each.is_running for each in self.ranks)
+        return all(rank.is_running for rank in self.ranks)
 
     @property
     def pids(self) -> dict[str, int | None]:
-        """The process of each rank on this machine by name; None while it does not run."""
-        return {each.name: each.pid for each in self._own}
+        """The process id of each rank on this machine, by the rank's name; None while the rank does not run."""
+        return {rank.name: rank.pid for rank in self._own}
 
     def use(self, config: WorkerConfig) -> None:
         """Sets how the ranks work; the first task starts them."""
@@ -99,26 +99,26 @@ class Gang:
         self._use(str(self._meeting))
 
     def _use(self, meeting: str) -> None:
-        for rank, each in enumerate(self.ranks):
-            each.budgets = self._budgets
-            update = {"rank": rank, "num_ranks": self.num_ranks, "meeting": meeting}
+        for number, rank in enumerate(self.ranks):
+            rank.budgets = self._budgets
+            update = {"rank": number, "num_ranks": self.num_ranks, "meeting": meeting}
             if self._worker is not None:
-                each.use(self._worker.model_copy(update=update) if self.num_ranks > 1 else self._worker)
+                rank.use(self._worker.model_copy(update=update) if self.num_ranks > 1 else self._worker)
 
     async def _gather(self) -> None:
-        """Takes the ranks that are there.
+        """Takes the ranks that are available.
 
         Raises:
-            TrainerError: there is none.
+            TrainerError: no rank is available.
         """
         if self.lender is None:
             return
-        there = [*self._own, *self.lender.ranks()]
-        if there != self.ranks:
+        available = [*self._own, *self.lender.ranks()]
+        if available != self.ranks:
             await self.stop()
-            self.ranks = there
+            self.ranks = available
             self._use(str(self._meeting))
-        if not there:
+        if not available:
             raise TrainerError(
                 "no_rank", "no machine has joined that offers a rank: start `art-server host` there", True
             )
@@ -127,7 +127,7 @@ class Gang:
         """Checks that all ranks compute on one kind of device, before they are started.
 
         Raises:
-            TrainerError: they do not.
+            TrainerError: two ranks compute on two kinds.
         """
         first = self.ranks[0]
         for rank in self.ranks:
@@ -183,7 +183,7 @@ class Gang:
             self._phase = ""
             first, *others = self.ranks
             leading = asyncio.create_task(first.run(task, note, batch))
-            runs = [leading, *(asyncio.create_task(each.run(task, None, batch)) for each in others)]
+            runs = [leading, *(asyncio.create_task(rank.run(task, None, batch)) for rank in others)]
             error = await self._first_error(runs, asyncio.create_task(self._watch()))
             if error is None or (error.code in IN_STEP and self._all_run()):
                 on_failure.pop_all()
@@ -197,7 +197,7 @@ class Gang:
 
     @property
     def _silence_seconds(self) -> float:
-        """For how long a network may be silent that the ranks, or the server and they, speak through."""
+        """For how long the network between the ranks, or between them and the server, may be silent."""
         return max(rank.silence_seconds for rank in self.ranks)
 
     async def _watch(self) -> None:
@@ -209,67 +209,70 @@ class Gang:
             if not self._phase.startswith(COMPUTING) or not self._all_run():
                 self._idleness = Idleness()
             passed = self._idleness.seconds([rank.usage() for rank in self.ranks])
-            # Readings overtake the progress that came with them: what says that the ranks are further is read by the next look.
+            # A reading can arrive before the progress that was sent with it. By the next look this progress has replaced
+            # `_idleness`, so only ranks that are idle in two looks are stuck.
             if passed > limit and suspect is self._idleness:
                 raise self._stuck(f"no rank has computed for {passed:.0f} s: one of them hangs or is stopped")
             suspect = self._idleness if passed > limit else None
 
     def _stuck(self, reason: str) -> TrainerError:
-        """Ranks that wait for one that does not come. Those of several machines may wait for the network."""
+        """The error of ranks that wait for a rank that does not come. Ranks of several machines may wait for the network."""
         if self._num_machines > 1:
             return RankLost(f"{reason}, or the network between their machines is")
         return TrainerDied(reason)
 
     def cancel(self) -> None:
         """As `TrainerProcess.cancel`, on all ranks."""
-        for each in self.ranks:
-            each.cancel()
+        for rank in self.ranks:
+            rank.cancel()
 
     async def stop(self) -> None:
         """Ends all ranks; a running task ends with TrainerDied."""
         self._have_met = False
-        for each in self.ranks:
-            await each.stop()
+        for rank in self.ranks:
+            await rank.stop()
 
     async def _first_error(self, runs: Sequence[asyncio.Task[Done]], watch: asyncio.Task[None]) -> TrainerError | None:
-        """The reason why a task failed on some rank, or what the watch found; None if all have done it. No run is left."""
+        """The reason why a task failed on some rank, or the error of the watch; None if all ranks have done the task. When
+        this returns, no run is left."""
         try:
             pending: set[asyncio.Task[Any]] = {*runs, watch}
             while pending > {watch}:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                if any(each.exception() for each in done):
+                if any(ended.exception() for ended in done):
                     break
             if not watch.done() and (rest := pending - {watch}):
                 is_lost = any(isinstance(run.exception(), RankLost) for run in runs if run.done())
-                # Else the answer of a rank, or the news of its machine's loss, may be under way.
+                # If no machine is lost, the answer of a rank, or the news of its machine's loss, may be under way.
                 await asyncio.wait(rest, timeout=LAST_SECONDS + (0.0 if is_lost else self._silence_seconds))
         finally:  # a run that is cancelled kills its process
-            for each in (*runs, watch):
-                each.cancel()
+            for run in (*runs, watch):
+                run.cancel()
             await asyncio.wait([*runs, watch])
+        has_failed = any(run.cancelled() or run.exception() for run in runs)
         errors: list[TrainerError] = []
-        for each in (watch, *runs):
-            if each is watch and (each.cancelled() or not any(run.cancelled() or run.exception() for run in runs)):
+        for run in (watch, *runs):
+            if run is watch and (watch.cancelled() or not has_failed):
                 continue
-            if each.cancelled():
+            if run.cancelled():
                 errors.append(self._stuck("a rank did not answer after another one had failed: it hangs or is stopped"))
-            elif error := each.exception():
+            elif error := run.exception():
                 if not isinstance(error, TrainerError):
                     raise error
                 errors.append(error)
-        return min(errors, key=_rank_of_reason, default=None)
+        return min(errors, key=_order_of_reason, default=None)
 
 
 class Idleness:
-    """For how long ranks have computed nothing, as far as it was seen: of ranks on other machines the server has readings,
-    which come late when the network stalls, and only the time between two readings was seen."""
+    """For how long ranks were seen to compute nothing. For ranks on other machines the server has readings, which come late
+    when the network stalls: only the time between two readings counts as seen."""
 
     def __init__(self) -> None:
         self._since: Sequence[Usage] = ()
-        """The readings from which on no rank has computed."""
+        """The readings since which no rank has computed."""
 
     def seconds(self, readings: Sequence[Usage | None]) -> float:
-        """Takes the newest readings of all ranks; for how long each of them was seen to compute nothing."""
+        """Takes the newest readings of all ranks. Returns for how long every rank was seen to compute nothing."""
         seen = [reading for reading in readings if reading is not None]
         if len(seen) < len(readings) or len(seen) != len(self._since):
             self._since = seen
@@ -283,9 +286,14 @@ class Idleness:
         return min(passed)
 
 
-def _rank_of_reason(error: TrainerError) -> int:
-    """The lower, the more likely an error is the reason of the others: a lost machine breaks sums and ends processes, a death
-    breaks sums, and what the ranks say of each other is the least likely one."""
+def log_name(gang: str, number: int) -> str:
+    """The log file of a rank: `trainer.log` for rank 0 of the gang `trainer`, `trainer-2.log` for rank 2."""
+    return f"{gang}.log" if number == 0 else f"{gang}-{number}.log"
+
+
+def _order_of_reason(error: TrainerError) -> int:
+    """The lower, the more likely an error is the reason of the other errors. A lost machine breaks sums and ends processes,
+    and a death breaks sums. An error that a rank reports of another rank is the least likely reason."""
     if error.code in (*IN_STEP, UNLIKE_RANKS):
         return 0
     known = {"connection_lost": 1, "trainer_died": 2, "trainer_error": 3, "other_rank_failed": 5}

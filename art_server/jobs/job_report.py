@@ -43,13 +43,13 @@ MAX_OPENING = 60
 
 @dataclass(frozen=True, slots=True)
 class Untrained:
-    """A demonstration without one trained token."""
+    """A demonstration without any trained token."""
 
     where: str
     number: int
-    """Among all trajectories, from 0."""
+    """Index among all trajectories."""
     opening: str
-    """The beginning of the first message of its user."""
+    """The beginning of the demonstration's first user message."""
     reason: str
 
     def __str__(self) -> str:
@@ -70,25 +70,26 @@ class ReportCounts:
     turns: dict[str, int] = field(default_factory=dict)
     continuations: dict[str, int] = field(default_factory=dict)
     differences: dict[tuple[str, ...], tuple[int, FirstDifference, str]] = field(default_factory=dict)
-    """By whose text differs, and the roles of the messages up to the turn: their number, and the first with its path."""
+    """By whose text differs, and the roles of the messages up to the turn: the number of such differences, the first
+    difference, and its path."""
     dropped: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
     unscored: dict[str, set[str]] = field(default_factory=dict)
     """The names of all turns' `ResolvedTurn.unscored`, with their values."""
     num_unscored: int = 0
     """Number of tokens in turns with such sampling parameters."""
     num_unrecorded: int = 0
-    """Number of tokens that clients carried, and whose records are missing."""
+    """Number of tokens that choices carried, and whose records are missing."""
     steps: dict[int, int] = field(default_factory=dict)
     """Number of tokens by the step that sampled them."""
     session_began_at: int | None = None
-    """When the first request of a turn came that belongs to a session."""
+    """When the first request with a session came, among the requests of the job's turns."""
     num_unnamed: int = 0
-    """Number of requests since then that name no session, and whose answers are not in the job."""
+    """Number of requests since `session_began_at` that name no session, and whose answers are not in the job."""
     num_without_thinking: int = 0
     """Demonstrations' messages whose thinking the chat template does not write."""
     num_untrained: int = 0
     untrained: list[Untrained] = field(default_factory=list)
-    """The first of them."""
+    """The first untrained demonstrations."""
     copied: set[int | None] = field(default_factory=set)
     """Numbers of groups in which a choice is in several trajectories."""
 
@@ -130,8 +131,8 @@ class ReportCounts:
         self.dropped[reason] = (count + 1, [*examples, where][:MAX_EXAMPLES])
 
     def add_untrained(self, index: int, where: str, trajectory: TrajectoryBody, reasons: Sequence[str]) -> None:
-        """Counts a demonstration of which nothing is trained. `index` is that in its group, `reasons` are those of its dropped
-        turns."""
+        """Counts a demonstration of which nothing is trained. `index` is the trajectory's index in its group, `reasons` has
+        the reason of each dropped turn."""
         self.num_untrained += 1
         if self.num_untrained > MAX_EXAMPLES:
             return
@@ -147,17 +148,17 @@ class ReportCounts:
             reason = "each message of the assistant has the weight 0: leave the demonstration out"
         else:
             reason = "it has no message of the role 'assistant', and only these are trained"
-        asked = (
+        questions = (
             conversation.content_text(message.get("content")) for message in messages if message.get("role") == "user"
         )
-        self.untrained.append(Untrained(where, self.num_trajectories + index, next(asked, "")[:MAX_OPENING], reason))
+        opening = next(questions, "")[:MAX_OPENING]
+        self.untrained.append(Untrained(where, self.num_trajectories + index, opening, reason))
 
     def untrained_demonstrations(self) -> str:
         """Which demonstrations have no trained token, and why."""
         shown = "; ".join(map(str, self.untrained))
-        more = (
-            f"; and {self.num_untrained - len(self.untrained)} more" if self.num_untrained > len(self.untrained) else ""
-        )
+        num_more = self.num_untrained - len(self.untrained)
+        more = f"; and {num_more} more" if num_more > 0 else ""
         return (
             f"{self.num_untrained} of {self.num_trajectories} demonstrations have no trained token: {shown}{more}. Nothing was "
             "trained: mend them or leave them out"
@@ -187,7 +188,8 @@ class ReportCounts:
 def make_report(
     batch: Batch, counts: ReportCounts, config: TrainConfig, signs: BatchSigns | None, past: Past
 ) -> JobReport:
-    """The report of a job that trains this batch. `signs` are those of the batch, `past` those of earlier ones, for advice.
+    """The report of a job that trains this batch. `signs` are the signs of the batch, `past` the signs of earlier batches,
+    for advice.
 
     Raises:
         InvalidInput: rewards or advantages are invalid.
@@ -197,17 +199,19 @@ def make_report(
     except FloatingPointError as error:
         raise InvalidInput(str(error), code="bad_reward", param="groups") from error
     unmasked = tokens_of_groups
-    if config.overlong == "mask":  # a group that is masked as a whole is counted as masked, not as one without signal
+    if config.overlong == "mask":  # a group that is masked as a whole counts as masked, not as a group without signal
         unmasked = trained_tokens(batch.groups, config.model_copy(update={"overlong": "keep"}))
     num_groups = num_trajectories = num_sequences = num_tokens = num_without_logprob = 0
     for group, group_tokens in zip(batch.groups, tokens_of_groups, strict=True):
         if group_tokens is None:  # it has no signal
             continue
         num_groups += 1
-        for trajectory, of_sequences in zip(group.trajectories, group_tokens, strict=True):
-            num_trajectories += any(of_sequences)
-            for sequence, tokens in zip(trajectory.sequences, of_sequences, strict=True):
-                num_sequences += bool(tokens)
+        for trajectory, tokens_of_sequences in zip(group.trajectories, group_tokens, strict=True):
+            if any(tokens_of_sequences):
+                num_trajectories += 1
+            for sequence, tokens in zip(trajectory.sequences, tokens_of_sequences, strict=True):
+                if tokens:
+                    num_sequences += 1
                 num_tokens += len(tokens)
                 num_without_logprob += sum(sequence.logprobs[position] is None for position, _ in tokens)
     return JobReport(
@@ -221,7 +225,7 @@ def make_report(
         turns=counts.turns,
         continuations=counts.continuations,
         differences=[
-            Difference(whose=first.whose, expected=first.expected, found=first.found, count=count, example=path)
+            Difference(whose=first.whose, expected=first.expected, found=first.actual, count=count, example=path)
             for count, first, path in [*counts.differences.values()][:MAX_SHAPES]
         ],
         dropped=_left_out(batch, unmasked, counts, config),

@@ -17,15 +17,15 @@ ENDED: tuple[JobState, ...] = ("done", "failed", "cancelled")
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What a job trains and what it writes into the model's folder, as stored bytes. Deleted when the job is done, but for
-    its signs."""
+    """What a job trains and what it writes into the model's folder, as stored bytes. When the job is done, all but the signs
+    is deleted."""
 
     batch: bytes
     """JSON of a `trainer_messages.Batch`."""
     trajectories: bytes = pack_rows(())
     """The content of the trajectories file."""
     num_tokens: int = 0
-    """Of the batch, without those that its sequences share."""
+    """Number of tokens of the batch. Tokens that several sequences begin with count once."""
     signs: str | None = None
     """JSON of the batch's `batch_signs.BatchSigns`, with which later batches are compared."""
 
@@ -41,13 +41,13 @@ class Payload:
 
 
 def count_unshared(group: TrainableGroup) -> int:
-    """The tokens of a group's sequences, with those that several begin with counted once."""
-    rows = sorted(sequence.token_ids for trajectory in group.trajectories for sequence in trajectory.sequences)
-    num_tokens = sum(map(len, rows))
-    for one, other in itertools.pairwise(rows):
-        num_tokens -= next(
-            (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-        )
+    """The number of tokens of a group's sequences. Tokens that several sequences begin with count once."""
+    sequences = sorted(sequence.token_ids for trajectory in group.trajectories for sequence in trajectory.sequences)
+    num_tokens = sum(map(len, sequences))
+    for sequence, following in itertools.pairwise(sequences):  # in this order neighbours share the longest beginnings
+        pairs = enumerate(zip(sequence, following, strict=False))
+        shorter = min(len(sequence), len(following))
+        num_tokens -= next((index for index, (token, other) in pairs if token != other), shorter)
     return num_tokens
 
 
@@ -60,9 +60,9 @@ class WaitingJob:
     name: str
     next_attempt_at: float
     num_tokens: int
-    """That are computed for it: of the tokens that its sequences share, one."""
+    """Number of tokens that are computed for the job. Tokens that several sequences begin with count once."""
     begins: float | None
-    """Its virtual time (`fair_order.py`); None before it has begun."""
+    """The job's virtual time (`fair_order.py`); None before the job has begun."""
 
     @property
     def model_id(self) -> str:
@@ -77,14 +77,14 @@ class Job:
     project: str
     name: str
     idempotency_key: str | None
-    """The client's; None without one, and when it may name another job."""
+    """The client's key; None without a key, and when the key may name another job."""
     request_digest: str
     config: str
     """JSON of a `TrainConfig`."""
     created_at: float
     state: JobState
     phase: str
-    """Of a running job: what it does now. "queued" before it runs; of an ended job the last."""
+    """What the job does now, if it runs; "queued" before it runs; the last phase of an ended job."""
     completed: int | None
     total: int | None
     """How much of the phase is done, if it can be counted."""
@@ -98,13 +98,13 @@ class Job:
     """Why the job failed; for a job that has not ended, why its last attempt failed."""
     report: JobReport
     metrics: dict[str, float]
-    """Metrics of the trajectories; when the job is done, also those of the training."""
+    """Metrics of the trajectories; when the job is done, also metrics of the training."""
     finished_at: float | None
     """When the job ended (`clock.now`)."""
     changes: int
     """Number of changes of the row."""
     expected_step: int | None
-    """The step at which the model has to be whenever the job is queued; None: any."""
+    """The step at which the model has to be whenever the job is queued; None: any step."""
 
     @property
     def model_id(self) -> str:

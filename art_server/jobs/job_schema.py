@@ -8,7 +8,8 @@ from art_protocol.history import GZIP_MAGIC
 from art_server.store.database import transaction
 
 VERSION = 3
-"""Of the schema, in `PRAGMA user_version`. A table of a lower one is an earlier server's, which `migrate_jobs` brings here."""
+"""The version of the schema, in `PRAGMA user_version`. An earlier server's table has a lower version: `migrate_jobs` brings it
+to this version."""
 SCHEMA = (
     """
     CREATE TABLE jobs (
@@ -64,10 +65,10 @@ def migrate_jobs(database: sqlite3.Connection) -> None:
         if earlier:
             columns = [row["name"] for row in database.execute("PRAGMA table_info(jobs)")]
             kept = ", ".join(column for column in columns if column in earlier)
-            errors = ", error" if version == 0 else ""
-            database.execute(
-                f"INSERT INTO jobs ({kept}{', last_error' if errors else ''}) SELECT {kept}{errors} FROM earlier_jobs"
-            )
+            source, target = kept, kept
+            if version == 0:  # its column `error` is `last_error` here
+                source, target = f"{kept}, error", f"{kept}, last_error"
+            database.execute(f"INSERT INTO jobs ({target}) SELECT {source} FROM earlier_jobs")
             database.execute("DROP TABLE earlier_jobs")
             if version == 0:
                 database.create_function("as_gzip", 1, _as_gzip)

@@ -1,8 +1,9 @@
-"""Which layers of a base the engine adapts as the trainer does. Checked once for each base and versions, before its first job.
+"""Which layers of a base model the engine adapts as the trainer does. Checked before the first job, once for each base model
+and the versions of the software.
 
-vLLM ignores without a word an adapter of a layer that it folds into others when it loads the model, or whose name it does
-not know. So an adapter of random weights for one kind of layer at a time is compared as each step's is (`engine/probe_check.py`). A
-kind that the engine does not adapt is not trained: its adapter stays zero, on both sides.
+vLLM ignores without a word the adapter of a layer that it folds into others when it loads the model, or whose name it does
+not know. So an adapter of random weights is compared for one kind of layer at a time, as the adapter of each step is
+(`engine/probe_check.py`). A kind that the engine does not adapt is not trained: its adapter stays zero, on both sides.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from art_server.store.model_folder import DESCRIPTION_FILE, CheckpointRecord
 logger = logging.getLogger(__name__)
 
 NAME = ".layers"
-"""Of the adapters in the engine. No model's project begins with a dot."""
+"""Beginning of the adapters' names in the engine. No model's project begins with a dot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class LayerCheck:
         max_seq_length: int | None,
         folder: Path,
     ) -> list[str]:
-        """Has the trainer write adapters into an empty folder and score them; returns their kinds. It needs the device."""
+        """Has the trainer write adapters into an empty folder and score them; returns their kinds. The trainer needs the
+        device."""
         task = LayersTask(
             lora=lora.model_copy(update={"target_modules": None}),
             out_dir=str(folder),
@@ -69,12 +71,13 @@ class LayerCheck:
         kinds: Sequence[str],
         timeout_seconds: float,
     ) -> dict[str, str]:
-        """Has the engine score the same; returns what `known` then knows.
+        """Has the engine load the same adapters and score them; returns what `known` returns from then on.
 
         Raises:
             PolicyDiffers: the engine adapts no kind as the trainer does; this is not remembered.
         """
-        file = await asyncio.to_thread(self._file, base, limits)  # the engines that join later have compared nothing
+        # Before the comparison: an engine that joins meanwhile changes the file's name, and has compared nothing.
+        file = await asyncio.to_thread(self._file, base, limits)
         lost: dict[str, str] = {}
         for kind in kinds:
             name = f"{NAME}/{kind}@0"
@@ -108,7 +111,7 @@ def _remember(base: BaseModel, file: Path, lost: dict[str, str]) -> None:
 
 
 def note_lost(lost: dict[str, str]) -> list[str]:
-    """For a job's report."""
+    """The note about untrained layers for a job's report; empty if all are trained."""
     if not lost:
         return []
     reason = next(iter(lost.values()))

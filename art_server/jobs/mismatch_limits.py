@@ -19,18 +19,18 @@ LARGEST_MEASURED = {"bfloat16": 0.25, "float16": 0.03, "float32": 1e-4}
 first (docs/precision.md)."""
 
 FACTORS = {"bfloat16": 2.0}
-"""WRONG_FACTOR of a type whose largest gap was measured with the noisiest model known, SmolLM2."""
+"""WRONG_FACTOR of number types whose largest gap was measured with the noisiest model known, SmolLM2."""
 
 MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
 
 EXACT = MismatchLimits(high=1e-5, wrong=WRONG_FACTOR * 1e-5, largest=WRONG_FACTOR * 1e-4)
-"""The limits of `--exact`, with float32 on both sides. Confident answers have a mean gap below 1e-6, incoherent text of a
-model with 30 layers one of 8e-6 (the largest measured)."""
+"""The limits of `--exact`, with float32 on both sides. Confident answers have a mean gap below 1e-6; incoherent text of a
+model with 30 layers has a mean gap of 8e-6 (the largest measured)."""
 
 
 def mismatch_limits_of(config: ServerConfig, devices: ComputingDevices, base: BaseModel) -> MismatchLimits | None:
-    """The limits of a server for a base model: those of the coarsest number types of all engines and all ranks. While no machine
-    with an engine has joined nothing samples or trains, and there are none."""
+    """The limits of a server for a base model, from the coarsest number types of all engines and all ranks. None while no
+    machine with an engine has joined: then nothing samples or trains."""
     engines, ranks = devices.number_types(base)
     if not engines:
         return None
@@ -45,16 +45,17 @@ def coarsest(number_types: Set[NumberType]) -> NumberType:
 def mismatch_limits(
     number_types: tuple[str, str], is_exact: bool = False, limit: float | None = None
 ) -> MismatchLimits | None:
-    """The limits for these number types of engine and trainer. A `limit` replaces them: a larger mean gap trains nothing.
-    None for a limit of 0, which turns the check off."""
+    """The limits for these number types of engine and trainer. A `limit` replaces these limits: a step with a larger mean gap
+    trains nothing. None for a limit of 0, which turns the check off."""
     if limit is not None:
         return MismatchLimits(high=limit / WRONG_FACTOR, wrong=limit) if limit else None
     if is_exact:
         return EXACT
-    kind, measured = next(each for each in LARGEST_MEASURED.items() if each[0] in number_types)
+    coarser = next(number_type for number_type in LARGEST_MEASURED if number_type in number_types)
+    measured = LARGEST_MEASURED[coarser]
     return MismatchLimits(
         high=measured,
-        wrong=FACTORS.get(kind, WRONG_FACTOR) * measured,
+        wrong=FACTORS.get(coarser, WRONG_FACTOR) * measured,
         epsilon=rounding_of(number_types),
     )
 
@@ -63,7 +64,8 @@ def rounding_of(number_types: tuple[str, str]) -> float:
     """The standard deviation, relative to a number, of the difference between its roundings to both number types; 0 for
     float32.
 
-    Rounding errs by a twelfth of the last place's square. The last place is 2**-bits to 2**-(bits + 1) of the number.
+    The variance of rounding is a twelfth of the last place's square. The last place is 2**-bits to 2**-(bits + 1) of the
+    number.
     """
-    bits = [MANTISSA_BITS[each] for each in number_types if each in MANTISSA_BITS]
-    return math.sqrt(sum(2.0 ** -(2 * each + 1) / 12 for each in bits))
+    mantissas = [MANTISSA_BITS[number_type] for number_type in number_types if number_type in MANTISSA_BITS]
+    return math.sqrt(sum(2.0 ** -(2 * bits + 1) / 12 for bits in mantissas))

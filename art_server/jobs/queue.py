@@ -30,7 +30,7 @@ OF_KEY = "project = ? AND name = ? AND idempotency_key = ?"
 FAILED_PAYLOAD_SECONDS = 3 * 86400.0
 """How long the payload of a failed job is kept, so that a request with the same key can run it again."""
 RATE_JOBS = 20
-"""Of so many newest jobs the rate is measured."""
+"""The rate is measured over this number of newest jobs."""
 MAX_ENDED = 10_000
 """Number of ended jobs that are kept."""
 
@@ -204,7 +204,8 @@ class JobQueue:
         return self._select(f"{where} ORDER BY finished_at IS NOT NULL, {order} LIMIT ?", *values, limit)
 
     def pending(self) -> dict[str, tuple[int, float]]:
-        """By state, the number of jobs in it and when the oldest was accepted; jobs that have ended are left out."""
+        """For each state, the number of jobs in this state and when the oldest of them was accepted; jobs that have ended are
+        left out."""
         rows = self._rows(
             "SELECT state, COUNT(*), MIN(created_at) FROM jobs WHERE state IN ('queued', 'running') GROUP BY state"
         )
@@ -256,7 +257,8 @@ class JobQueue:
             yield
 
     def forget_keys(self, project: str, name: str, after: int = -1) -> None:
-        """Lets the keys of a model's ended jobs name new jobs, if their steps later than `after` go."""
+        """Lets the keys of a model's ended jobs name new jobs. `after`: only the keys of jobs whose step is later, because
+        these steps are deleted."""
         self._rows(
             "UPDATE jobs SET idempotency_key = NULL WHERE project = ? AND name = ?"
             f" AND state IN {ENDED} AND (target_step > ? OR ? < 0)",
@@ -264,7 +266,7 @@ class JobQueue:
         )
 
     def rename(self, project: str, name: str, to: str) -> None:
-        """Gives the jobs of a model its new name. Those of a deleted model of this name lose their keys."""
+        """Gives the jobs of a model its new name. Jobs of a deleted model with this name lose their keys."""
         self.forget_keys(project, to)
         self._rows("UPDATE jobs SET name = ? WHERE project = ? AND name = ?", to, project, name)
 
@@ -273,7 +275,7 @@ class JobQueue:
         return zlib.decompress(self.packed_batch(job_id))
 
     def packed_batch(self, job_id: str) -> bytes:
-        """The same, compressed with zlib."""
+        """JSON of the job's batch, compressed with zlib."""
         return self._blob("batch", job_id)
 
     def trajectories(self, job_id: str) -> bytes:
@@ -300,7 +302,7 @@ class JobQueue:
             return self._update(job_id, values, PENDING)
 
     def set_progress(self, job_id: str, phase: str, completed: int | None = None, total: int | None = None) -> None:
-        """Writes how far a running job is. A power loss may take this back."""
+        """Writes the progress of a running job. A power loss may undo the write."""
         values = {"phase": phase, "completed": completed, "total": total}
         with self._lock:
             self._db.execute("PRAGMA synchronous=NORMAL")
@@ -318,8 +320,8 @@ class JobQueue:
         *,
         is_committed: bool = False,
     ) -> bool:
-        """Makes a job wait for its next attempt; returns False if it has ended. If `is_committed`, its step exists: it
-        stays before all others, to be finished, and cannot be cancelled."""
+        """Makes a job wait for its next attempt; returns False if the job has ended. If `is_committed`, the job's step exists:
+        the job stays before all others, to be finished, and cannot be cancelled."""
         values: dict[str, object] = {
             "state": "running" if is_committed else "queued",
             "last_error": error.model_dump_json(),
@@ -340,8 +342,8 @@ class JobQueue:
         self._update(job_id, values | NO_PAYLOAD, PENDING)
 
     def set_failed(self, job_id: str, error: ErrorDetail, *, is_unreadable: bool = False) -> bool:
-        """Marks a job as failed, and returns False if it has ended before. Its payload is kept for some days; what
-        nobody can read is deleted at once."""
+        """Marks a job as failed, and returns False if the job has ended before. The job's payload is kept for some days; an
+        unreadable job's payload, report and metrics are deleted at once."""
         values: dict[str, object] = {
             "state": "failed",
             "last_error": error.model_dump_json(),
@@ -360,8 +362,8 @@ class JobQueue:
         """Moves a queued job before another one of its project, or behind all of them.
 
         Raises:
-            Conflict: one of the two jobs is not queued, or they are of two projects, or a job would come behind one that
-                changes the step that it expects.
+            Conflict: one of the two jobs is not queued, or they are of two projects, or a job that expects a step would come
+                behind another job of its model.
         """
         with self._lock, database_errors("the queue"), transaction(self._db):
             queued = self._db.execute(
@@ -369,31 +371,33 @@ class JobQueue:
                 " AND project = (SELECT project FROM jobs WHERE job_id = ?) ORDER BY COALESCE(place, number)",
                 (job_id,),
             ).fetchall()
-            names = [name for name, *_ in queued]
-            for name in (job_id, before):
-                if name is not None and name not in names:
+            job_ids = [queued_id for queued_id, *_ in queued]
+            for wanted_id in (job_id, before):
+                if wanted_id is not None and wanted_id not in job_ids:
                     reason = (
-                        f"job '{name[:80]}' does not wait in this project: only a job whose state is \"queued\" can be "
+                        f"job '{wanted_id[:80]}' does not wait in this project: only a job whose state is \"queued\" can be "
                         "moved, before another one of its project"
                     )
                     raise Conflict(reason, code="not_queued", param="job_id")
-            names.remove(job_id)
-            names.insert(len(names) if before is None or before == job_id else names.index(before), job_id)
-            models, passed = {name: (model, step) for name, _, model, step in queued}, set[str]()
-            for name in names:
-                model, expected_step = models[name]
+            job_ids.remove(job_id)
+            is_last = before is None or before == job_id
+            job_ids.insert(len(job_ids) if is_last else job_ids.index(before), job_id)
+            models = {queued_id: (model, step) for queued_id, _, model, step in queued}
+            passed: set[str] = set()
+            for queued_id in job_ids:
+                model, expected_step = models[queued_id]
                 if expected_step is not None and model in passed:
                     raise step_moved(
-                        f"job '{name}' expects step {expected_step}, and would come behind another job of its model, which "
+                        f"job '{queued_id}' expects step {expected_step}, and would come behind another job of its model, which "
                         "changes the step: leave it before the model's other jobs"
                     )
                 passed.add(model)
             orders = sorted(order for _, order, *_ in queued)
-            self._db.executemany("UPDATE jobs SET place = ? WHERE job_id = ?", list(zip(orders, names, strict=True)))
+            self._db.executemany("UPDATE jobs SET place = ? WHERE job_id = ?", list(zip(orders, job_ids, strict=True)))
 
     def prune(self) -> None:
-        """Deletes the payloads of jobs that failed days ago, and the oldest ended jobs. The key of a job that its request
-        could have run again then names a new job."""
+        """Deletes the payloads of jobs that failed days ago, and the oldest ended jobs. A failed job that a repeated request
+        could have run again loses its key, which then names a new job."""
         ended = f"state IN {ENDED}"
         with self._lock, database_errors("the queue"), transaction(self._db):
             old = "state = 'failed' AND finished_at < ?"
@@ -422,7 +426,7 @@ class JobQueue:
         values: Mapping[str, object],
         states: Sequence[JobState],
     ) -> bool:
-        """Changes columns of a job that is in one of the states; returns whether it was."""
+        """Changes columns of a job that is in one of the states; returns whether the job was."""
         changes = ", ".join(f"{column} = ?" for column in values)
         marks = ",".join("?" * len(states))
         with self._lock, database_errors("the job"):

@@ -12,7 +12,7 @@ class ReceivedTrajectories:
 
     def __init__(self) -> None:
         self._rows: list[bytes] = []
-        """Compressed each by itself."""
+        """Each row is compressed by itself."""
         self.outlines: list[TrajectoryGroupBody] = []
         """The groups without their conversations."""
 

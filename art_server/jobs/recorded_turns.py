@@ -28,9 +28,9 @@ RAW_SAMPLING = {
 def recorded_turn(record: Record, *, is_raw: bool) -> ResolvedTurn:
     """A recorded turn, scored under its behaviour policy or, with sampling="raw", under the model's own distribution."""
     if is_raw:
-        logprobs, drawn = record.logprobs, None
+        logprobs, distributions = record.logprobs, None
     else:
-        logprobs, drawn = as_sampled(record)
+        logprobs, distributions = as_sampled(record)
     is_unscored = is_raw or logprobs is None
     return ResolvedTurn(
         record.prompt_token_ids,
@@ -38,7 +38,7 @@ def recorded_turn(record: Record, *, is_raw: bool) -> ResolvedTurn:
         logprobs,
         "ledger",
         record.choice_id,
-        drawn,
+        distributions,
         record.request.step,
         unusual(record.sampling) if is_unscored else {},
         requested_at=record.request.requested_at,
@@ -48,9 +48,9 @@ def recorded_turn(record: Record, *, is_raw: bool) -> ResolvedTurn:
 
 def unusual(sampling: dict[str, Any]) -> dict[str, Any]:
     """The sampling parameters that make the behaviour policy differ from the model's own distribution."""
-    given = {name: sampling.get(name) for name in RAW_SAMPLING}
-    given["top_k"] = max(0, given["top_k"] or 0)  # -1 also means off
-    return {name: value for name, value in given.items() if value is not None and value != RAW_SAMPLING[name]}
+    parameters = {name: sampling.get(name) for name in RAW_SAMPLING}
+    parameters["top_k"] = max(0, parameters["top_k"] or 0)  # -1 also means off
+    return {name: value for name, value in parameters.items() if value is not None and value != RAW_SAMPLING[name]}
 
 
 def as_sampled(record: Record) -> tuple[list[float] | None, list[Distribution | None] | None]:
@@ -67,7 +67,7 @@ def as_sampled(record: Record) -> tuple[list[float] | None, list[Distribution | 
         Distribution(temperature=temperature, logit_bias=bias, kept=base64.b64encode(packed).decode())
         for packed in record.sets
     ]
-    drawn: list[Distribution | None] = []
+    distributions: list[Distribution | None] = []
     for index in record.kept or [-1] * len(record.token_ids):
-        drawn.append(over_vocabulary if index < 0 else over_kept_sets[index])
-    return record.sampled_logprobs, drawn
+        distributions.append(over_vocabulary if index < 0 else over_kept_sets[index])
+    return record.sampled_logprobs, distributions

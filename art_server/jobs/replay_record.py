@@ -2,8 +2,8 @@
 
 record.json        configuration, seed, versions, thread count, and the digests of everything below and of the result
 batch.json.zlib    the job's `trainer_messages.Batch`, compressed
-start/             adapter and optimizer state before the step; hard links, so they need no room of their own while the
-                   start's checkpoint exists
+start/             adapter and optimizer state before the step; as hard links, which need no room while the checkpoint
+                   before the step exists
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from art_server.store.model_folder import CONTENT_FILES, ModelFolder, content_di
 FOLDER, RECORD_FILE, BATCH_FILE, START = "replay", "record.json", "batch.json.zlib", "start"
 
 RECORDS_KEPT = 10
-"""Steps of a model that have a record. A record takes three times the room of an adapter, for the optimizer state."""
+"""Newest steps of a model that keep their record. A record takes three times the room of an adapter, for the optimizer state."""
 NUM_BLOCKS, BLOCK_BYTES = 64, 2**20
 """Blocks of a large file that its digest covers."""
 
@@ -40,7 +40,7 @@ class ReplayRecord(BaseModel):
     base_model: str
     """As registered."""
     base_files: dict[str, str]
-    """`base_digests`."""
+    """The result of `base_digests`."""
     lora: LoRAConfig
     config: TrainConfig
     seed: int
@@ -53,14 +53,14 @@ class ReplayRecord(BaseModel):
 
 
 def write_record(folder: ModelFolder, record: ReplayRecord, packed_batch: bytes) -> None:
-    """Writes a step's record into its checkpoint, which appears whole; does nothing if it is there. Fills in the digests
-    of the batch, the start and the result. Blocking: reads the files."""
-    made = folder.checkpoint_dir(record.step)
-    if (made / FOLDER).exists():
+    """Writes a step's record into the step's checkpoint; does nothing if the record exists. The record appears whole. Fills
+    in the digests of the batch, the start and the result. Blocking: reads the files."""
+    checkpoint = folder.checkpoint_dir(record.step)
+    if (checkpoint / FOLDER).exists():
         return
     start = folder.checkpoint_dir(record.start_step)
-    files.clear_temporary(made)  # of a server that was killed here
-    temporary = made / f".{uuid.uuid4().hex}.tmp"
+    files.clear_temporary(checkpoint)  # left by a server that was killed here
+    temporary = checkpoint / f".{uuid.uuid4().hex}.tmp"
     with files.disk_errors("the record of a step"):
         (temporary / START).mkdir(parents=True)
         for name in CONTENT_FILES:
@@ -70,11 +70,11 @@ def write_record(folder: ModelFolder, record: ReplayRecord, packed_batch: bytes)
     digests = {
         "batch": hashlib.sha256(zlib.decompress(packed_batch)).hexdigest(),
         "start_files": content_digests(temporary / START),
-        "result_files": content_digests(made),
+        "result_files": content_digests(checkpoint),
     }
     described = record.model_copy(update=digests).model_dump(mode="json")
     files.write_json(temporary / RECORD_FILE, described)
-    files.publish_folder(temporary, made / FOLDER)
+    files.publish_folder(temporary, checkpoint / FOLDER)
     for step in folder.steps()[:-RECORDS_KEPT]:
         if (old := folder.checkpoint_dir(step) / FOLDER).exists():
             files.remove_folder(old)
@@ -90,14 +90,14 @@ def _link(source: Path, target: Path) -> None:
 
 def base_digests(folder: Path) -> dict[str, str]:
     """A digest of each of a base model's files with configuration or weights, by name."""
-    found = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-    return {file.name: _digest(file, file.stat().st_size, file.stat().st_mtime_ns) for file in found}
+    base_files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    return {file.name: _digest(file, file.stat().st_size, file.stat().st_mtime_ns) for file in base_files}
 
 
 @functools.cache
 def _digest(file: Path, size: int, changed_at: int) -> str:
-    """SHA-256 of a file, of a large one that of blocks at equal distances: all of them would take minutes.
-    Weights that were trained further differ everywhere."""
+    """SHA-256 of a file. Of a large file only blocks at equal distances are read, because the whole file would take minutes:
+    weights that were trained further differ everywhere."""
     del changed_at  # a changed file has another digest
     if size <= NUM_BLOCKS * BLOCK_BYTES:
         return files.file_digest(file)

@@ -34,7 +34,7 @@ class Totals:
     """Ended jobs by outcome."""
     trained_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of the last step, by phase."""
+    """Seconds of the last step, by phase."""
 
     def count(self, job: Job) -> None:
         if job.state in ENDED:
@@ -58,7 +58,7 @@ class Reports:
         self._spans = JobSpans(self.tracing) if self.tracing is not None else None
 
     def take(self, job: Job, model: RegisteredModel | None) -> None:
-        """Passes on the row of a job that has changed; None if its model is deleted."""
+        """Passes on the row of a job that has changed. `model` is None if the job's model is deleted."""
         self.totals.count(job)
         if self._spans is not None:
             self._spans.take(job)
@@ -93,11 +93,11 @@ def step_record(
     has_groups: bool = True,
 ) -> StepRecord:
     """A train or log call as trackers receive it. Its rollouts are read from disk when a tracker wants them."""
-    record = model.record
-    config = {"base_model": record.base_model, "lora": record.lora.model_dump()}
-    made = StepRecord(
-        record.project,
-        record.name,
+    registered = model.record
+    config = {"base_model": registered.base_model, "lora": registered.lora.model_dump()}
+    record = StepRecord(
+        registered.project,
+        registered.name,
         step,
         split,
         metrics,
@@ -105,20 +105,20 @@ def step_record(
         report=report,
     )
     if not has_groups:
-        return made
+        return record
     file = model.folder.trajectories_file(split, step)
-    return replace(made, rollouts=functools.partial(stored_rows, file))
+    return replace(record, rollouts=functools.partial(stored_rows, file))
 
 
 def stored_rows(file: Path) -> Iterator[RolloutRow]:
-    """The rollouts in a trajectories file, read one group at a time. None if the file was deleted."""
+    """The rollouts in a trajectories file, read one group at a time; nothing if the file was deleted."""
     with contextlib.suppress(FileNotFoundError):
         for number, group in enumerate(read_rows(file)):
             trained = [
-                (each["reward"], [entry.get("message", entry) for entry in each["messages"]])
-                for each in group["trajectories"]
+                (trajectory["reward"], [entry.get("message", entry) for entry in trajectory["messages"]])
+                for trajectory in group["trajectories"]
             ]
-            failed = [(each["type"], each["message"]) for each in group["exceptions"]]
+            failed = [(failure["type"], failure["message"]) for failure in group["exceptions"]]
             yield from make_rows(number, trained, failed)
 
 

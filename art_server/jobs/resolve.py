@@ -1,16 +1,21 @@
 """Resolves a client's trajectories to the exact tokens that are trained, and reports what happened to every turn.
 
-A choice's tokens come from the ledger, by the choice's id, else by its log-probabilities, else by its text in the same
-conversation; from the choice itself, if it carries its ids and those of its prompt; or, with
-`allow_training_without_logprobs`, from its text as the chat template writes it. Every other turn is dropped and counted.
-If a choice was sent by reference, and its record is missing, nothing is trained: the client sends it whole.
+A choice's tokens come from
 
-The log-probability of a recorded token is the one under its behaviour policy (with sampling="raw", the model's own). That
-of any other token is known only with sampling="raw", because only the record has the settings that it was sampled with.
+    the ledger     by the choice's id, else by its log-probabilities, else by its text in the same conversation
+    the choice     if it carries its token ids and the ids of its prompt
+    the template   which writes the choice's text, with `allow_training_without_logprobs`
+
+Every other turn is dropped and counted. If a choice was sent by reference, and its record is missing, nothing is trained:
+the client sends the choice whole.
+
+The log-probability of a recorded token is the log-probability under the token's behaviour policy (with sampling="raw",
+under the model's own distribution). The log-probability of any other token is known only with sampling="raw", because only
+a record has the settings with which its tokens were sampled.
 
 A turn whose prompt begins with the whole sequence so far extends that sequence. Any other prompt (the template drops
 earlier thinking, the agent cut the context) begins a new sequence of the same trajectory. A sampled token is trained
-once in its trajectory, where it was sampled; elsewhere it is context.
+once in its trajectory, in the sequence of its turn; elsewhere it is context.
 
     choices.py          what the client sent                  turns.py         turns, joined to sequences
     recorded_turns.py   a turn from the ledger's record       job_report.py    what became of all turns
@@ -33,8 +38,8 @@ from art_server.jobs.template_turns import TemplateTurns
 from art_server.jobs.token_sources import Limits, TokenSources
 from art_server.jobs.turns import (
     ForeignTurn,
-    Place,
     ResolvedTurn,
+    TurnSpan,
     TurnTrace,
     UnusableTurn,
     add_rewards,
@@ -73,13 +78,13 @@ POSITIVE_LOGPROB_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What a turn answers: the messages before it, their digest, and the tools."""
+    """The conversation that a turn answers: the messages, their digest, and the tools."""
 
     messages: list[Message]
     digest: bytes
     tools: list[dict[str, Any]] | None
     other_part: str | None
-    """The type of a part that is no text, in these messages or in the turn itself; None: there is none."""
+    """The type of a part that is no text, in these messages or in the turn itself; None: all parts are text."""
 
 
 @dataclass(slots=True)
@@ -87,10 +92,10 @@ class HistoryTurns:
     """The turns of one conversation, by their index in `messages_and_choices`."""
 
     digests: Sequence[bytes]
-    """`conversation.prefix_digests` of its messages."""
+    """`conversation.prefix_digests` of the conversation's messages."""
     trained: list[tuple[int, ResolvedTurn]] = field(default_factory=list)
     dropped: list[tuple[int, str]] = field(default_factory=list)
-    """With the reason."""
+    """With each dropped turn, the reason."""
     is_truncated: bool = False
     """Whether the last turn is the trained model's, and was cut at a length limit."""
 
@@ -196,118 +201,146 @@ class Resolver:
     # --- trajectories and their histories ---
 
     def _trajectory(self, trajectory: TrajectoryBody, where: str) -> tuple[TrainableTrajectory, list[TurnTrace]]:
+        """A trajectory's sequences with their exact tokens, and the traces of all its turns. `where` is the trajectory's path
+        in the request. The report counts the trajectory's first difference only."""
         seen: set[Hashable] = set()
+        dropped_rewards: list[float] = []
         sequences: list[TokenSequence] = []
         traces: list[TurnTrace] = []
-        rewards: list[float] = []
-        first_difference: FirstDifference | None = None
-        others: list[tuple[HistoryBody, Sequence[bytes]]] = []
+        earlier_histories: list[tuple[HistoryBody, Sequence[bytes]]] = []
+        has_difference = False
         for number, history in enumerate([trajectory, *trajectory.additional_histories]):
-            prefix = f"additional_histories[{number - 1}]." if number else ""
-            turns = self._turns(history, f"{where}.{prefix}", seen, rewards)
-            made, places = join_turns([turn for _, turn in turns.trained], self._index)
-            for entry, reason in turns.dropped:
-                traces.append(TurnTrace(number, entry, dropped=reason))
-            earlier: list[tuple[int, Place]] = []
-            for (entry, turn), place in zip(turns.trained, places, strict=True):
-                difference = None
-                if not earlier:
-                    difference = of_histories(others, history, turns.digests, entry)
-                elif not place.is_joined:
-                    before = [(each, of_turn) for each, of_turn in earlier if of_turn.sequence == place.sequence - 1]
-                    tokens = made[place.sequence - 1].token_ids
-                    difference = of_prompt(history, before, tokens, turn.prompt_token_ids, self._sources.decode)
-                is_later = bool(earlier) or difference is not None
-                traces.append(self._trace(number, entry, turn, place, len(sequences), difference, is_later=is_later))
-                earlier.append((entry, place))
-                if difference is not None and first_difference is None:
-                    first_difference = difference
-                    self._counts.add_difference(history, entry, difference, f"{where}.{prefix}")
-            others.append((history, turns.digests))
-            for sequence in made:
-                sequences.append(sequence.model_copy(update={"truncated": turns.is_truncated}))
-            if sequences:  # of turns behind the history's last trained one
-                add_rewards(sequences[-1], rewards)
-                rewards.clear()
+            path = f"{where}.additional_histories[{number - 1}]." if number else f"{where}."
+            turns = self._turns(history, path, seen, dropped_rewards)
+            joined, spans = join_turns([turn for _, turn in turns.trained], self._index)
+            differences = self._differences(history, turns, joined, spans, earlier_histories)
+            traces += [TurnTrace(number, entry, dropped=reason) for entry, reason in turns.dropped]
+            traces += self._traces(number, turns, spans, differences, num_before=len(sequences))
+            for (entry, _), difference in zip(turns.trained, differences, strict=True):
+                if difference is not None and not has_difference:
+                    has_difference = True
+                    self._counts.add_difference(history, entry, difference, path)
+            earlier_histories.append((history, turns.digests))
+            sequences += [sequence.model_copy(update={"truncated": turns.is_truncated}) for sequence in joined]
+            if sequences:  # no trained turn of this history takes the rewards that are left
+                add_rewards(sequences[-1], dropped_rewards)
+                dropped_rewards.clear()
         if not sequences:
             self._counts.add_dropped(NO_TURN, where)
         traces.sort(key=lambda trace: (trace.history, trace.entry))
         return TrainableTrajectory(reward=trajectory.reward, sequences=sequences), traces
 
-    def _turns(self, history: HistoryBody, where: str, seen: set[Hashable], rewards: list[float]) -> HistoryTurns:
-        """The turns of a history. `rewards` collects those of dropped turns for the next turn."""
+    def _differences(
+        self,
+        history: HistoryBody,
+        turns: HistoryTurns,
+        sequences: Sequence[TokenSequence],
+        spans: Sequence[TurnSpan],
+        earlier_histories: Sequence[tuple[HistoryBody, Sequence[bytes]]],
+    ) -> list[FirstDifference | None]:
+        """For each trained turn of a history, the first difference from what came before; None without a difference.
+
+        The first turn has no turns before it in its history, so its messages are compared with the trajectory's earlier
+        histories. A joined turn extends the sequence so far, and differs in nothing. Any other turn begins a new sequence, and
+        its prompt is compared with the sequence before. The turns of that sequence show whose text differs.
+        """
+        differences: list[FirstDifference | None] = []
+        earlier_turns: list[tuple[int, TurnSpan]] = []
+        for (entry, turn), span in zip(turns.trained, spans, strict=True):
+            if not earlier_turns:
+                difference = of_histories(earlier_histories, history, turns.digests, entry)
+            elif span.is_joined:
+                difference = None
+            else:
+                last = span.sequence - 1
+                of_last = [earlier_turn for earlier_turn in earlier_turns if earlier_turn[1].sequence == last]
+                tokens = sequences[last].token_ids
+                difference = of_prompt(history, of_last, tokens, turn.prompt_token_ids, self._sources.decode)
+            differences.append(difference)
+            earlier_turns.append((entry, span))
+        return differences
+
+    def _turns(
+        self, history: HistoryBody, where: str, seen: set[Hashable], dropped_rewards: list[float]
+    ) -> HistoryTurns:
+        """The turns of a history. `dropped_rewards` collects the rewards of dropped turns for the next trained turn."""
         entries, tools = history.messages_and_choices, history.tools
-        given = self._given(history, where)
+        signals = self._turn_signals(history, where)
         messages = [entry["message"] if is_choice(entry) else entry for entry in entries]
         digests = conversation.prefix_digests(messages)
         first_other, kind = first_other_part(messages)
         turns = HistoryTurns(digests)
-        for position, entry in enumerate(entries):
+        for index, entry in enumerate(entries):
             if not self._is_turn(entry):
                 continue
-            reward, advantages = next(given)
-            other_part = kind if position >= first_other else None
-            before = Before(messages[:position], digests[position], tools, other_part)
+            reward, advantages = next(signals)
+            other_part = kind if index >= first_other else None
+            before = Before(messages[:index], digests[index], tools, other_part)
             turns.is_truncated = entry.get("finish_reason") == "length"
-            if not is_choice(entry) and is_weightless(entry, f"{where}messages_and_choices[{position}]"):
+            if not is_choice(entry) and is_weightless(entry, f"{where}messages_and_choices[{index}]"):
                 advantages = 0.0
             try:
                 turn = with_signal(self._turn(entry, before, seen), reward, advantages)
             except UnusableTurn as reason:
                 if isinstance(reason, ForeignTurn):
                     turns.is_truncated = False
-                self._counts.add_dropped(str(reason), f"{where}messages_and_choices[{position}]")
-                turns.dropped.append((position, str(reason)))
+                self._counts.add_dropped(str(reason), f"{where}messages_and_choices[{index}]")
+                turns.dropped.append((index, str(reason)))
                 if reward is not None:
-                    rewards.append(reward)
+                    dropped_rewards.append(reward)
                 continue
             self._counts.add_trained(turn)
-            turns.trained.append((position, replace(turn, rewards_before=[*rewards])))
-            rewards.clear()
+            turns.trained.append((index, replace(turn, rewards_before=[*dropped_rewards])))
+            dropped_rewards.clear()
         return turns
 
-    def _trace(
+    def _traces(
         self,
         history: int,
-        entry: int,
-        turn: ResolvedTurn,
-        place: Place,
+        turns: HistoryTurns,
+        spans: Sequence[TurnSpan],
+        differences: Sequence[FirstDifference | None],
         num_before: int,
-        difference: FirstDifference | None,
-        *,
-        is_later: bool,
-    ) -> TurnTrace:
-        """The trace of a trained turn. `num_before` is the number of the trajectory's sequences before the history."""
-        continues = self._continuation(turn, place.is_joined) if is_later else None
-        if continues is not None:
-            self._counts.add_continuation(continues)
-        return TurnTrace(
-            history,
-            entry,
-            origin=turn.origin,
-            continues=continues,
-            difference=None if difference is None else str(difference),
-            step=turn.step,
-            sequence=num_before + place.sequence,
-            start=place.start,
-            stop=place.stop,
-        )
+    ) -> list[TurnTrace]:
+        """The traces of a history's trained turns. `num_before` is the number of the trajectory's sequences before the
+        history. Its first turn continues other turns only if the history repeats an earlier history."""
+        traces: list[TurnTrace] = []
+        for (entry, turn), span, difference in zip(turns.trained, spans, differences, strict=True):
+            continues: str | None = None
+            if traces or difference is not None:
+                continues = self._continuation(turn, span.is_joined)
+                self._counts.add_continuation(continues)
+            trace = TurnTrace(
+                history,
+                entry,
+                origin=turn.origin,
+                continues=continues,
+                difference=None if difference is None else str(difference),
+                step=turn.step,
+                sequence=num_before + span.sequence,
+                start=span.start,
+                stop=span.stop,
+            )
+            traces.append(trace)
+        return traces
 
-    def _index(self, drawn: Distribution | None) -> int:
-        """The index of a distribution in the batch, which contains each once; -1 for None."""
-        if drawn is None:
+    def _index(self, distribution: Distribution | None) -> int:
+        """The index of a distribution in the batch, which contains each distribution once; -1 for None."""
+        if distribution is None:
             return -1
-        name = (drawn.temperature, tuple(sorted(drawn.logit_bias.items())), drawn.kept)
-        if name not in self._indices:
-            self._indices[name] = len(self._distributions)
-            self._distributions.append(drawn)
-        return self._indices[name]
+        key = (distribution.temperature, tuple(sorted(distribution.logit_bias.items())), distribution.kept)
+        if key not in self._indices:
+            self._indices[key] = len(self._distributions)
+            self._distributions.append(distribution)
+        return self._indices[key]
 
-    def _given(self, history: HistoryBody, where: str) -> Iterator[tuple[float | None, float | list[float] | None]]:
+    def _turn_signals(
+        self, history: HistoryBody, where: str
+    ) -> Iterator[tuple[float | None, float | list[float] | None]]:
         """The reward and the advantages that the client gives for each turn.
 
         Raises:
-            InvalidInput: their number differs from that of the turns.
+            InvalidInput: the number of rewards or advantages differs from the number of turns.
         """
         num = sum(map(self._is_turn, history.messages_and_choices))
         rewards = history.turn_rewards or [None] * num
@@ -339,7 +372,7 @@ class Resolver:
         """The turn with its exact tokens. `seen` holds the turns of the trajectory so far.
 
         Raises:
-            UnusableTurn: it cannot be trained.
+            UnusableTurn: the turn cannot be trained.
         """
         sent = read_turn(entry, self._model_id)
         if sent.model_id != self._model_id:
@@ -363,8 +396,8 @@ class Resolver:
         return turn
 
     def _tokens_of(self, sent: SentTurn, before: Before, seen: set[Hashable]) -> ResolvedTurn:
-        """The turn from the first source that has it: the record that it names, the tokens that it carries with the record
-        that has them, a record with its log-probabilities or its text, the chat template."""
+        """The turn from the first source that has its tokens: the record that the choice names; the tokens that it carries,
+        if possible with a record of them; a record with its log-probabilities or its text; the chat template."""
         recorded = self._named_record(sent)
         if recorded is not None:
             if sent.carried is None:
@@ -377,15 +410,15 @@ class Resolver:
             self._missing.append(sent.choice_id)
             raise UnusableTurn(MISSING)
         if sent.carried is not None:
-            return self._found_by_tokens(sent) or sent.carried
-        found = self._found(sent, before.digest, seen)
-        return found if found is not None else self._written(sent, before)
+            return self._record_of_tokens(sent) or sent.carried
+        recorded = self._matching_record(sent, before.digest, seen)
+        return recorded if recorded is not None else self._written(sent, before)
 
     def _named_record(self, sent: SentTurn) -> ResolvedTurn | None:
-        """The turn from the record that the choice names; None if it names none, or the record is missing.
+        """The turn from the record that the choice names; None if the choice names no record, or the record is missing.
 
         Raises:
-            UnusableTurn: another model sampled it.
+            UnusableTurn: another model sampled the choice.
         """
         record = None if sent.choice_id is None else self._sources.find_record(sent.choice_id)
         if record is None:
@@ -398,32 +431,32 @@ class Resolver:
             raise ForeignTurn(f"the choice was sampled by '{sampled_by}', another model")
         return recorded_turn(record, is_raw=self._is_raw)
 
-    def _found_by_tokens(self, sent: SentTurn) -> ResolvedTurn | None:
-        """The record of a choice that carries its tokens but no id, found by its log-probabilities: one that no turn has
-        taken, if there is one."""
+    def _record_of_tokens(self, sent: SentTurn) -> ResolvedTurn | None:
+        """The turn of a choice that carries its tokens but no id, from a record with the same log-probabilities and tokens.
+        Records that no turn has taken come first."""
         carried = sent.carried
         if carried is None or carried.logprobs is None or sent.choice_id is not None:
             return None
-        found: Record | None = None
+        chosen: Record | None = None
         for match in self._sources.find_by_logprobs(carried.logprobs):
             is_taken = match.choice_id in self._taken
-            if found is not None and is_taken:
+            if chosen is not None and is_taken:
                 continue
             record = match.load()
             if record and has_same_tokens(carried, record.prompt_token_ids, record.token_ids):
-                found = record
+                chosen = record
                 if not is_taken:
                     break
-        return None if found is None else replace(recorded_turn(found, is_raw=self._is_raw), origin="ids")
+        return None if chosen is None else replace(recorded_turn(chosen, is_raw=self._is_raw), origin="ids")
 
-    def _found(self, sent: SentTurn, prefix_digest: bytes, seen: set[Hashable]) -> ResolvedTurn | None:
-        """Finds a choice's record by its log-probabilities; without these by its text, in the same conversation. All matches
-        must have the same prompt and tokens; a record of the newest step is used.
+    def _matching_record(self, sent: SentTurn, prefix_digest: bytes, seen: set[Hashable]) -> ResolvedTurn | None:
+        """The turn from a record with the choice's log-probabilities; without log-probabilities, from a record with its text
+        in the same conversation. All matches must have the same prompt and tokens; a record of the newest step is used.
 
         Raises:
-            UnusableTurn: the matches differ, or the trajectory contains one of them already.
+            UnusableTurn: the matches differ, or the trajectory contains one of the matches already.
         """
-        # Of a choice whose record is missing, the text alone would find a sibling's.
+        # If the record that a choice names is missing, the text alone would find the record of a sibling.
         if not sent.is_choice or (sent.choice_id is not None and sent.logprobs is None):
             return None
         matches = self._matches(sent, prefix_digest)
@@ -451,7 +484,7 @@ class Resolver:
         return self._with_thinking_of(sent.message, matches)
 
     def _with_thinking_of(self, message: Message, matches: Sequence[Match]) -> Sequence[Match]:
-        """The matches whose thinking is the message's, if it has any: digests of answers leave thinking out."""
+        """The matches without records whose thinking differs from the message's: digests of answers leave thinking out."""
         thinking = message.get("reasoning") or message.get("reasoning_content")
         if not isinstance(thinking, str):
             return matches
@@ -463,7 +496,7 @@ class Resolver:
         return [match for match in matches if is_equal[match.tokens]]
 
     def _recorded_thinking(self, match: Match) -> str | None:
-        """The thinking in a record's answer; None if it has none, or without a record or a tokenizer."""
+        """The thinking in a record's answer; None if the answer has none, or without a record or a tokenizer."""
         record = match.load()
         text = None if record is None else self._sources.decode(record.token_ids)
         return None if text is None else conversation.split_thinking(text)[0]
@@ -485,7 +518,7 @@ class Resolver:
                 "(start the server with a larger --max-seq-length)"
             )
         if turn.origin == "ledger":
-            return  # the engine made them
+            return  # the engine made the tokens and log-probabilities
         highest = max(max(turn.prompt_token_ids), max(turn.token_ids))
         lowest = min(min(turn.prompt_token_ids), min(turn.token_ids))
         if lowest < 0 or highest >= self._limits.vocab_size:
@@ -505,8 +538,11 @@ def has_same_tokens(turn: ResolvedTurn, prompt: list[int], tokens: list[int]) ->
 
 
 def of_same_text(matches: Sequence[Match], prefix_digest: bytes, answer_digest: bytes) -> Sequence[Match]:
-    """Of records with a choice's log-probabilities, those that have its text, and of these those of its conversation if
-    there are any; else those of its conversation."""
+    """The records that may be a choice's, among records with its log-probabilities.
+
+    Records with the choice's text count first, and among these the records of its conversation. If no record has the text,
+    the records of the conversation count.
+    """
     of_text = [match for match in matches if match.answer_digest == answer_digest]
     of_conversation = [match for match in matches if match.prefix_digest == prefix_digest]
     if of_text:
@@ -518,7 +554,8 @@ def of_same_text(matches: Sequence[Match], prefix_digest: bytes, answer_digest: 
 
 
 def _refuse_second(turn: ResolvedTurn, sent: SentTurn, seen: set[Hashable]) -> None:
-    """Adds a choice to those of its trajectory. Choices with equal content are different samples only if both have an id.
+    """Adds a choice to `seen`, the choices of its trajectory. Choices with equal content are different samples only if both
+    have an id.
 
     Raises:
         UnusableTurn: the trajectory contains the choice already.

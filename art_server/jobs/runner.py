@@ -60,7 +60,7 @@ class JobRunner:
     _gate: PauseGate
     _trainer: Gang
     _owner: DeviceOwner | None
-    """Of the device that engine and trainer share; None if they have separate devices."""
+    """The owner of the device that engine and trainer share; None if they have separate devices."""
     _retain: Callable[[RegisteredModel], Awaitable[None]]
     """Called after each job, to delete old steps."""
     _layers: LayerCheck | None = None
@@ -70,7 +70,7 @@ class JobRunner:
     _more_trainers: Sequence[Gang] = ()
     """Gangs beside `_trainer`, which train at the same time."""
     _attempts: list[Attempt] = field(init=False, default_factory=list)
-    """That run."""
+    """The attempts that run."""
     _busy: set[str] = field(init=False, default_factory=set)
     """Models with a job that runs."""
     _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
@@ -147,11 +147,11 @@ class JobRunner:
 
     async def jobs(self, projects: frozenset[str] | None, states: Sequence[JobState], limit: int) -> list[JobInfo]:
         """Up to `limit` jobs of these projects (None: all), in the order of `JobQueue.jobs`."""
-        found = await asyncio.to_thread(self._queue.jobs, projects, states, limit)
+        jobs = await asyncio.to_thread(self._queue.jobs, projects, states, limit)
         waiting, rate = await asyncio.to_thread(self._look)
-        places = {each.job_id: place for place, each in enumerate(waiting)}
-        found.sort(key=lambda job: places.get(job.job_id, len(places)))  # ended jobs stay as they are
-        return [job.info(self._waits_for(job, waiting, rate)) for job in found]
+        order = {waiting_job.job_id: index for index, waiting_job in enumerate(waiting)}
+        jobs.sort(key=lambda job: order.get(job.job_id, len(order)))  # ended jobs stay as they are
+        return [job.info(self._waits_for(job, waiting, rate)) for job in jobs]
 
     async def info(self, job_id: str) -> JobInfo:
         """A job as clients receive it."""
@@ -176,7 +176,8 @@ class JobRunner:
         logger.info("job %s cancelled", job_id)
 
     async def _cancel_running(self, job_id: str) -> None:
-        for attempt in [each for each in self._attempts if each.job.job_id == job_id]:
+        attempts = [attempt for attempt in self._attempts if attempt.job.job_id == job_id]
+        for attempt in attempts:
             attempt.cancel()
             while attempt in self._attempts:
                 await self._changed.wait()
@@ -193,7 +194,7 @@ class JobRunner:
 
     async def follow(self, job_id: str, after: int = -1) -> AsyncIterator[JobEvent]:
         """A job's events from now to its end; several clients may follow one job. `after` is the number of the last
-        event that the client has: if nothing has changed since, it is not sent again."""
+        event that the client has: if nothing has changed since, the event is not sent again."""
         job = await self.get(job_id)
         if after < 0:
             yield JobEvent(event="accepted", job_id=job_id, report=job.report)
@@ -208,7 +209,7 @@ class JobRunner:
         yield job.event()
 
     async def _find_reason(self, job: Job) -> str | None:
-        if job.state != "queued":  # its place in the queue is not read
+        if job.state != "queued":  # the reason does not depend on the queue
             return self._waits_for(job, (), None)
         return self._waits_for(job, *await asyncio.to_thread(self._look))
 
@@ -227,23 +228,23 @@ class JobRunner:
         model = self._registry.find(job.project, job.name)
         if model is not None and not is_on_base(self._engine, model):
             return f"base model '{model.record.base_model}', which this server has not loaded"
-        ahead = list(itertools.takewhile(lambda each: each.job_id != job.job_id, waiting))
+        ahead = list(itertools.takewhile(lambda earlier: earlier.job_id != job.job_id, waiting))
         if not ahead:
             return None
         names: set[str] = set()
-        for each in ahead:
+        for earlier in ahead:
             # A key may see its own project only.
-            is_own = each.model_id.startswith(f"{job.project}/")
-            names.add(each.model_id if is_own else "other projects")
+            is_own = earlier.model_id.startswith(f"{job.project}/")
+            names.add(earlier.model_id if is_own else "other projects")
         jobs = "job" if len(ahead) == 1 else "jobs"
-        seconds = f", about {sum(each.num_tokens for each in ahead) / rate:.0f} s" if rate else ""
+        seconds = f", about {sum(earlier.num_tokens for earlier in ahead) / rate:.0f} s" if rate else ""
         return f"{len(ahead)} earlier {jobs}, of {', '.join(sorted(names))}{seconds}"
 
     # --- running ---
 
     @property
     def phase(self) -> str | None:
-        """The phase of the running job, of several that of the first; None if no job runs."""
+        """The phase of the running job; if several run, the phase of the first; None if no job runs."""
         return self._attempts[0].phase if self._attempts else None
 
     async def run_forever(self) -> None:
@@ -343,11 +344,11 @@ class JobRunner:
                 *(job_id, detail, attempts, clock.now() + pause),
                 is_committed=is_committed,
             )
-        if await asyncio.to_thread(change):  # not if it has ended, and deleting old steps failed
+        if await asyncio.to_thread(change):  # not if the job has ended, and only deleting old steps failed
             await self._report_change(job_id)
 
     def _may_have_committed(self, job: Job) -> bool:
-        """Whether the job's step is on disk. One that cannot be read may be the job's, and is not trained again."""
+        """Whether the job's step is on disk. A step that cannot be read may be the job's, and is not trained again."""
         try:
             return has_committed(self._registry.find(job.project, job.name), job)
         except (ServerError, OSError, ValueError):

@@ -15,6 +15,7 @@ from art_server.jobs.written_tools import Tools, tools_for_engine
 from art_server.ledger.conversation import Message
 
 PART_OF_CHARACTER = "\ufffd"
+"""The text of tokens that end inside a character."""
 
 
 class TemplateTurns:
@@ -62,19 +63,20 @@ class TemplateTurns:
         of_engine = messages_for_engine(messages, tools), tools_for_engine(tools)
         try:
             return self._sources.render(*of_engine, has_header)
-        except InvalidInput as error:  # the chat template refuses it
+        except InvalidInput as error:  # the chat template refuses the messages
             raise UnusableTurn(error.message) from error
 
     def _renders(self, whole: list[int], messages: list[Message], tools: Tools | None) -> bool:
-        """Whether a conversation is rendered as `whole`. One that the template refuses is not."""
+        """Whether a conversation is rendered as `whole`. False if the template refuses the conversation."""
         try:
             return self._render(messages, tools) == whole
         except UnusableTurn:
             return False
 
     def _behind(self, prompt: list[int], whole: list[int]) -> list[int]:
-        """The tokens behind a prompt in a rendering that begins with its text, where they merged with its last ones.
-        Only the merged token's text is tokenised again: the rest may contain texts that spell control tokens."""
+        """The tokens behind a prompt in a rendering that begins with the prompt's text, where the prompt's last tokens merged
+        with the tokens behind. Only the text of the merged token is tokenised again: the rest may contain texts that spell
+        control tokens."""
         pairs = zip(prompt, whole, strict=False)
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(whole)))
         before = self._sources.decode(prompt[same:])
@@ -93,8 +95,9 @@ class TemplateTurns:
         )
 
     def _last_of_turn(self, answer: list[int]) -> int | None:
-        """The index of the token that ends the turn: the first at which the engine stops, else the last that ends a turn.
-        Behind it some templates close the whole conversation; in gpt-oss's, thinking has an end of its own before it."""
+        """The index of the token that ends the turn: the first token at which the engine stops, else the last token that ends
+        a turn. Behind the first, some templates close the whole conversation; before the last, gpt-oss's template ends the
+        thinking."""
         stops = [index for index, token in enumerate(answer) if token in self._sources.stop_ids]
         if stops:
             return stops[0]
@@ -102,7 +105,8 @@ class TemplateTurns:
         return ends[-1] if ends else None
 
     def _end_behind(self, whole: list[int], message: Message, messages: list[Message], tools: Tools | None) -> int:
-        """The token that ends a turn whose rendering ends without one: in some families the next role's header does."""
+        """The token that ends a turn whose own rendering has no end: in some families the header of the next role is the
+        end."""
         following: Message = {"role": "user", "content": "x"}
         if calls := calls_of(message):
             following = {"role": "tool", "content": "x", "tool_call_id": calls[0].get("id") or "call_0"}

@@ -27,7 +27,7 @@ class TokenSources:
     end_ids: Collection[int]
     """All tokens that end a turn."""
     stop_ids: Collection[int]
-    """Those of them at which the engine stops."""
+    """The tokens of `end_ids` at which the engine stops."""
     find_unnamed: Callable[[int], Collection[str]]
     """From a time (`clock.tick`) to the choices of the job's model that later requests without a session got."""
 

@@ -28,9 +28,9 @@ from art_server.store.registry import RegisteredModel
 R = TypeVar("R")
 
 PAST_STEPS = 50
-"""With the batches of so many newest steps a batch is compared."""
+"""A batch is compared with the batches of this number of newest steps."""
 THREADS = 2
-"""Of their own, because resolving may wait for the engine's tokenizer, and other work needs threads, too."""
+"""Separate threads, because resolving may wait for the engine's tokenizer, and other work needs threads, too."""
 
 
 class TrainRequests:
@@ -147,5 +147,5 @@ class EngineTokenizer:
         return self._ask({"prompt": text, "add_special_tokens": False})
 
     def _ask(self, body: dict[str, Any]) -> list[int]:
-        asked = asyncio.run_coroutine_threadsafe(self._engine.tokenize(body), self._loop)
-        return asked.result(ENGINE_WAIT_SECONDS)
+        future = asyncio.run_coroutine_threadsafe(self._engine.tokenize(body), self._loop)
+        return future.result(ENGINE_WAIT_SECONDS)

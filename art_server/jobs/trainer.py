@@ -22,22 +22,22 @@ from art_server.process.shared.trainer_messages import (
 from art_server.settings import Device, ServerConfig
 
 MIN_TOKENS = 64
-"""Least tokens of a micro-batch without gradient checkpointing. The plan's number is 0 where it is always needed."""
+"""Least tokens of a micro-batch without gradient checkpointing. The plan's number is 0 where checkpointing is always needed."""
 
 
 class Trainer(Gang):
-    """The worker processes that train adapters of the server's base model: one, or as many as `--ranks`; and `--gangs` times
-    as many, which train other models' jobs at the same time.
+    """The worker processes that train adapters of the server's base model: a gang of one process, or of as many as `--ranks`.
+    With `--gangs` there are several gangs, which train jobs of different models at the same time.
 
-    A task without a device (init, check) never waits for a step, nor for another machine: a second process runs it, and ends
-    when no such task is left. It does wait while the process starts and loads the base model, which a second one would slow
-    down.
+    A task without a device (init, check) never waits for a step, nor for another machine: a second process runs the task, and
+    ends when no such task is left. The task does wait while the first process starts and loads the base model, because a
+    second process would slow this down.
     """
 
     def __init__(self, config: ServerConfig, device: Device, kept_to: Sequence[Mapping[str, str]], children: Children):
-        """`kept_to` are, for each rank of each gang, environment variables that restrict it to its devices."""
+        """`kept_to` has, for each rank of each gang, the environment variables that restrict the rank to its devices."""
         usual = worker_environment(config.server_dir / "unsloth", os.environ)
-        environments = [usual | dict(each) for each in kept_to]
+        environments = [usual | dict(variables) for variables in kept_to]
         num, meeting = config.num_ranks(device), config.server_dir / "ranks"
         budgets = Budgets(config.server_dir / "budgets.json")
         super().__init__(config.log_dir, environments[:num], children, meeting, budgets=budgets)
@@ -98,10 +98,10 @@ class Trainer(Gang):
 
     @property
     def pids(self) -> dict[str, int | None]:
-        found = super().pids
+        pids = super().pids
         for gang in self.more:
-            found |= gang.pids
-        return found
+            pids |= gang.pids
+        return pids
 
     async def stop(self) -> None:
         await super().stop()
@@ -116,12 +116,13 @@ class Trainer(Gang):
     ) -> Done:
         if isinstance(task, InitTask | CheckTask) and (self._num_steps or not self._own):
             return await self._run_aside(task)
-        is_step = not isinstance(task, InitTask | CheckTask | LoadTask)
-        self._num_steps += is_step
+        if isinstance(task, InitTask | CheckTask | LoadTask):
+            return await super().run(task, on_progress, batch)
+        self._num_steps += 1
         try:
             return await super().run(task, on_progress, batch)
         finally:
-            self._num_steps -= is_step
+            self._num_steps -= 1
 
     async def _run_aside(self, task: InitTask | CheckTask) -> Done:
         self._num_aside += 1

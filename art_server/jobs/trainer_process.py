@@ -62,7 +62,8 @@ class TrainerError(Exception):
         self.retryable = retryable
 
     def for_client(self, what: str, param: str) -> ServerError:
-        """This error of a task that a request caused: `what` failed, because of the field `param`, or for the moment."""
+        """The error for the client whose request caused the task. `what` failed, because of the request's field `param`; or for
+        the moment, if the error is retryable."""
         if self.retryable:
             return Unavailable(self.message, code=self.code)
         return InvalidInput(f"{what}: {self.message}", code=self.code, param=param)
@@ -76,7 +77,7 @@ class TrainerDied(TrainerError):
 
 
 class RankLost(TrainerError):
-    """The machine of a rank is lost, or the network to it or between the ranks. No job is the cause."""
+    """The machine of a rank is lost, or the network to this machine or between the ranks. No job is the cause."""
 
     def __init__(self, message: str) -> None:
         super().__init__("connection_lost", message, retryable=True)
@@ -104,23 +105,24 @@ def worker_environment(cache_dir: Path, inherited: Mapping[str, str]) -> dict[st
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has used of the cores, with all its threads and the processes that it started, ended ones too: torch
-    compiles kernels in them. 0 if that cannot be read."""
+    """CPU time of a process with all its threads and all processes that it started, also the ended ones: torch compiles
+    kernels in child processes. 0 if the CPU time cannot be read."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        children = " ".join(each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/children"))
+        children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children"))
     except OSError:
         return 0.0
+    # utime, stime, cutime and cstime of proc(5), counted behind the process's name.
     own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-    return own + sum(cpu_seconds(int(each)) for each in children.split())
+    return own + sum(cpu_seconds(int(child)) for child in children.split())
 
 
 class Usage(NamedTuple):
-    """What a process had used of the cores at one moment."""
+    """The CPU time that a process had used at one moment."""
 
     cpu_seconds: float
     at: float
-    """When it was read, on the clock of the machine of the process."""
+    """When the CPU time was read, on the clock of the process's machine."""
 
 
 class Lines(Protocol):
@@ -150,13 +152,13 @@ class Process(Child, Protocol):
 
 
 class TrainerProcess:
-    """One worker process. It is started by the first task and again after a death, and runs one task at a time.
+    """One worker process, which runs one task at a time. The first task starts the process, and after a death the next task.
 
     Use it from the main thread's event loop, because the worker dies with the thread that started it.
     """
 
     silence_seconds = 0.0
-    """For how long the server may hear nothing of a process that is well: the network to its machine may stall."""
+    """For how long the server may receive nothing from a healthy process: the network to its machine may stall."""
 
     def __init__(
         self,
@@ -165,13 +167,13 @@ class TrainerProcess:
         environment: Mapping[str, str] | None = None,
         children: Children | None = None,
     ) -> None:
-        """`environment` None is that of this process. `children` is the list that the worker is added to."""
+        """`environment` None is the environment of this process. The worker is added to `children`."""
         self.machine = "this machine"
-        """On which the process runs, for messages."""
+        """The machine on which the process runs, for messages."""
         self.device = ""
         """The kind of its device, cpu or cuda."""
         self.budgets: Budgets | None = None
-        """Where it has token budgets stored."""
+        """Stores the token budgets that the process learns."""
         self._command = list(command)
         self._children = children
         self._log = LogFile(log_path)
@@ -183,7 +185,7 @@ class TrainerProcess:
         self._lock = asyncio.Lock()
 
     def use(self, config: WorkerConfig) -> None:
-        """Sets how the process works that the next task starts."""
+        """Sets the configuration of the process that the next task starts."""
         self._command = worker_command(config)
         self.device = config.device.partition(":")[0]
 
@@ -197,7 +199,7 @@ class TrainerProcess:
         return self._process.pid if self._process is not None else None
 
     def usage(self) -> Usage | None:
-        """The newest reading of what the process has used of the cores, with all its threads; None without one."""
+        """The newest reading of the CPU time of the process, with all its threads; None without a reading."""
         used = cpu_seconds(self.pid) if self.pid is not None else 0.0
         return Usage(used, time.monotonic()) if used else None
 
@@ -244,8 +246,9 @@ class TrainerProcess:
         return answer
 
     def cancel(self) -> None:
-        """Requests that the running train task stops before its next micro-batch; it then fails as "cancelled". Does
-        nothing while none runs, or if its process has not begun with it: call this again at its next progress."""
+        """Requests that the running train task stops before its next micro-batch; the task then fails as
+        "cancelled". Does nothing while no train task runs, or before the process has begun the task: call this again at the
+        task's next progress."""
         if self._process is not None and self._is_training:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGUSR1)
@@ -265,7 +268,7 @@ class TrainerProcess:
         """The result of an exchange with the process.
 
         Raises:
-            TrainerDied: it took much longer than the process's longest pause.
+            TrainerDied: the exchange took much longer than the process's longest pause.
         """
         limit = FIRST_PROGRESS_SECONDS
         if self._has_trained:
@@ -308,7 +311,7 @@ class TrainerProcess:
 
     async def _kill(self, process: Process) -> None:
         """Ends a process with its children."""
-        # After its end another program may have its id. `_children` then kills what is left of its session.
+        # After the end of the process another program may have its id. Then `_children` kills what is left of its session.
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -18,25 +18,26 @@ class ResolvedTurn:
     origin: str
     """How the tokens were found: a key of `JobReport.turns`."""
     choice_id: str | None = None
-    drawn: list[Distribution | None] | None = None
+    distributions: list[Distribution | None] | None = None
     """The distribution under which each token is scored. None, for a token or for all: the model's own."""
     step: int | None = None
     """The model's step that sampled the turn, from its record."""
     unscored: dict[str, Any] = field(default_factory=dict)
-    """Sampling parameters that the log-probabilities leave out: they are unknown, or sampling="raw" ignores them."""
+    """Sampling parameters that `logprobs` does not include: the log-probabilities under these parameters are unknown, or
+    sampling="raw" ignores the parameters."""
     reward: float | None = None
     advantages: list[float] | None = None
-    """One for each token, from the client."""
+    """One advantage for each token, from the client."""
     rewards_before: list[float] = field(default_factory=list)
-    """Rewards of dropped turns between the turn before and this one."""
+    """Rewards of dropped turns between the trained turn before and this turn."""
     requested_at: int | None = None
     """When the turn was requested (`clock.tick`), from its record."""
     session: str | None = None
-    """The session of its request, from its record."""
+    """The session of the turn's request, from its record."""
     is_unrecorded: bool = False
-    """The tokens are known from their client only."""
+    """Only the client's choice has the tokens; no record confirms them."""
     claimed_step: int | None = None
-    """Of such a turn: the step that its choice names."""
+    """The step that the choice of an unrecorded turn names."""
 
 
 class UnusableTurn(Exception):
@@ -44,7 +45,7 @@ class UnusableTurn(Exception):
 
 
 class ForeignTurn(UnusableTurn):
-    """Another model sampled the turn, or nothing tells which."""
+    """Another model sampled the turn, or nothing tells which model sampled it."""
 
 
 def with_signal(turn: ResolvedTurn, reward: float | None, advantages: float | list[float] | None) -> ResolvedTurn:
@@ -57,22 +58,23 @@ def with_signal(turn: ResolvedTurn, reward: float | None, advantages: float | li
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a turn's sampled tokens are: [start, stop) of a sequence."""
+class TurnSpan:
+    """The tokens [start, stop) of a sequence that one turn sampled. The trainer gets a `SampledSpan`, which has the step."""
 
     sequence: int
+    """Index among the sequences of the conversation."""
     start: int
     stop: int
     is_joined: bool
-    """The turn's prompt begins with the sequence before it, which it extends."""
+    """The turn extends the sequence, with which its prompt begins. False: the turn begins the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnTrace:
-    """What became of a turn, for people who look at its rollout. `trajectory_row` stores it."""
+    """What became of a turn, for people who read its rollout. `trajectory_row` stores the trace."""
 
     history: int
-    """0: the trajectory's own messages; k: those of `additional_histories[k - 1]`."""
+    """0: the trajectory's own messages; k: the messages of `additional_histories[k - 1]`."""
     entry: int
     """Index into messages_and_choices."""
     origin: str | None = None
@@ -84,11 +86,11 @@ class TurnTrace:
     step: int | None = None
     """The model's step that sampled the turn."""
     sequence: int | None = None
-    """Index among the trajectory's sequences, whose tokens [start, stop) the turn sampled."""
+    """Index of the sequence among the trajectory's sequences. The turn sampled its tokens [start, stop)."""
     start: int | None = None
     stop: int | None = None
     difference: str | None = None
-    """Of a turn that begins a new sequence: the first difference from the turns before it."""
+    """The first difference from the turns before, if this turn begins a new sequence."""
 
     def as_json(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -97,15 +99,15 @@ class TurnTrace:
 def join_turns(
     turns: Sequence[ResolvedTurn],
     index: Callable[[Distribution | None], int] = lambda _: -1,
-) -> tuple[list[TokenSequence], list[Place]]:
-    """The token sequences of one conversation, and each turn's place. A turn whose prompt begins with the whole sequence
-    so far extends it. `index` gives the number of a distribution in the batch.
+) -> tuple[list[TokenSequence], list[TurnSpan]]:
+    """The token sequences of one conversation, and each turn's span. A turn whose prompt begins with the whole sequence
+    so far extends this sequence. `index` gives the index of a distribution in the batch.
 
-    The reward of a dropped turn is added at the end of the sequence so far. It counts in the group, and for the tokens
-    before it.
+    The reward of a dropped turn is added at the end of the sequence so far. The reward counts in the group, and for the
+    tokens before this end.
     """
     sequences: list[TokenSequence] = []
-    places: list[Place] = []
+    turn_spans: list[TurnSpan] = []
     is_timed = all(turn.requested_at is not None for turn in turns)
     requested_at = 0
     for turn in turns:
@@ -118,8 +120,9 @@ def join_turns(
         new_context = turn.prompt_token_ids[len(tokens) :]
         tokens.extend(new_context)
         sequence.logprobs.extend([None] * len(new_context))
-        drawn = turn.drawn or [None] * len(turn.token_ids)
-        sequence.distributions.extend([-1] * len(new_context) + [index(each) for each in drawn])
+        sequence.distributions.extend([-1] * len(new_context))
+        for distribution in turn.distributions or [None] * len(turn.token_ids):
+            sequence.distributions.append(index(distribution))
         sampled = range(len(tokens), len(tokens) + len(turn.token_ids))
         if turn.logprobs is None:
             sequence.recompute.extend(sampled)
@@ -133,14 +136,14 @@ def join_turns(
         tokens.extend(turn.token_ids)
         sequence.logprobs.extend(turn.logprobs or [None] * len(turn.token_ids))
         if is_timed:
-            requested_at = max(requested_at, turn.requested_at or 0)  # a turn follows those before it
+            requested_at = max(requested_at, turn.requested_at or 0)  # never before an earlier turn's request
             sequence.turns.append((len(tokens), requested_at))
-        places.append(Place(len(sequences) - 1, sampled.start, sampled.stop, is_joined))
-    return sequences, places
+        turn_spans.append(TurnSpan(len(sequences) - 1, sampled.start, sampled.stop, is_joined))
+    return sequences, turn_spans
 
 
 def add_rewards(sequence: TokenSequence, rewards: Sequence[float]) -> None:
-    """Adds rewards of dropped turns, which lie behind the sequence's tokens so far."""
+    """Adds rewards of dropped turns, which count at the end of the sequence's tokens so far."""
     sequence.rewards.extend((len(sequence.token_ids), reward) for reward in rewards)
 
 

@@ -29,13 +29,13 @@ def messages_for_engine(messages: Sequence[Message], tools: Tools | None) -> lis
 
 
 def thinking_of(message: Message) -> str | None:
-    """The thinking that a message brings in a field of its own."""
+    """The thinking that a message brings in a separate field."""
     values = (message.get(field) for field in THINKING_FIELDS)
     return next((value for value in values if isinstance(value, str) and value), None)
 
 
 def calls_of(message: Message) -> list[Any]:
-    """The tool calls of an answer, also those in OpenAI's older form of one call."""
+    """The tool calls of an answer, also a call in OpenAI's older form, which has one call."""
     calls = as_list(message.get("tool_calls"))
     older = message.get("function_call")
     if calls or older is None:
@@ -132,7 +132,8 @@ def check_answer(message: Message, where: str) -> None:
     """Checks an answer that is trained.
 
     Raises:
-        UnusableTurn: the answer is empty, or the arguments of a call are no JSON object: vLLM renders these as none.
+        UnusableTurn: the answer is empty, or the arguments of a call are no JSON object: vLLM renders such a call without
+            arguments.
     """
     fields = (message.get(name) for name in ("content", "refusal", "function_call"))
     is_written = any(field is not None for field in fields) or message.get("tool_calls") not in (None, [])
@@ -153,8 +154,8 @@ def _is_object(text: str) -> bool:
 
 
 def _without_filled(value: Any, schema: Any) -> Any:
-    """Arguments without those that are null although their schema allows no null: a table filled them in. Without a schema
-    all are kept."""
+    """Arguments without the nulls that the schema does not allow: a table filled these nulls in. Without a schema all
+    arguments are kept."""
     if not isinstance(schema, dict):
         return value
     if isinstance(value, list):
@@ -170,6 +171,7 @@ def _without_filled(value: Any, schema: Any) -> Any:
 
 
 def _allows_null(schema: Any) -> bool:
+    """Whether null fits a field's schema. A field without a schema allows no null; a schema without a type does."""
     if schema is None:
         return False
     if not isinstance(schema, dict):

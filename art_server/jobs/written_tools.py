@@ -53,8 +53,8 @@ def _function(function: dict[str, Any], is_filled: bool) -> dict[str, Any]:
 
 
 def _is_filled(schema: Any) -> bool:
-    """Whether a schema comes from a table: a field is null in it that no JSON schema has as null. Then null stands for what
-    is absent everywhere, also as a default."""
+    """Whether a schema comes from a table: it has a null where no JSON schema can have one. Then every null stands for an
+    absent field, also as a default."""
     if not isinstance(schema, dict):
         return False
     if any(value is None for name, value in schema.items() if name not in MAY_BE_NULL):
@@ -75,7 +75,7 @@ def _inner_schemas(schema: dict[str, Any]) -> list[Any]:
 
 
 def _schema(schema: dict[str, Any], is_filled: bool) -> dict[str, Any]:
-    """A JSON schema without what a table filled in."""
+    """A JSON schema without the nulls that a table filled in."""
     present: dict[str, Any] = {}
     for name, value in schema.items():
         if value is None:
@@ -84,12 +84,14 @@ def _schema(schema: dict[str, Any], is_filled: bool) -> dict[str, Any]:
         elif name in DATA:
             present[name] = value
         elif isinstance(value, list):
-            present[name] = [_schema(item, is_filled) if isinstance(item, dict) else item for item in value]
+            present[name] = [_schema_or_value(item, is_filled) for item in value]
         elif isinstance(value, dict) and name in BY_NAME:
             named = {key: inner for key, inner in value.items() if inner is not None}
-            present[name] = {
-                key: _schema(inner, is_filled) if isinstance(inner, dict) else inner for key, inner in named.items()
-            }
+            present[name] = {key: _schema_or_value(inner, is_filled) for key, inner in named.items()}
         else:
-            present[name] = _schema(value, is_filled) if isinstance(value, dict) else value
+            present[name] = _schema_or_value(value, is_filled)
     return present
+
+
+def _schema_or_value(value: Any, is_filled: bool) -> Any:
+    return _schema(value, is_filled) if isinstance(value, dict) else value

@@ -23,7 +23,7 @@ MAX_BROKEN_OBJECTS = 32
 BILLING_HEADER = "x-anthropic-billing-header"
 
 RESPONSE_PREFIX = "resp_"
-"""What stands before the request's id in the id of a response."""
+"""The beginning of a response's id, which continues with the request's id."""
 
 _MARKUP = re.compile(r"</?(tool_call|tool_calls)>|<\|python_tag\|>|\[TOOL_CALLS\]")
 _BETWEEN_CALLS = " \n\t[],;"
@@ -49,7 +49,7 @@ EMPTY = digest()
 
 def text_digest(text: str) -> bytes:
     """Digest of an answer's text, with canonical JSON objects, without thinking, tool-call markup and white space."""
-    return _name(_without_thinking(text))
+    return _visible_digest(_without_thinking(text))
 
 
 EMPTY_ANSWER = digest(b"")
@@ -59,12 +59,12 @@ EMPTY_ANSWER = digest(b"")
 def message_digest(message: Message) -> bytes:
     """Digest of an assistant message. It equals `text_digest` of the text that the message was parsed from."""
     calls = [call_text(call) for call in as_list(message.get("tool_calls"))]
-    return _name(_without_thinking(content_text(message.get("content"))) + "".join(calls))
+    return _visible_digest(_without_thinking(content_text(message.get("content"))) + "".join(calls))
 
 
 def cut_digest(message: Message, stops: Sequence[str]) -> bytes | None:
-    """Digest of an assistant message up to the first of these stop strings, which the agent added to the answer with all
-    text behind it; None if it contains none."""
+    """Digest of an assistant message up to the first of these stop strings: the agent added the stop string, and all text
+    behind it, to the answer. None if the message contains no stop string."""
     text = content_text(message.get("content"))
     ends = [end for stop in stops if (end := text.find(stop)) >= 0]
     return message_digest({**message, "content": text[: min(ends)]}) if ends else None
@@ -74,12 +74,13 @@ def _without_thinking(text: str) -> str:
     return text.partition(THINK_END)[2] if THINK_END in text else text
 
 
-def _name(visible: str) -> bytes:
+def _visible_digest(visible: str) -> bytes:
     return digest(_squeeze(_MARKUP.sub("", visible)).encode(errors="surrogatepass"))
 
 
 def split_thinking(text: str) -> tuple[str | None, str]:
-    """Thinking and answer of a text; the thinking is None if the text does not begin with any."""
+    """Thinking and answer of a text, such as `hm` and `Yes` of `<think>hm</think>Yes`. The thinking is None if the text does
+    not begin with thinking."""
     thought, mark, answer = text.partition(THINK_END)
     before, opening, inside = thought.partition(THINK_START)
     if not mark or (opening and before.strip()):
@@ -113,7 +114,7 @@ def split_calls(text: str) -> tuple[str, list[str]] | None:
 
 
 def call_text(call: Any) -> str:
-    """A tool call as models write it."""
+    """A tool call as models write it, such as `{"name": "add", "arguments": {"a": 1}}`."""
     function = call.get("function") if isinstance(call, dict) else None
     function = function if isinstance(function, dict) else {}
     arguments = function.get("arguments", {})
@@ -127,7 +128,7 @@ def call_text(call: Any) -> str:
 
 
 def _squeeze(text: str) -> str:
-    """Text without white space, with each JSON object in canonical form.
+    """Text without white space, with each JSON object in canonical form: `Call {"b": 1, "a": 2}` is `Call{"a":2,"b":1`.
 
     After the first tool call only calls count, because parsers drop the rest. Closing braces at the end do not count,
     because parsers remove one from a call that is not JSON.
@@ -189,13 +190,13 @@ def content_text(content: Any) -> str:
 def system_text(content: Any) -> str:
     """The text of a system message without Claude Code's billing line, which changes with each request and which vLLM
     does not render."""
-    made = ""
+    texts: list[str] = []
     for part in content if isinstance(content, list) else [content]:
         text = content_text([part] if isinstance(part, dict) else part)
         if text.startswith(BILLING_HEADER):
             text = text.partition("\n")[2]
-        made += text
-    return made
+        texts.append(text)
+    return "".join(texts)
 
 
 def message_from(text: str) -> Message:
@@ -227,19 +228,19 @@ class PastAnswer:
     """An assistant's message of a request, by what identifies the choice that it repeats."""
 
     prefix_digest: bytes
-    """Digest of the conversation before it."""
+    """Digest of the conversation before the message."""
     answer_digest: bytes
     cut_digest: bytes | None = None
     """Digest of the answer if the agent added a stop string to it (`cut_digest`)."""
     ids: tuple[str, ...] = ()
-    """Those in the message: of its tool calls, and its choice's."""
+    """The ids in the message: of its tool calls, and of its choice."""
     has_calls: bool = False
     has_thinking: bool = False
     """The agent returns the thinking, too."""
 
     @property
     def digests(self) -> tuple[bytes, ...]:
-        """Of the answers that the message may repeat."""
+        """The digests of the answers that the message may repeat."""
         return (self.answer_digest,) if self.cut_digest is None else (self.answer_digest, self.cut_digest)
 
 
@@ -251,10 +252,17 @@ def past_answers(messages: Sequence[Message], stops: Sequence[str] = ()) -> tupl
         if message.get("role") != "assistant":
             prefix = extend(prefix, message)
             continue
-        made = message_digest(message)
-        flags = bool(message.get("tool_calls")), has_thinking(message)
-        answers.append(PastAnswer(prefix, made, cut_digest(message, stops), tuple(ids_in(message)), *flags))
-        prefix = after(prefix, made)
+        answer_digest = message_digest(message)
+        answer = PastAnswer(
+            prefix,
+            answer_digest,
+            cut_digest(message, stops),
+            tuple(ids_in(message)),
+            has_calls=bool(message.get("tool_calls")),
+            has_thinking=has_thinking(message),
+        )
+        answers.append(answer)
+        prefix = after(prefix, answer_digest)
     return prefix, answers
 
 
@@ -268,7 +276,7 @@ def ids_in(message: Message) -> list[str]:
 
 
 def has_thinking(message: Message) -> bool:
-    """Whether a message brings thinking, in a field of its own or in its text."""
+    """Whether a message brings thinking, in a separate field or in its text."""
     fields = (message.get("reasoning"), message.get("reasoning_content"))
     return any(isinstance(field, str) and field for field in fields) or (
         THINK_END in content_text(message.get("content"))
@@ -277,9 +285,9 @@ def has_thinking(message: Message) -> bool:
 
 def stops_of(api: str, body: dict[str, Any]) -> list[str]:
     """The stop strings of a request."""
-    given = body.get("stop_sequences" if api == "messages" else "stop")
-    listed = [given] if isinstance(given, str) else as_list(given)
-    return [each for each in listed if isinstance(each, str) and each]
+    stops = body.get("stop_sequences" if api == "messages" else "stop")
+    listed = [stops] if isinstance(stops, str) else as_list(stops)
+    return [stop for stop in listed if isinstance(stop, str) and stop]
 
 
 def cited_choices(body: dict[str, Any]) -> list[str]:
@@ -292,7 +300,7 @@ def cited_choices(body: dict[str, Any]) -> list[str]:
 
 
 def prefix_digests(messages: Sequence[Message]) -> list[bytes]:
-    """The digests of all beginnings of a conversation: entry i is that of the first i messages."""
+    """The digests of all beginnings of a conversation: entry i is the digest of the first i messages."""
     digests = [EMPTY]
     for message in messages:
         digests.append(extend(digests[-1], message))
@@ -307,14 +315,15 @@ class Conversation:
     message: Message
     digest: bytes
     exact: bytes
-    """Equal only if the other roles' texts are equal to the last white space, as those of a repeated request are."""
+    """Like `digest`, but with the white space in the texts of all roles except the assistant: a repeated request has equal
+    white space."""
 
     def __iter__(self) -> Iterator["Conversation"]:
         """The conversation and its beginnings, longest first."""
-        each: Conversation | None = self
-        while each is not None:
-            yield each
-            each = each.before
+        beginning: Conversation | None = self
+        while beginning is not None:
+            yield beginning
+            beginning = beginning.before
 
 
 def grow(before: Conversation | None, message: Message) -> Conversation:
@@ -327,7 +336,7 @@ def grow(before: Conversation | None, message: Message) -> Conversation:
 
 
 def extend(before: bytes, message: Message) -> bytes:
-    """The digest of a conversation with `message` added; `before` is its digest without."""
+    """The digest of a conversation with `message` added; `before` is the digest without `message`."""
     role = str(message.get("role"))
     if role == "assistant":
         return after(before, message_digest(message))
@@ -383,7 +392,7 @@ def _from_anthropic(message: Any) -> list[Message]:
     content = message.get("content")
     if not isinstance(content, list):
         return [{"role": message.get("role"), "content": content}]
-    made: list[Message] = []
+    messages: list[Message] = []
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
     for block in content:
@@ -391,32 +400,32 @@ def _from_anthropic(message: Any) -> list[Message]:
             continue
         if block.get("type") == "tool_result":
             result = content_text(block.get("content"))
-            made.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         elif block.get("type") == "tool_use":
             arguments = json.dumps(block.get("input", {}))
             function = {"name": block.get("name"), "arguments": arguments}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif isinstance(block.get("text"), str):
             texts.append(block["text"])
-    if texts or calls or not made:
+    if texts or calls or not messages:
         own: Message = {"role": message.get("role"), "content": "".join(texts)}
-        made.append(own | ({"tool_calls": calls} if calls else {}))
-    return made
+        messages.append(own | ({"tool_calls": calls} if calls else {}))
+    return messages
 
 
 def _from_responses(body: dict[str, Any]) -> list[Message]:
     """The input of OpenAI's Responses API as chat messages."""
-    made: list[Message] = []
+    messages: list[Message] = []
     if isinstance(body.get("instructions"), str):
-        made.append({"role": "system", "content": body["instructions"]})
+        messages.append({"role": "system", "content": body["instructions"]})
     if isinstance(body.get("input"), str):
-        return [*made, {"role": "user", "content": body["input"]}]
+        return [*messages, {"role": "user", "content": body["input"]}]
     for item in as_list(body.get("input")):
-        _add_item(made, item)
-    return made
+        _add_item(messages, item)
+    return messages
 
 
-def _add_item(made: list[Message], item: Any) -> None:
+def _add_item(messages: list[Message], item: Any) -> None:
     """Adds an item of a conversation. A function call joins the assistant's message before it."""
     if not isinstance(item, dict):
         return
@@ -424,30 +433,30 @@ def _add_item(made: list[Message], item: Any) -> None:
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        if not (made and made[-1]["role"] == "assistant"):
-            made.append({"role": "assistant", "content": ""})
-        made[-1].setdefault("tool_calls", []).append(call)
+        if not (messages and messages[-1]["role"] == "assistant"):
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = item.get("output")
         text = output if isinstance(output, str) else content_text(output)
-        made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
     elif kind == "message":
-        made.append({"role": item.get("role"), "content": content_text(item.get("content"))})
+        messages.append({"role": item.get("role"), "content": content_text(item.get("content"))})
 
 
 def with_thinking(api: str, body: dict[str, Any], thoughts: Sequence[str | None]) -> dict[str, Any]:
-    """A request's body whose assistant messages, in the order of `past_answers`, have these thoughts, in the form of the
-    API. A message that has its own keeps it; None adds nothing."""
+    """A request's body with these thoughts in its assistant messages, in the form of the API. The thoughts are in the order
+    of `past_answers`; None adds nothing. A message that brings thinking keeps it."""
     left = iter(thoughts)
     if api == "responses":
         return {**body, "input": _thinking_items(body["input"], left)}
-    made: list[Any] = []
+    messages: list[Any] = []
     for message in body["messages"]:
         # A message of Anthropic's API can be several chat messages.
-        num_answers = sum(each.get("role") == "assistant" for each in _as_chat(api, message))
+        num_answers = sum(chat_message.get("role") == "assistant" for chat_message in _as_chat(api, message))
         own = list(filter(None, itertools.islice(left, num_answers)))
-        made.append(_think(api, message, own[0]) if own else message)
-    return {**body, "messages": made}
+        messages.append(_think(api, message, own[0]) if own else message)
+    return {**body, "messages": messages}
 
 
 def _as_chat(api: str, message: Any) -> list[Message]:
@@ -467,20 +476,21 @@ def _think(api: str, message: Message, thought: str) -> Message:
 
 def _thinking_items(items: Sequence[Any], left: Iterator[str | None]) -> list[Any]:
     """The items of OpenAI's Responses API, with an item for each thought before its answer."""
-    made: list[Any] = []
+    thinking_items: list[Any] = []
     messages: list[Message] = []
     for item in items:
         num = len(messages)
         _add_item(messages, item)
         is_new = len(messages) > num and messages[-1].get("role") == "assistant"
         thought = next(left, None) if is_new else None
-        has_own = bool(made) and isinstance(made[-1], dict) and made[-1].get("type") == "reasoning"
+        last = thinking_items[-1] if thinking_items else None
+        has_own = isinstance(last, dict) and last.get("type") == "reasoning"
         if thought is not None and not has_own:
             content = [{"type": "reasoning_text", "text": thought}]
-            name = f"rs_{len(made)}"
-            made.append({"type": "reasoning", "id": name, "summary": [], "content": content})
-        made.append(item)
-    return made
+            name = f"rs_{len(thinking_items)}"
+            thinking_items.append({"type": "reasoning", "id": name, "summary": [], "content": content})
+        thinking_items.append(item)
+    return thinking_items
 
 
 def fingerprint(logprobs: Sequence[float]) -> bytes:

@@ -14,8 +14,8 @@ class Decoder:
     """Decodes token ids, special tokens included. Without a tokenizer.json it cannot decode, and splicing is off."""
 
     def __init__(self, folder: Path, stop_ids: Iterable[int], behind_answer: str = ""):
-        """`stop_ids` are the tokens at which the engine stops. `behind_answer` is the text that the chat template writes after an answer. If it begins with a special token,
-        that token also ends a turn."""
+        """`stop_ids` are the tokens at which the engine stops. `behind_answer` is the text that the chat template writes after
+        an answer. If this text begins with a special token, that token also ends a turn."""
         file = folder / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(file)) if file.exists() else None
         if self._tokenizer is None:
@@ -25,9 +25,9 @@ class Decoder:
         self.end_id = of_tokenizer if of_template is None else of_template
         """The special token that the chat template writes behind an answer; without one, the tokenizer's end-of-sequence
         token; None if unknown."""
-        found = {each for each in (of_template, of_tokenizer) if each is not None}
+        known = {token_id for token_id in (of_template, of_tokenizer) if token_id is not None}
         self.stop_ids = frozenset(stop_ids)
-        self.end_ids = self.stop_ids | found
+        self.end_ids = self.stop_ids | known
 
     @property
     def can_decode(self) -> bool:
@@ -64,11 +64,11 @@ class Decoder:
         return self._tokenizer.token_to_id(token) if isinstance(token, str) else None
 
     def _find_opening_special(self, text: str) -> int | None:
-        """The special token that a text begins with, if any: the longest."""
+        """The longest special token that a text begins with; None if there is none."""
         if self._tokenizer is None:
             return None
-        longest, found = 0, None
-        for number, token in self._tokenizer.get_added_tokens_decoder().items():
+        longest, opening_id = 0, None
+        for token_id, token in self._tokenizer.get_added_tokens_decoder().items():
             if token.special and text.startswith(token.content) and len(token.content) > longest:
-                longest, found = len(token.content), number
-        return found
+                longest, opening_id = len(token.content), token_id
+        return opening_id

@@ -7,8 +7,8 @@ Words are compared: case, white space and punctuation do not count, nor does thi
     one place was changed   the common beginning and end are more than half of the longer text
     several were changed    more than half of the shorter text stands in the other, in stretches of `STRETCH` letters
 
-Anything else is another answer: that of another model, or one that the program wrote. Where nearly all text is the same
-nobody can tell a repair from another speaker, and nearly all tokens of the answer are those that the agent went on with.
+Anything else is another answer: another model sampled it, or the program wrote it. Where nearly all text is the same, nobody
+can tell a repair from another speaker, and the agent continued with nearly all tokens of the answer.
 """
 
 import re
@@ -45,7 +45,7 @@ def words_of(message: Message) -> list[str]:
 
 
 def spoken(words: Sequence[str]) -> str:
-    """Words as a text, which other words contain only as whole words, one behind the other."""
+    """Words as one text, such as ` not yet `, which other words contain only as whole words, one behind the other."""
     return f" {' '.join(words)} "
 
 

@@ -122,23 +122,23 @@ class Intake:
         return RecordReceiver(self._take_prompt, self._take_samples, self._lose)
 
     def _take_prompt(self, engine_request_id: str, rendered: list[int]) -> list[int] | None:
-        found = REQUEST_ID.search(engine_request_id)
-        if found is None:
+        match = REQUEST_ID.search(engine_request_id)
+        if match is None:
             return None
-        return self._ledger.take_prompt(found[1], int(found[2] or 0), rendered)
+        return self._ledger.take_prompt(match[1], int(match[2] or 0), rendered)
 
     def _take_samples(self, samples: Sequence[FinishedChoice]) -> None:
         taken: list[tuple[str, int, int, FinishedChoice]] = []
         for sample in samples:
-            found = REQUEST_ID.search(sample.request_id)
-            if found is not None:
-                position = int(found[2] or 0)
+            match = REQUEST_ID.search(sample.request_id)
+            if match is not None:
+                position = int(match[2] or 0)
                 index = position * sample.sampling["n"] + sample.index
-                taken.append((found[1], index, position, sample))
+                taken.append((match[1], index, position, sample))
         self._ledger.take_samples(taken)
         self._background.clear_fault(RECORDS)
 
     def _lose(self, engine_request_id: str, index: int, num: int, error: Exception) -> None:
         self._background.record_fault(RECORDS, error)
-        if found := REQUEST_ID.search(engine_request_id):
-            self._ledger.lose(found[1], int(found[2] or 0) * num + index, str(error))
+        if match := REQUEST_ID.search(engine_request_id):
+            self._ledger.lose(match[1], int(match[2] or 0) * num + index, str(error))

@@ -88,7 +88,7 @@ class Ledger:
         self._texts: dict[tuple[str, int | None, int], str] = {}
         """`Comparison.texts`."""
         self._thoughts: dict[str, tuple[str | None, bool]] = {}
-        """The thinking of choices, by id (None: there is none), and whether their digests tell an edited message."""
+        """By choice id: the choice's thinking (None: it has none), and whether its digest shows that a message is edited."""
         self._unanswered: list[int] = []
         """The numbers of prompts whose requests ended without a record, for `prune`."""
         clock.tick(after=self._storage.newest_event(NEWEST))
@@ -121,7 +121,7 @@ class Ledger:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Those of them at which the engine stops."""
+        """The tokens of `end_ids` at which the engine stops."""
         return self._stop_ids
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
@@ -148,7 +148,7 @@ class Ledger:
     def take_samples(self, samples: Sequence[tuple[str, int, int, FinishedChoice]]) -> None:
         """Stores choices in one transaction, given as (request id, choice index, prompt number, sample). Choices of
         unknown requests are ignored."""
-        made: list[tuple[OpenRequest, int, Record]] = []
+        records: list[tuple[OpenRequest, int, Record]] = []
         with self._lock, contextlib.ExitStack() as undo:
             with transaction(self._storage.db):
                 for request_id, index, position, sample in samples:
@@ -168,11 +168,11 @@ class Ledger:
                         prompt = opened.prompts[position]
                         record = self._make_record(opened.request, index, prompt, sample)
                         self._storage.write(record, prompt)
-                        made.append((opened, index, record))
+                        records.append((opened, index, record))
                     else:
                         opened.lose(index, "its prompt was not recorded")
             undo.pop_all()
-        for opened, index, record in made:
+        for opened, index, record in records:
             opened.add(index, record)
 
     def lose(self, request_id: str, index: int, reason: str) -> None:
@@ -212,37 +212,37 @@ class Ledger:
         return self._decoder.decode(ids[:-1] if has_ended else ids)
 
     def _make_prompt(self, opened: "OpenRequest", token_ids: Sequence[int], *, is_rendered: bool = False) -> Prompt:
-        """Stores the prompt that is sampled from; with `is_rendered` that is the rendering, without splicing."""
+        """Stores the prompt that is sampled from; with `is_rendered` this is the rendering, without splicing."""
         rendered = array.array("i", token_ids)
-        made = Prompt(0, rendered, rendered)
+        prompt = Prompt(0, rendered, rendered)
         if self._decoder is not None and not is_rendered:
-            self._continue(made, opened.candidates, self._decoder)
-        made.number = self._storage.store_prompt(made)
-        return made
+            self._continue(prompt, opened.candidates, self._decoder)
+        prompt.number = self._storage.store_prompt(prompt)
+        return prompt
 
-    def _continue(self, made: Prompt, candidates: Candidates, decoder: Decoder) -> None:
-        """Finds the answer that a rendered prompt continues, and splices its tokens into `made`."""
+    def _continue(self, prompt: Prompt, candidates: Candidates, decoder: Decoder) -> None:
+        """Finds the answer that a rendered prompt continues, and splices the answer's tokens into `prompt`."""
         if len(self._texts) > CACHED_TEXTS:
             self._texts.clear()
         reading = Comparison(decoder, self._rules, self._is_splicing, self._texts)
 
         def read(row: sqlite3.Row) -> bytes | None:
-            prompt = self._storage.load_rendering(row["prompt"])
-            shown = find_shown(made.rendered, prompt, reading)
+            earlier = self._storage.load_rendering(row["prompt"])
+            shown = find_shown(prompt.rendered, earlier, reading)
             return conversation.text_digest(shown.text) if shown is not None else None
 
         nearest: Candidate | None = None
         for rows, is_repeated in itertools.islice(candidates.groups(read), MAX_TRIED):
-            found = continue_answer(made.rendered, map(self._answer, rows), reading)
-            if found is not None:
-                made.continues, made.link = found.choice_id, found.link
-                if found.token_ids is not None:
-                    made.token_ids, made.length = found.token_ids, found.length
+            continuation = continue_answer(prompt.rendered, map(self._answer, rows), reading)
+            if continuation is not None:
+                prompt.continues, prompt.link = continuation.choice_id, continuation.link
+                if continuation.token_ids is not None:
+                    prompt.token_ids, prompt.length = continuation.token_ids, continuation.length
                 return
             if is_repeated and nearest is None:
                 nearest = self._answer(rows[0])
-                if loses_thinking(nearest, made.rendered, reading):
-                    made.continues, made.link = nearest.choice_id, "dropped"
+                if loses_thinking(nearest, prompt.rendered, reading):
+                    prompt.continues, prompt.link = nearest.choice_id, "dropped"
                     return
 
     def _answer(self, row: sqlite3.Row) -> Candidate:
@@ -251,8 +251,8 @@ class Ledger:
         return Candidate(row["choice_id"], rendering, prompt, unpack_array(row["tokens"], "i"))
 
     def recall_thinking(self, opened: "OpenRequest") -> list[str | None]:
-        """For each past answer of a request the thinking that was sampled before it, if the message brings none, and is
-        certainly one choice that was not edited."""
+        """For each past answer of a request, the thinking that was sampled before the answer. None if the message brings its
+        own thinking, or is not certainly a recorded choice without edits."""
         if self._decoder is None or not self._is_splicing:
             return []
         with self._lock:
@@ -268,9 +268,9 @@ class Ledger:
             if len(self._thoughts) >= CACHED_TEXTS:
                 self._thoughts.clear()
             sampled_ids, _ = split_end(unpack_array(row["tokens"], "i"), self._decoder.end_ids)
-            thought, said = conversation.split_thinking(self._decoder.decode(sampled_ids))
-            # Of calls that are no JSON the digest differs from that of the parsed message.
-            is_comparable = not answer.has_calls or conversation.split_calls(said) is not None
+            thought, visible = conversation.split_thinking(self._decoder.decode(sampled_ids))
+            # If calls are no JSON, the choice's digest differs from the parsed message's, edited or not.
+            is_comparable = not answer.has_calls or conversation.split_calls(visible) is not None
             thought = (thought or "").strip("\n") or None
             self._thoughts[row["choice_id"]] = thought, is_comparable
         thought, is_comparable = self._thoughts[row["choice_id"]]
@@ -279,7 +279,7 @@ class Ledger:
 
     def name_calls(self, choice: str, call_ids: Iterable[str]) -> None:
         """Remembers which choice made these tool calls, so that a request with their ids refers to it. An id that two
-        choices used refers to neither."""
+        choices used refers to neither choice."""
         with self._lock, tolerated("a tool call's id"):
             self._storage.db.executemany(
                 "INSERT INTO calls (call_id, choice_id) VALUES (?, ?) ON CONFLICT (call_id) DO UPDATE"
@@ -308,8 +308,8 @@ class Ledger:
             self._storage.store_turn(request_id, turn)
 
     def keep_response(self, request_id: str, items: Sequence[Any], item_ids: Iterable[str]) -> None:
-        """Stores a response, so that later requests can name it in place of its conversation. It stays as long as its
-        record."""
+        """Stores a response, so that later requests can name the response in place of its conversation. The response stays as
+        long as its record."""
         with self._lock, tolerated("a response"):
             self._storage.store_response(request_id, items, item_ids)
 
@@ -318,7 +318,7 @@ class Ledger:
     def find_response(
         self, owner: str, project: str | None, name: str | None, response_id: str
     ) -> list[dict[str, Any]] | None:
-        """The items of a model's stored response, with those of the conversation before it; None if there is none."""
+        """The items of a model's stored response, and the items of the conversation before; None if there is no response."""
         with self._lock, database_errors("the stored responses"):
             request_id = response_id.removeprefix(conversation.RESPONSE_PREFIX)
             return self._storage.load_response(owner, project, name, request_id)
@@ -333,8 +333,8 @@ class Ledger:
     def find(self, choice: str) -> Record | None:
         """The record of a choice id; None if there is none or it was deleted."""
         with self._lock:
-            found = self._storage.select("choice_id = ?", choice)
-        return found[0] if found else None
+            records = self._storage.select("choice_id = ?", choice)
+        return records[0] if records else None
 
     def find_session(self, project: str, name: str, session: str) -> list[tuple[Record, dict[str, Any]]]:
         """The choices that one model sampled in a session, in order, without tokens, each with its turn as the agent has
@@ -356,7 +356,7 @@ class Ledger:
                 f" WHERE session = ? AND {where} ORDER BY number",
                 (session, *values),
             ).fetchall()
-        found: list[tuple[Record, dict[str, Any]]] = []
+        recorded: list[tuple[Record, dict[str, Any]]] = []
         turns: dict[str, dict[str, Any] | None] = {}
         known: dict[int, conversation.Conversation] = {}
         for choice, request_id in rows:
@@ -368,8 +368,8 @@ class Ledger:
                     continue
                 record = self._storage.find_heading(choice)
             if record is not None:
-                found.append((record, turn))
-        return found
+                recorded.append((record, turn))
+        return recorded
 
     def count_answers(self, session: str) -> dict[tuple[str, str | None, str | None], int]:
         """The number of choices in a session, of any model: by owner, project and name, which are None for the base model."""
@@ -381,11 +381,11 @@ class Ledger:
         return {(owner, project, name): count for owner, project, name, count in rows}
 
     def find_unnamed(self, project: str, name: str, since: int) -> list[str]:
-        """The ids of the choices that requests to a model, which came at or after a `clock.tick` and name no session, have
-        got. Reads some records at a time, newest first, because requests wait meanwhile."""
+        """The ids of the choices that a model's requests without a session got. Only requests that came at `since`
+        (`clock.tick`) or later count. Reads some records at a time, newest first, because requests wait meanwhile."""
         with self._lock:
             (stop,) = self._storage.db.execute("SELECT COALESCE(MAX(number), 0) FROM records").fetchone()
-        found: list[str] = []
+        unnamed: list[str] = []
         while stop > 0:
             start = stop - CHANGED_AT_A_TIME
             with self._lock:
@@ -395,10 +395,11 @@ class Ledger:
                     (project, name, start, stop),
                 ).fetchall()
             later = [(choice, is_unnamed) for choice, requested_at, is_unnamed in rows if (requested_at or 0) >= since]
-            found += [choice for choice, is_unnamed in later if is_unnamed]
-            # Records are in the order in which answers ended: that of requests but for those that ran at the same time.
+            unnamed += [choice for choice, is_unnamed in later if is_unnamed]
+            # Records are in the order in which answers ended, which is the order of the requests, except for requests that
+            # ran at the same time.
             stop = start if later else 0
-        return found
+        return unnamed
 
     def lost_choices(self, project: str, name: str, session: str) -> dict[str, int]:
         """The number of choices that the agent got from a model in a session, and that the ledger does not have, by
@@ -409,7 +410,7 @@ class Ledger:
     def find_by_logprobs(self, project: str, name: str, logprobs: Sequence[float]) -> list[Match]:
         """A model's records with these log-probabilities, newest first. They are not loaded, because a frequent answer has
         thousands."""
-        # SQLite cannot know that few have equal log-probabilities.
+        # The index is named: SQLite cannot know that few records have equal log-probabilities.
         fingerprint = conversation.fingerprint(logprobs)
         return self._find_matches("records_by_fingerprint", project, name, fingerprint=fingerprint)
 
@@ -484,8 +485,8 @@ class Ledger:
 
     def _used_prompts(self) -> list[int]:
         """The numbers of the prompts of open requests."""
-        opened = list(self._open.values())
-        return [prompt.number for each in opened for prompt in each.prompts.values()]
+        open_requests = list(self._open.values())
+        return [prompt.number for request in open_requests for prompt in request.prompts.values()]
 
     def _prune_some(self) -> int:
         with self._lock:
@@ -528,7 +529,7 @@ class OpenRequest:
     _candidates: Candidates | None = None
     _came: asyncio.Event = field(default_factory=asyncio.Event)
     _waited: float = 0.0
-    """Seconds of it that are over."""
+    """Seconds of `record_wait_seconds` that are over."""
 
     def __enter__(self) -> "OpenRequest":
         self.ledger._open[self.request.request_id] = self

@@ -31,10 +31,9 @@ class Request:
     prefix_digest: bytes = conversation.EMPTY
     """Digest of the conversation that the request carries."""
     answers: Sequence[PastAnswer] = ()
-    """The assistant's messages in it, oldest first. They are not stored."""
+    """The assistant's messages in this conversation, oldest first; not stored."""
     cited_choices: Sequence[str] = ()
-    """Ids of choices to which the request refers outside of its messages, as the Responses API does. They are not
-    stored."""
+    """Ids of choices to which the request refers outside of its messages, as the Responses API does; not stored."""
     requested_at: int | None = None
     """When the server received the request (`clock.tick`). None: recorded by an earlier version."""
 
@@ -69,7 +68,7 @@ class Record:
     is_delivered: bool = False
     """The answer was sent in full."""
     delivered_at: int | None = None
-    """When it was (`clock.tick`). None: it was not, or an earlier version sent it."""
+    """When the answer was sent in full (`clock.tick`). None: it was not, or an earlier version sent it."""
 
     @property
     def after(self) -> bytes:
@@ -85,7 +84,7 @@ class Match:
     step: int | None
     prompt: Hashable
     tokens: Hashable
-    """`prompt` and `tokens` are equal if those of the records are."""
+    """`prompt` and `tokens` of two matches are equal if the records have the same prompt and tokens."""
     prefix_digest: bytes
     answer_digest: bytes
     load: Callable[[], Record | None]
@@ -103,7 +102,7 @@ class Prompt:
     continues: str | None = None
     link: Link | None = None
     length: int = 0
-    """Of a spliced prompt: how many first tokens of `rendered` belong to the earlier prompt."""
+    """How many first tokens of `rendered` belong to the earlier prompt, if this prompt is spliced."""
     listed: list[int] | None = None
     """`token_ids` for records; all choices of the prompt share it."""
 

@@ -25,7 +25,7 @@ class SessionTurn:
     """The request's messages; None: it has none."""
     tools: list[dict[str, Any]] | None
     asked: tuple[bytes, str]
-    """Equal for equal conversations. The first part is `Conversation.exact`, the second tools and constraints."""
+    """Equal for equal conversations. The first part is `Conversation.exact`, the second has tools and constraints."""
     constraints: dict[str, Any]
     """Fields of the request that constrain its answer, such as a JSON schema."""
     choice: dict[str, Any]
@@ -36,11 +36,11 @@ class SessionTurn:
     parent: "SessionTurn | None" = None
     """The turn that this one continues."""
     edits: "SessionTurn | None" = None
-    """A turn behind `parent` whose answer this one's messages contain as the agent edited it."""
+    """A turn behind `parent` whose answer, edited by the agent, is in this turn's messages."""
     followers: list["SessionTurn"] = field(default_factory=list)
     """The turns that continue this one, or contain its edited answer."""
     last_used_at: int = 0
-    """The last request or delivery of this turn and of all that follow it."""
+    """The time of the last request or delivery of this turn and of all turns that follow."""
     discarded: str | None = None
     """Why the agent discarded the answer, or an earlier one of its conversation."""
 
@@ -68,19 +68,21 @@ class SessionTurn:
         return turn
 
     def is_repeated_as(self, beginning: Conversation, stops: Sequence[str]) -> bool:
-        """Whether the last message of a request's beginning is the answer, unchanged. `stops` are the request's."""
+        """Whether the last message of a request's beginning is the answer, unchanged. `stops` are the request's
+        stop strings."""
         return not self.ends.isdisjoint(ends_of(beginning, stops))
 
     def is_edited_as(self, message: Message) -> bool:
         """Whether a message that is not the answer unchanged is the answer as the agent edited it."""
         ids = {self.record.choice_id}
-        if self.record.request.api == "chat":  # of the other APIs the ids that the agent has are not in the choice
+        if self.record.request.api == "chat":  # with other APIs the choice lacks the ids that the agent has
             ids.update(conversation.ids_in(self.choice["message"]))
         return not ids.isdisjoint(conversation.ids_in(message)) or is_edit(self.choice["message"], message)
 
 
 def ends_of(beginning: Conversation, stops: Sequence[str]) -> list[bytes]:
-    """The digests with which the choice may have ended that a conversation's last message repeats."""
+    """The digests that a choice may have in `SessionTurn.ends` if a conversation's last message repeats the choice: with the
+    message as it is, and cut at a stop string."""
     cut = conversation.cut_digest(beginning.message, stops) if beginning.message.get("role") == "assistant" else None
     if cut is None:
         return [beginning.digest]

@@ -1,18 +1,19 @@
 """Builds the conversations of a trajectory from the choices that one model sampled in a session.
 
-A request continues the choice whose conversation, with the answer, its messages begin with; of several, the longest.
-A choice that no request continues ends a conversation. Choices that the agent did not receive in full are excluded and
-counted. So are those that it discarded, as the order of its requests and of the answers' deliveries shows:
+A request continues a choice if its messages begin with the choice's conversation and answer; among several choices, the one
+with the longest conversation. A choice that no request continues ends a conversation. Choices that the agent did not receive
+in full are excluded and counted. So are choices that the agent discarded, as the order of its requests and of the answers'
+deliveries shows:
 
-    asked again    the same conversation was requested again after the agent last used the answer: after it received the
-                   answer, and everything that continues it
-    passed over    no request continues the answer, and one that came after the answer's own request continues another
+    asked again    the same conversation was requested again after the agent last used the answer: after the agent received
+                   the answer, and everything that continues the answer
+    passed over    no request continues the answer, and a request that came after the answer's own request continues another
                    answer to the same conversation
-    replaced, asked another        the same, for what others said and were asked (`speakers.py`)
+    replaced, asked another        the same, where others answered or were asked (`speakers.py`)
 
 Choices of one request, and of requests that overlap, are branches. Conversations are the same if messages, tools and
 the constraints of the answer (a JSON schema) are equal: the same text with another schema, or with other white space, is
-another question. A request that contains an edited answer (`edits.py`) is a conversation of its own, and shows that the
+another question. A request that contains an edited answer (`edits.py`) is a separate conversation, and shows that the
 agent used the answer.
 """
 
@@ -38,7 +39,8 @@ Recorded = tuple[Record, dict[str, Any]]
 
 
 def read_session(ledger: Ledger, project: str, name: str, session: str, owner: str) -> SessionReply:
-    """A model's conversations in a session (blocking). `owner` is the caller's; the base model answers under it."""
+    """A model's conversations in a session (blocking). `owner` is the caller's `Request.owner`, under which the
+    base model's answers are recorded."""
     recorded = ledger.find_session(project, name, session)
     others = ledger.find_other_speakers(project, name, session, owner)
     reply = session_trajectory(recorded, others, ledger.lost_choices(project, name, session))
@@ -52,7 +54,7 @@ def session_trajectory(
     recorded: Sequence[Recorded], others: Sequence[Recorded] = (), lost: Mapping[str, int] | None = None
 ) -> SessionReply:
     """The conversations of a model in a session, in the order in which their first requests came. `recorded` are the
-    model's choices, `others` those of the server's other models. `lost` counts choices without a record, by reason."""
+    model's choices, `others` the choices of the server's other models. `lost` counts choices without a record, by reason."""
     turns = sorted(make_turns(recorded), key=lambda turn: turn.requested_at)
     of_others = sorted(make_turns(others), key=lambda turn: turn.requested_at)
     sampled = {end for turn in (*turns, *of_others) for end in turn.ends}
@@ -78,13 +80,14 @@ def session_trajectory(
 
 
 def make_turns(recorded: Sequence[Recorded]) -> list[SessionTurn]:
-    """The turns of a session. Requests of an earlier version, without times, count as made one after the other."""
+    """The turns of a session. Requests of an earlier version, without times, count as requested one after the other."""
     turns: list[SessionTurn] = []
-    places: dict[str, int] = {}
+    order: dict[str, int] = {}
     for number, (record, kept) in enumerate(recorded):
-        place = places.setdefault(record.request.request_id, number - len(recorded))
+        # Below 0, and so before all requests with a time.
+        earliest = order.setdefault(record.request.request_id, number - len(recorded))
         requested = record.request.requested_at
-        requested = place if requested is None else requested
+        requested = earliest if requested is None else requested
         delivered = requested if record.delivered_at is None else record.delivered_at
         asked = json.dumps([kept["tools"], kept.get("constraints") or {}], sort_keys=True)
         choice = kept["choices"][record.choice_id.rpartition("-")[2]]
@@ -139,16 +142,19 @@ def find_parent(
     by_conversation: Mapping[bytes, Sequence[SessionTurn]],
     sampled: Set[bytes],
 ) -> tuple[SessionTurn | None, SessionTurn | None]:
-    """The earlier turn that this one continues, and one behind it whose answer the agent edited. Among equal answers, the
-    one that the record names, else the latest that was delivered before this turn's request, else the latest."""
+    """The earlier turn that `turn` continues, and a turn behind the earlier turn whose answer the agent edited.
+
+    Among equal answers the record of `turn` names one, or else the latest turn that was delivered before the request of
+    `turn` counts, or else the latest turn.
+    """
     edited: SessionTurn | None = None
     for beginning in turn.conversation or ():
         ends = ends_of(beginning, turn.stops)
-        ended = [one for end in ends for one in by_end.get(end, ())]
-        equal = [one for one in ended if one.requested_at < turn.requested_at]
+        ended = [earlier for end in ends for earlier in by_end.get(end, ())]
+        equal = [earlier for earlier in ended if earlier.requested_at < turn.requested_at]
         if equal:
-            named = [one for one in equal if one.record.choice_id == turn.record.continues]
-            had = [one for one in equal if (one.delivered_at or turn.requested_at) < turn.requested_at]
+            named = [earlier for earlier in equal if earlier.record.choice_id == turn.record.continues]
+            had = [earlier for earlier in equal if (earlier.delivered_at or turn.requested_at) < turn.requested_at]
             return (named or had or equal)[-1], edited
         is_foreign = beginning.message.get("role") == "assistant" and sampled.isdisjoint(ends)
         if edited is None and is_foreign and beginning.before is not None:
@@ -158,22 +164,23 @@ def find_parent(
 
 
 def find_edited(turn: SessionTurn, message: Message, asked: Sequence[SessionTurn]) -> SessionTurn | None:
-    """The latest of the turns before `turn` whose answer `message` is, as the agent edited it."""
-    earlier = [one for one in asked if one.requested_at < turn.requested_at]
-    edited = (one for one in reversed(earlier[-MAX_COMPARED:]) if one.is_edited_as(message))
+    """The latest turn before `turn` whose answer, edited by the agent, is `message`; None if there is none."""
+    earlier_turns = [earlier for earlier in asked if earlier.requested_at < turn.requested_at]
+    edited = (earlier for earlier in reversed(earlier_turns[-MAX_COMPARED:]) if earlier.is_edited_as(message))
     return next(edited, None)
 
 
 def mark_discarded(turns: Sequence[SessionTurn]) -> None:
-    """Sets why the agent discarded each of these turns of one model, which are in the order of their requests, for its
-    other answers."""
+    """Sets why the agent discarded turns for other answers of the same model. `turns` are the turns of one model, in the
+    order of their requests."""
     by_asked: dict[tuple[bytes, str], list[SessionTurn]] = {}
     for turn in turns:
         by_asked.setdefault(turn.asked, []).append(turn)
     for equal in by_asked.values():
         # An answer that never came replaces none.
-        asked_at = max((t.requested_at for t in equal if t.delivered_at is not None), default=None)
-        continued_at = max((f.requested_at for t in equal for f in t.followers), default=None)
+        asked_at = max((sibling.requested_at for sibling in equal if sibling.delivered_at is not None), default=None)
+        followers = [follower for sibling in equal for follower in sibling.followers]
+        continued_at = max((follower.requested_at for follower in followers), default=None)
         for turn in equal:
             if asked_at is not None and asked_at > turn.last_used_at:
                 turn.discarded = ASKED_AGAIN
@@ -186,7 +193,8 @@ def mark_discarded(turns: Sequence[SessionTurn]) -> None:
 
 
 def make_history(turn: SessionTurn, used: set[str]) -> HistoryBody:
-    """The conversation that ends with `turn`; recorded choices replace the messages that repeat them."""
+    """The conversation that ends with `turn`; recorded choices replace the messages that repeat them. Adds the choices' ids to
+    `used`."""
     earlier: dict[bytes, SessionTurn] = {}
     parent = turn.parent
     while parent is not None:
@@ -194,10 +202,10 @@ def make_history(turn: SessionTurn, used: set[str]) -> HistoryBody:
         parent = parent.parent
     entries: list[dict[str, Any]] = []
     for beginning in reversed([*(turn.conversation or ())]):
-        made = next((earlier[end] for end in ends_of(beginning, turn.stops) if end in earlier), None)
-        if made is not None:
-            used.add(made.record.choice_id)
-            entries.append(made.choice)
+        repeated = next((earlier[end] for end in ends_of(beginning, turn.stops) if end in earlier), None)
+        if repeated is not None:
+            used.add(repeated.record.choice_id)
+            entries.append(repeated.choice)
         else:
             entries.append(beginning.message)
     used.add(turn.record.choice_id)

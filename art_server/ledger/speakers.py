@@ -1,18 +1,25 @@
-"""What the agent's conversations say of a model's answers where others speak in them, too: other models of the server, models
-elsewhere, and the program itself. Answers of the latter two are seen only as assistant's messages of later requests.
+"""Whether the agent discarded a model's answer for another speaker's, where conversations have several speakers: other models
+of the server, models elsewhere, and the program itself. Answers of models elsewhere and of the program are seen only as
+assistant's messages of later requests.
 
-An answer from which no request of its own model went on was discarded for another speaker's if
+If no request of its own model continues an answer, the answer was discarded where
 
-    replaced         a request goes on, behind the same conversation, with another assistant's message, which no request
-                     before the answer contained (such a message is an example)
+    replaced         a request continues the same conversation with another assistant's message, which no request before the
+                     answer contained (such a message is an example)
     asked another    another model of the server was asked the same conversation after the agent had the answer
 
-Neither is so if the agent used the answer: the message is the answer with changes (`edits.py`); a request quotes it, as
-those of critics, judges and debates do; another model's request contains it, and the answer's own model does not go on
-without it. Nor if message or request belong to another conversation that reads alike: the message answers the same text
-with other tools or another schema, or a model continues its own answer, as each player of a game does. What runs elsewhere
-is not seen, so the rule is the same for a model of the server and for one elsewhere, except that only the former is seen
-being asked.
+An answer that the agent used was not discarded:
+
+    edited           the message is the answer with changes (`edits.py`)
+    quoted           a request quotes the answer, as the requests of critics, judges and debates do
+    passed on        another model's request contains the answer, and the answer's own model does not continue without the
+                     answer
+
+Nor was an answer discarded if message or request belong to another conversation that reads alike: the message answers the
+same text with other tools or another schema, or a model continues its own answer, as each player of a game does.
+
+What runs elsewhere is not seen. So the rule is the same for models of the server and models elsewhere, but only a model of
+the server is seen being asked.
 """
 
 import bisect
@@ -43,7 +50,7 @@ class Heard:
     beginning: Conversation
     """The conversation that ends with the message."""
     first: SessionTurn
-    """The first request that contains it."""
+    """The first request that contains the message."""
     last: SessionTurn
 
     def is_answer(self, turn: SessionTurn) -> bool:
@@ -52,7 +59,7 @@ class Heard:
 
 
 class Speakers:
-    """The messages and answers of a session. `own` are the turns of one model, `others` those of the server's other models;
+    """The messages and answers of a session. `own` are the turns of one model, `others` the turns of the server's other models;
     both are in the order of their requests, and linked."""
 
     def __init__(self, own: Sequence[SessionTurn], others: Sequence[SessionTurn]):
@@ -72,7 +79,7 @@ class Speakers:
             self._asked.setdefault(turn.asked[0], []).append(turn)
 
     def why_discarded(self, turn: SessionTurn) -> str | None:
-        """Why the agent discarded an answer for another speaker's; None if it did not."""
+        """Why the agent discarded an answer for another speaker's; None if the agent did not discard the answer."""
         if turn.delivered_at is None or turn.followers or turn.conversation is None:
             return None
         used_at: int | None = None
@@ -87,10 +94,10 @@ class Speakers:
             elif reason := replaces(message, answers, turn):
                 replacing.append((message, reason))
         for message, reason in replacing:
-            goes_on = used_at is None or (
+            is_continued = used_at is None or (
                 message.first.speaker == turn.speaker and message.first.requested_at > used_at
             )
-            if goes_on and message.beginning.digest not in known and not self._is_quoted(turn, message.first):
+            if is_continued and message.beginning.digest not in known and not self._is_quoted(turn, message.first):
                 return reason
         had_at = max(used_at or 0, turn.delivered_at)
         is_asked = any(self._asks_again(other, turn, had_at) for other in self._asked[turn.asked[0]])
@@ -107,13 +114,13 @@ class Speakers:
         """Whether another model's answered request asks a turn's conversation after the agent had the turn's answer."""
         if other.speaker == turn.speaker or other.asked != turn.asked or other.delivered_at is None:
             return False
-        # Both models gave the last answer in it, so it is a conversation of each.
+        # Both models gave the same last answer, so each model continues its own conversation, as a player of a game does.
         is_alike = turn.parent and other.parent and not turn.parent.ends.isdisjoint(other.parent.ends)
         return other.requested_at > had_at and not is_alike
 
     def _is_quoted(self, turn: SessionTurn, by: SessionTurn | None = None) -> bool:
-        """Whether the answer's words stand in a message of a later request: of any model, or with `by` in that request or
-        one of the turn's own model."""
+        """Whether a message of a later request contains the answer's words. With `by`, only the request `by` and requests of
+        the turn's own model count."""
         words = words_of(turn.choice["message"])
         asked = {beginning.digest for beginning in turn.conversation or ()}
         start = bisect.bisect_right(self._heard, turn.requested_at, key=lambda message: message.first.requested_at)
@@ -134,7 +141,8 @@ class Speakers:
 
 
 def heard(turns: Sequence[SessionTurn]) -> Iterator[Heard]:
-    """Each message of the turns' requests once for each model, in the order in which the requests contain it first."""
+    """The messages of the turns' requests, each message once for each model, in the order of the first requests that contain
+    the messages."""
     known: dict[tuple[tuple[str | None, str | None], int], Heard] = {}
     for turn in turns:
         for beginning in turn.conversation or ():
@@ -154,9 +162,9 @@ def heard(turns: Sequence[SessionTurn]) -> Iterator[Heard]:
 
 
 def replaces(message: Heard, answers: Sequence[SessionTurn], turn: SessionTurn) -> str | None:
-    """The reason if an assistant's message behind a turn's conversation is another answer to it, else None. `answers` are the
-    turns behind the conversation whose answer the message is."""
-    if not answers:
+    """The reason if an assistant's message behind a turn's conversation is another answer to this conversation, else None.
+    `answers` are the turns of this conversation whose answer the message is."""
+    if not answers:  # a model elsewhere or the program wrote the message
         return REPLACED if not is_constrained(turn) or is_json(message.beginning.message) else None
     speakers = {other.speaker for other in answers}
     is_conversation_of_another = speakers == {message.first.speaker} != {turn.speaker}

@@ -44,9 +44,9 @@ class Candidate:
 
     choice_id: str
     rendering: "array.array[int]"
-    """Its prompt, as the chat template rendered it."""
+    """The choice's prompt, as the chat template rendered it."""
     prompt_token_ids: "array.array[int]"
-    """Its prompt, as the engine sampled from it."""
+    """The choice's prompt, as the engine sampled from it."""
     token_ids: Sequence[int]
 
 
@@ -78,35 +78,36 @@ class Comparison:
 class Shown:
     """An answer as a later prompt renders it, without the end of its turn."""
 
-    place: range
+    span: range
+    """Where the answer's tokens are in the prompt."""
     token_ids: list[int]
     before: int | None
-    """The token before it."""
+    """The token before the answer; None if the prompt begins with the answer."""
     text: str
 
 
 def continue_answer(
     rendered: "array.array[int]", answers: Iterable[Candidate], reading: Comparison
 ) -> Continuation | None:
-    """How a rendered prompt continues one of these answers, which are newest first: the newest one that is rendered with
-    the same tokens, else the newest one with the same text. None if it continues none of them."""
-    found: Continuation | None = None
+    """How a rendered prompt continues one of these answers, which are newest first: the newest answer that is rendered with
+    the same tokens, else the newest answer with the same text. None if the prompt continues none of them."""
+    continuation: Continuation | None = None
     prompt: array.array[int] | None = None
     shown: Shown | None = None
     for answer in answers:
-        if answer.rendering is not prompt:  # siblings have the same
+        if answer.rendering is not prompt:  # siblings have the same prompt
             prompt = answer.rendering
             shown = find_shown(rendered, prompt, reading)
         if shown is None:
             continue
         sampled_ids, _ = split_end(answer.token_ids, reading.decoder.end_ids)
-        sampled_ids = [*answer.rendering[shown.place.start :], *sampled_ids]
+        sampled_ids = [*answer.rendering[shown.span.start :], *sampled_ids]
         if sampled_ids == shown.token_ids:
-            return join(answer, rendered, shown.place, reading)
-        if found is None:
+            return join(answer, rendered, shown.span, reading)
+        if continuation is None:
             text = decode_answer(answer, sampled_ids, shown, reading)
-            found = join_same(answer, sampled_ids, text, rendered, shown, reading)
-    return found
+            continuation = join_same(answer, sampled_ids, text, rendered, shown, reading)
+    return continuation
 
 
 def join_same(
@@ -117,22 +118,23 @@ def join_same(
     shown: Shown,
     reading: Comparison,
 ) -> Continuation | None:
-    """The prompt with the answer's own tokens, if it is shown with the same text or, where its turn had no end, with text
-    that the agent added; None otherwise."""
+    """The prompt with the answer's own tokens, if the prompt shows the same text. Text that the agent added may follow the
+    answer, if the answer's turn had no end. None otherwise."""
     added = added_text(text, shown.text, reading.rules)
     if added == "":
-        return join(answer, rendered, shown.place, reading)
+        return join(answer, rendered, shown.span, reading)
     has_end = split_end(answer.token_ids, reading.decoder.end_ids)[1] is not None
     if added is None or has_end:
         return None
     added_ids = last_tokens(shown, added, reading.decoder)
     if reading.decoder.decode_behind([*sampled_ids, *added_ids], shown.before) != text + added:
         return None
-    return join(answer, rendered, shown.place, reading, added_ids)
+    return join(answer, rendered, shown.span, reading, added_ids)
 
 
 def find_shown(rendered: "array.array[int]", prompt: "array.array[int]", reading: Comparison) -> Shown | None:
-    """The answer in a rendered prompt to an earlier one, which was rendered as `prompt`. None if it does not begin with it."""
+    """The answer to an earlier request, whose prompt was rendered as `prompt`, as the later prompt `rendered` shows it. None if
+    the later prompt does not begin with the earlier prompt, or the answer has no end."""
     start = len(prompt)
     if rendered[:start] != prompt and start > 1 and reading.decoder.is_space(prompt[-1]):
         start -= 1  # white space may merge with the next token
@@ -156,13 +158,14 @@ def decode_answer(answer: Candidate, sampled_ids: Sequence[int], shown: Shown, r
 
 
 def last_tokens(shown: Shown, text: str, decoder: Decoder) -> list[int]:
-    """The last tokens of a shown answer, which spell `text`; of a token that begins before it, the rest is split anew."""
+    """The last tokens of a shown answer, which spell `text`. If a token begins before `text`, the token's rest is split
+    anew."""
     ids, before = shown.token_ids, len(shown.text) - len(text)
 
     def spelled(num: int) -> str:
         return decoder.decode_behind(ids[:num], shown.before)
 
-    num = bisect.bisect_left(range(len(ids)), before, key=lambda num: len(spelled(num)))
+    num = bisect.bisect_left(range(len(ids)), before, key=lambda count: len(spelled(count)))
     while num < len(ids) and not (len(spelled(num)) >= before and shown.text.startswith(spelled(num))):
         num += 1  # a part of a character
     rest = spelled(num)[before:]
@@ -170,27 +173,27 @@ def last_tokens(shown: Shown, text: str, decoder: Decoder) -> list[int]:
 
 
 def join(
-    answer: Candidate, rendered: "array.array[int]", place: range, reading: Comparison, added_ids: Sequence[int] = ()
+    answer: Candidate, rendered: "array.array[int]", span: range, reading: Comparison, added_ids: Sequence[int] = ()
 ) -> Continuation:
-    """The prompt with the answer's own tokens, and those that the agent added, instead of the tokens at `place`."""
+    """The prompt with the answer's own tokens, and the tokens that the agent added, instead of the tokens in `span`."""
     sampled_ids, sampled_end = split_end(answer.token_ids, reading.decoder.end_ids)
     # The rendered end of the turn stays: in some model families it is the next role's header.
-    num_same = int(sampled_end == rendered[place.stop])
+    num_same = 1 if sampled_end == rendered[span.stop] else 0
     taken = answer.token_ids[: len(sampled_ids) + num_same]
-    new = rendered[place.stop + num_same :]
+    new = rendered[span.stop + num_same :]
     whole = answer.prompt_token_ids + array.array("i", [*taken, *added_ids]) + new
     if whole == rendered:
         return Continuation(answer.choice_id, "exact")
     if not reading.is_splicing:
         return Continuation(answer.choice_id, "retokenized")
-    return Continuation(answer.choice_id, "spliced", whole, place.start)
+    return Continuation(answer.choice_id, "spliced", whole, span.start)
 
 
 def loses_thinking(answer: Candidate, rendered: "array.array[int]", reading: Comparison) -> bool:
-    """Whether a rendered prompt first differs from an answer, with the prompt before it, where thinking begins there."""
+    """Whether a rendered prompt differs from an earlier prompt and its answer first where the answer's thinking begins."""
     past = [*answer.rendering, *answer.token_ids]
     near = max(0, first_difference(past, rendered) - NEAR)
-    text, shown = (reading.decoder.decode_behind(list(each[near : near + 2 * NEAR]), None) for each in (past, rendered))
+    text, shown = (reading.decoder.decode_behind(list(ids[near : near + 2 * NEAR]), None) for ids in (past, rendered))
     at, mark = first_difference(text, shown), conversation.THINK_START
     start = text.rfind(mark, 0, at + len(mark))
     is_begun = start >= 0 and not text[start + len(mark) : at].strip()
@@ -205,8 +208,8 @@ def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def added_text(sampled: str, shown: str, rules: TemplateRules) -> str | None:
-    """The text behind a sampled answer in a rendered one: none if they are the same but for harmless differences; None if
-    the rendered one is another."""
+    """The text that an agent added to a sampled answer, such as `, sir` if `Yes` is shown as `Yes, sir`. Empty if the two texts
+    are the same but for harmless differences; None if the shown answer is another answer."""
     if sampled == shown:
         return ""
     thought, answered = conversation.split_thinking(sampled)

@@ -1,8 +1,8 @@
 """The ledger's SQLite file: prompts, records, kept sets, sessions' turns and stored responses. Callers hold the ledger's
 lock.
 
-A prompt is stored as the choice that it continues plus its new tokens, and a turn's messages as those of a known
-conversation plus the new ones. So a conversation of many turns is stored once.
+A prompt is stored as the choice that it continues plus its new tokens, and a turn's messages as a known
+conversation plus the new messages. So a conversation of many turns is stored once.
 """
 
 import array
@@ -358,15 +358,14 @@ class Storage:
         sampling = record.sampling
         is_cut_by_p = sampling.get("top_p", 1.0) < 1 or sampling.get("min_p", 0.0) > 0
         is_shared = not is_cut_by_p and sampling.get("top_k", 0) <= 0
-        stored = (
-            None if is_raw else array.array("f", record.sampled_logprobs).tobytes(),
-            record.kept,
-            [
-                self._share_set(packed, record.created_at) if is_shared or packed[:1] == MASK else packed
-                for packed in record.sets
-            ],
-        )
-        return zlib.compress(msgspec.msgpack.encode(stored), 1)
+        logprobs = None if is_raw else array.array("f", record.sampled_logprobs).tobytes()
+        sets: list[int | bytes] = []
+        for packed in record.sets:
+            if is_shared or packed[:1] == MASK:
+                sets.append(self._share_set(packed, record.created_at))
+            else:
+                sets.append(packed)
+        return zlib.compress(msgspec.msgpack.encode((logprobs, record.kept, sets)), 1)
 
     def _load_sampled(
         self, stored: bytes | None, raw: list[float]
@@ -375,14 +374,14 @@ class Storage:
             return (None if stored is None else raw), [], []
         packed, kept, sets = msgspec.msgpack.decode(zlib.decompress(stored))
         logprobs = raw if packed is None else array.array("f", packed).tolist()
-        return logprobs, kept, [self._load_set(one) for one in sets]
+        return logprobs, kept, [self._load_set(stored_set) for stored_set in sets]
 
     def _share_set(self, packed: bytes, used_at: float) -> int:
         digest = conversation.digest(packed)
-        found = self.db.execute("SELECT number, used_at FROM kept_sets WHERE digest = ?", (digest,)).fetchone()
-        if found is None:
+        row = self.db.execute("SELECT number, used_at FROM kept_sets WHERE digest = ?", (digest,)).fetchone()
+        if row is None:
             return insert(self.db, "kept_sets", {"digest": digest, "used_at": used_at, "packed": packed})
-        number, last = found
+        number, last = row
         if last < used_at - USED_SECONDS:
             update = "UPDATE kept_sets SET used_at = ? WHERE number = ?"
             self.db.execute(update, (used_at, number))
@@ -414,8 +413,8 @@ class Storage:
         choices = {name: name for name in names} | dict(callers)
         wanted = json.dumps([choice for choice in choices.values() if choice is not None])
         rows = self._find_choices(request, "", f"choice_id {IN_LIST}", wanted, limit=-1)
-        found = {row["choice_id"]: row for row in rows}
-        return {name: found[choice] for name, choice in choices.items() if choice in found}
+        by_id = {row["choice_id"]: row for row in rows}
+        return {name: by_id[choice] for name, choice in choices.items() if choice in by_id}
 
     def find_of_session(self, request: Request) -> list[sqlite3.Row]:
         """The newest choices of a request's session; none without a session."""
@@ -464,7 +463,7 @@ class Storage:
             insert(self.db, "turns", row, or_else="REPLACE")
 
     def _store_conversation(self, messages: Sequence[Any]) -> int | None:
-        """The number of a conversation, of which only what is new is written; None without messages."""
+        """Stores a conversation, and returns its number. Only new messages are written. None without messages."""
         bodies = [json.dumps(message).encode() for message in messages]
         digests = [conversation.EMPTY]
         for body in bodies:
@@ -473,7 +472,10 @@ class Storage:
         known = len(bodies)
         while known and number is None:
             row = self.db.execute("SELECT number FROM conversations WHERE digest = ?", (digests[known],)).fetchone()
-            number, known = (row[0], known) if row is not None else (None, known - 1)
+            if row is not None:
+                number = row[0]
+            else:
+                known -= 1
         for body, name in zip(bodies[known:], digests[known + 1 :], strict=True):
             packed = zlib.compress(body, 1 if len(body) > SMALL_BYTES else 0)
             row = {"digest": name, "parent": number, "message": packed}
@@ -507,13 +509,13 @@ class Storage:
             ).fetchone()
             new.append((number, message))
             number = parent
-        made = None if number is None else known[number]
+        grown = None if number is None else known[number]
         for number, message in reversed(new):
-            made = known[number] = conversation.grow(made, json.loads(zlib.decompress(message)))
-        return made
+            grown = known[number] = conversation.grow(grown, json.loads(zlib.decompress(message)))
+        return grown
 
     def _drop_conversations(self, numbers: Iterable[int | None]) -> None:
-        """Deletes those of the conversations that no turn, no response and no longer conversation needs, and then those
+        """Deletes these conversations if no turn, response or longer conversation needs them, and then the conversations
         before them."""
         left = {number for number in numbers if number is not None}
         while left:
@@ -531,7 +533,7 @@ class Storage:
     # --- stored responses ---
 
     def store_response(self, request_id: str, items: Sequence[Any], item_ids: Iterable[str]) -> None:
-        """Stores the items of a response, its conversation's and its own. `item_ids` are the ids of its own."""
+        """Stores the items of a response: the items of its conversation and its own items, whose ids are `item_ids`."""
         with transaction(self.db):
             row = {"request_id": request_id, "items": self._store_conversation(items)}
             insert(self.db, "responses", row, or_else="REPLACE")
@@ -603,7 +605,7 @@ class Storage:
             f"SELECT choice_id, prompt, request_id FROM records WHERE number {IN_LIST}",
             (json.dumps(numbers),),
         ).fetchall()
-        choices, prompts, requests = (json.dumps(list(set(each))) for each in zip(*rows, strict=True))
+        choices, prompts, requests = (json.dumps(list(set(column))) for column in zip(*rows, strict=True))
         with transaction(self.db):
             of_sessions = self.db.execute(
                 f"SELECT session, project, name, COUNT(*) FROM records WHERE number {IN_LIST} AND is_delivered"
@@ -650,7 +652,7 @@ class Storage:
         self._sets.clear()
 
     def drop_prompts(self, numbers: Sequence[int], used_prompts: Iterable[int]) -> None:
-        """Deletes those of the prompts that have no record, except `used_prompts`."""
+        """Deletes these prompts if they have no record, except `used_prompts`."""
         self._drop_unused(json.dumps(list(numbers)), json.dumps(list(used_prompts)))
         self.forget()
 

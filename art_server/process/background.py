@@ -19,7 +19,7 @@ STALL_SECONDS = 0.25
 
 
 class Background:
-    """The server's endless tasks, and the present errors of those that fail."""
+    """The server's endless tasks, and the present errors of tasks that fail."""
 
     def __init__(self) -> None:
         self.faults: dict[str, str] = {}
@@ -71,7 +71,7 @@ class Background:
     async def stop(self, name: str | None = None) -> None:
         """Ends one task, or all of them."""
         names = list(self._tasks) if name is None else [name]
-        tasks = [self._tasks.pop(each) for each in names if each in self._tasks]
+        tasks = [self._tasks.pop(task_name) for task_name in names if task_name in self._tasks]
         for task in tasks:
             task.cancel()
         for task in tasks:

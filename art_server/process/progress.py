@@ -36,7 +36,7 @@ class StartProgress:
 
     @contextlib.contextmanager
     def unless_refused(self) -> Iterator[None]:
-        """If the block fails, the lines are again those before it: nothing starts."""
+        """If the block fails, restores the lines from before the block: nothing has started."""
         before = self._lines.copy()
         with contextlib.ExitStack() as undo:
             undo.callback(self._restore, before)

@@ -1,7 +1,7 @@
 """Reads the configuration of an untrusted PEFT folder. Only a plain LoRA passes.
 
 A rank-stabilised LoRA is a plain one with another alpha. Layers that a configuration selects by patterns, numbers or
-exclusions are named by the adapter's tensors. The trainer checks that the tensors are those of this LoRA on the base model
+exclusions are named by the adapter's tensors. The trainer checks that the tensors belong to this LoRA on the base model
 (`trainer/checkpoint.py`).
 """
 
@@ -19,7 +19,7 @@ from art_server.store.selected_layers import ALL_LINEAR, FIELDS, BadPattern, not
 
 MAX_CONFIG_BYTES = 2**20
 MAX_HEADER_BYTES = 100_000_000
-"""Of a safetensors file, as its library limits it."""
+"""Largest header of a safetensors file, as the format's library limits it."""
 MAX_RANK, MAX_ALPHA = 512, 65_536
 READ = {"peft_type", "task_type", "r", "lora_alpha", "use_rslora", "init_lora_weights", *FIELDS}
 WITHOUT_EFFECT = {
@@ -33,8 +33,8 @@ WITHOUT_EFFECT = {
     "qalora_group_size",
     "revision",
 }
-"""Fields of PEFT's configuration (0.21) that do not change what the saved matrices mean. Of all other fields only those
-pass that are not set, so a later PEFT cannot bring a kind of adapter that is not base + B A alpha / rank."""
+"""Fields of PEFT's configuration (0.21) that do not change what the saved matrices mean. Any other
+field passes only if it is not set, so a later PEFT cannot bring a kind of adapter that is not base + B A alpha / rank."""
 UNSET = (None, False, 0, "", "none", [], {})
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that leave the base model's weights unchanged; PiSSA, OLoRA and LoftQ change them."""
@@ -80,7 +80,7 @@ def read_lora(folder: Path) -> tuple[LoRAConfig, str | None]:
 
 
 def _read_targets(config: dict[str, Any], tensors: Path) -> list[str] | None:
-    """The names of the adapted layers; None: all linear ones. Whole paths where no list of names says it."""
+    """The names of the adapted layers; None: all linear layers. Whole paths where the configuration has no list of names."""
     targets = config.get("target_modules")
     numbers = config.get("layers_to_transform")
     if config.get("exclude_modules") or numbers not in (None, []) or not isinstance(targets, str | list | None):
@@ -101,7 +101,7 @@ def _read_targets(config: dict[str, Any], tensors: Path) -> list[str] | None:
 
 def _layers_of(config: dict[str, Any], tensors: Path) -> list[str]:
     """The paths of the layers that an adapter's tensors belong to, which the configuration has to select: PEFT ignores the
-    tensors of others, and layers without tensors stay as they are."""
+    tensors of other layers, and layers without tensors stay as they are."""
     layers = sorted({match[1] for name in _tensor_names(tensors) if (match := TENSOR.fullmatch(name))})
     try:
         ignored = not_selected(config, layers)
@@ -127,7 +127,9 @@ def _tensor_names(file: Path) -> list[str]:
             if size > MAX_HEADER_BYTES:
                 raise ValueError("its header is too large")
             header = json.loads(opened.read(size))
-            return [name for name in header if isinstance(name, str)] if isinstance(header, dict) else []
+            if not isinstance(header, dict):
+                return []
+            return [name for name in header if isinstance(name, str)]
     except (OSError, ValueError, RecursionError, struct.error) as error:
         raise _bad(
             f"{ADAPTER_FILE} cannot be read ({type(error).__name__}), whose layers target_modules describes: save the adapter "

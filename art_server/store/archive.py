@@ -67,7 +67,7 @@ def describe_step(folder: ModelFolder, record: ModelRecord, step: int) -> Descri
     digests = kept.files or content_digests(content)
     return Description(
         **kept.model_dump(exclude={"files", "job_id"}),
-        files={name: each for name, each in digests.items() if (content / name).exists()},
+        files={name: digest for name, digest in digests.items() if (content / name).exists()},
         base_model=record.base_model,
         lora=record.lora,
     )
@@ -98,15 +98,15 @@ def read_description(data: bytes) -> Description:
     """Parses a checkpoint.json.
 
     Raises:
-        InvalidInput: it is not a valid description.
+        InvalidInput: the data are not a valid description.
     """
     try:
         description = Description.model_validate_json(data)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, problem["loc"]))
+        location = ".".join(map(str, problem["loc"]))
         raise InvalidInput(
-            f"{DESCRIPTION_FILE} is not a valid description of a checkpoint: {place}: {problem['msg']}",
+            f"{DESCRIPTION_FILE} is not a valid description of a checkpoint: {location}: {problem['msg']}",
             code="broken_checkpoint",
         ) from error
     if unknown := description.files.keys() - set(CONTENT_FILES):  # they become paths
@@ -122,7 +122,7 @@ def place_checkpoint(folder: ModelFolder, description: Description, content: Pat
     step that the model lacks. Does nothing if the model has the step with the same weights.
 
     Raises:
-        Conflict: the model has the step with other weights, its newest step is older than this one, or its base model
+        Conflict: the model has the step with other weights, its newest step is older than this step, or its base model
             or LoRA shape differs.
     """
     if not folder.exists():

@@ -1,9 +1,9 @@
 """What a base model is: one record, made once per base, from which plan, limits, registration and engine take what they
 need.
 
-Files leave out what equals a class's default, so the record is made by transformers, which interprets them, in a process
-of its own (`inspection`): the server loads no torch. It needs no weights, so a model that cannot be trained is
-refused before its download. Records are kept on disk by the content of the files and the versions of the libraries.
+A model's files leave out what equals a class's default. So transformers, which knows the defaults, makes the record, in a
+separate process (`engine/inspection_process`): the server loads no torch. The record needs no weights, so a model that cannot
+be trained is refused before its download. Records are kept on disk by the content of the files and the versions of libraries.
 """
 
 import functools
@@ -49,11 +49,11 @@ class Parsers:
     """vLLM's parsers for one model."""
 
     tool: str | None
-    """None: the template has no mark of a call, and text must not become one."""
+    """None: the template has no mark of a call, and text must not become a call."""
     reasoning: str | None = None
     thinks: bool | None = None
-    """Whether an answer thinks unless a request says otherwise, by the template's argument `enable_thinking`. None: that
-    follows from each prompt's end."""
+    """Whether an answer thinks unless a request says otherwise, by the template's argument `enable_thinking`. None: each
+    prompt's end decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +71,16 @@ class TemplateRules:
 
 
 class Facts(BaseModel, frozen=True):
-    """The numbers of the language model, where a model has other parts too."""
+    """The facts about a base model. Where a model has other parts too, the numbers are the language model's."""
 
     model_type: str
     """transformers' name of the family, such as "qwen3"."""
     problem: str | None = None
-    """Why no adapter of it can be trained and served; the other facts are then unknown."""
+    """Why no adapter of the model can be trained and served; the other facts are then unknown."""
     quantization: str | None = None
     """How the weights are quantised, such as "fp8"; None if they are not."""
     has_8_bits: bool = False
-    """Whether bitsandbytes quantised them to 8 bits."""
+    """Whether bitsandbytes quantised the weights to 8 bits."""
     ropes: tuple[str, ...] = ()
     """Kinds of rotary embeddings, as transformers names them."""
     vocabulary: int = 0
@@ -98,11 +98,11 @@ class Facts(BaseModel, frozen=True):
     kv_heads: int = 1
     """Heads of keys and values; 1 for latent attention, which keeps one vector."""
     is_mixture: bool = False
-    """Whether it is a mixture of experts."""
+    """Whether the model is a mixture of experts."""
     has_latent_attention: bool = False
-    """Whether its attention keeps one small vector of a token for all heads (as DeepSeek-V3's does)."""
+    """Whether attention keeps one small vector of a token for all heads (as DeepSeek-V3's does)."""
     has_delta_rule: bool = False
-    """Whether it has gated delta layers (as Qwen3.5 has), which vLLM computes on a CPU in bfloat16 only."""
+    """Whether the model has gated delta layers (as Qwen3.5 has), which vLLM computes on a CPU in bfloat16 only."""
     lora_width: int = 0
     """Sum of inputs and outputs of the layers that take an adapter: an adapter's parameters per rank."""
     lora_modules: tuple[str, ...] = ()
@@ -110,16 +110,16 @@ class Facts(BaseModel, frozen=True):
     stop_ids: tuple[int, ...] = ()
     """The tokens at which the engine stops."""
     overrides: dict[str, Any] = {}
-    """What vLLM has to be told of the configuration (`--hf-overrides`), because it looks for it elsewhere."""
+    """Fields of the configuration that vLLM gets as `--hf-overrides`, because it looks for them in other places."""
     notes: tuple[str, ...] = ()
-    """What a user has to know about its chat template, one sentence each."""
+    """What a user has to know about the model's chat template, one sentence each."""
     parsers: Parsers = Parsers(None)
     rules: TemplateRules = TemplateRules()
 
 
 def read_facts(folder: Path, template: Path | None = None) -> Facts:
-    """The facts about the model in `folder`, which needs no weights (blocking: seconds for a model that was never seen).
-    `template` is a file with a chat template for it; None: its own.
+    """The facts about the model in `folder`, which needs no weights (blocking: seconds for a new model). `template` is
+    a file with a chat template for the model; None: the model's own.
 
     Raises:
         InvalidInput: config.json is missing or damaged.
@@ -151,7 +151,7 @@ def _kept_facts(folder: str, template: str, digest: str) -> Facts:
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(kept, facts.model_dump())
-    except OSError as error:  # the next start makes it again
+    except OSError as error:  # the next start makes the record again
         logger.warning("the facts about %s are not kept: %s", folder, error)
     return facts
 
@@ -174,19 +174,21 @@ def _inspect(folder: str, template: str) -> str:
 
 def facts_digest(folder: Path, template: Path | None) -> str:
     """SHA-256 of all that a model's facts follow from: its files, the code that reads them, versions of libraries."""
-    read = [file for name in SOURCES for file in sorted(folder.glob(name))]
+    sources = [file for name in SOURCES for file in sorted(folder.glob(name))]
+    if template is not None:
+        sources.append(template)
     parts = [_makers()]
-    for file in [*read, *([template] if template is not None else [])]:
+    for file in sources:
         parts += [file.name.encode(), file.read_bytes()]
-    return hashlib.sha256(b"".join(hashlib.sha256(each).digest() for each in parts)).hexdigest()
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
 @functools.cache
 def _makers() -> bytes:
-    """What makes records, and in which versions."""
+    """The code that makes records, and the versions of its libraries."""
     here = Path(__file__).parents[1]
     code = b"".join(file.read_bytes() for name in MADE_BY for file in sorted(here.glob(name)))
-    return code + " ".join(_version(each) for each in LIBRARIES).encode()
+    return code + " ".join(_version(library) for library in LIBRARIES).encode()
 
 
 def _version(library: str) -> str:

@@ -26,9 +26,9 @@ HUB_FILES = [*SMALL_FILES, "*.safetensors"]
 OTHER_WEIGHTS, OTHER_CONFIG = "consolidated*.safetensors", "params.json"
 """Mistral's own format, which some repositories hold beside the hub's: the same weights again."""
 NOT_DOWNLOADED = [OTHER_WEIGHTS, OTHER_CONFIG, "*/*.safetensors"]
-"""Also weights in folders, of other formats or programs."""
+"""Files that are left out: Mistral's format, and weights in folders, which are for other formats or programs."""
 TRAINABLE_QUANTIZATIONS = ("bitsandbytes",)
-"""In 4 and 8 bits. FP8, MXFP4, AWQ, GPTQ and others are made for inference."""
+"""Quantisations that can be trained, in 4 and 8 bits. FP8, MXFP4, AWQ, GPTQ and others are made for inference."""
 REORDERED = "it reorders the weights of queries and keys when it loads them, but not those of their adapters"
 SERVED_WRONGLY = {
     "llama4": REORDERED,
@@ -58,10 +58,10 @@ INSTEAD = {
 """A model of about the same kind, by the beginning of a family's name."""
 USUAL = "Qwen/Qwen3-4B-Instruct-2507"
 QUANTIZED_SUFFIX = re.compile(r"-(FP8|AWQ|GPTQ|NVFP4|INT[48]|w\d+a\d+|(unsloth-)?bnb-[48]bit).*$", re.IGNORECASE)
-"""What the names of quantised copies add."""
+"""What quantised copies add to a model's name: `Qwen3-4B` -> `Qwen3-4B-FP8`."""
 
 OWN_MODELS = ("Qwen", "unsloth", "google", "ibm-granite", "zai-org", "LiquidAI", "LGAI-EXAONE")
-"""Whose quantised copies stand beside the models that they were made of, under the same owner."""
+"""Owners who publish a quantised copy beside the model that the copy was made of."""
 GPT_OSS = ("gpt-oss-20b", "gpt-oss-120b")
 
 BY_LENGTH = ("longrope", "su", "dynamic")
@@ -81,7 +81,7 @@ class BaseModel:
 
     @functools.cached_property
     def facts(self) -> Facts:
-        """What the model is (blocking: seconds for one that was never seen). Its files are read at the first use."""
+        """What the model is (blocking: seconds for a new model). The model's files are read at the first use."""
         return read_facts(self.path, self.template)
 
 
@@ -125,16 +125,17 @@ def download_progress(hub_id: str) -> str:
 
     blobs = Path(HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}" / "blobs"
     size = 0
-    for file in blobs.glob("*") if blobs.is_dir() else ():
+    blob_files = blobs.glob("*") if blobs.is_dir() else ()
+    for file in blob_files:
         with contextlib.suppress(FileNotFoundError):  # renamed, because its download is complete
             size += file.stat().st_size
     return f"downloading {hub_id}: {size / 1e9:.1f} GB so far"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a base model's weights, without those of another format beside them."""
-    found = sorted(folder.glob("*.safetensors"))
-    return [file for file in found if not file.match(OTHER_WEIGHTS)] or found
+    """The files of a base model's weights, without the same weights in Mistral's format beside them."""
+    weights = sorted(folder.glob("*.safetensors"))
+    return [file for file in weights if not file.match(OTHER_WEIGHTS)] or weights
 
 
 def has_other_format(folder: Path) -> bool:
@@ -172,7 +173,7 @@ def _fetch_from_hub(hub_id: str, requested: str, patterns: list[str]) -> Path:
         return Path(fetch())
     except HFValidationError as error:
         raise _unknown(requested, [f"'{hub_id}' as a Hugging Face id ({error})"]) from error
-    except Exception as error:  # its HTTP library's and its downloader's have no common base
+    except Exception as error:  # errors of the hub's HTTP library and of its downloader have no common base
         try:
             local = fetch(local_files_only=True)
         except OSError:  # not in the cache, or not whole
@@ -256,7 +257,7 @@ def check_trainable(base: BaseModel, trainer: str = "auto") -> None:
             f"base_model '{base.name}' is quantised to 8 bits, which Unsloth has no kernels for: start the server with "
             "--trainer peft, or use the model in 4 bits or without quantisation"
         )
-    by_length = [each for each in facts.ropes if each in BY_LENGTH]
+    by_length = [rope for rope in facts.ropes if rope in BY_LENGTH]
     if by_length and trainer == "unsloth":
         raise _not_trainable(
             f"base_model '{base.name}' has rotary embeddings of the kind '{by_length[0]}', whose factors would depend on "
@@ -289,7 +290,8 @@ def _not_trainable(message: str) -> InvalidInput:
 
 
 def _unquantized(name: str, family: str, other: str) -> str:
-    """The model without quantisation, by its name if a suffix of this one tells it, else `other`."""
+    """Words for the model without quantisation: its name, if `name` has a known suffix (`Qwen/Qwen3-4B-FP8` ->
+    `Qwen/Qwen3-4B`), else a suggestion that names `other`."""
     plain = QUANTIZED_SUFFIX.sub("", name)
     owner, _, model = plain.rpartition("/")
     if family == "gpt_oss" and model in GPT_OSS:

@@ -14,8 +14,8 @@ the event loop; the job runner retries after a pause."""
 
 
 def open_database(file: Path | None, schema: str, *, is_durable: bool) -> sqlite3.Connection:
-    """Returns a connection for all threads, in autocommit mode. With `is_durable` a commit survives a power loss. None is a
-    temporary database."""
+    """Returns a connection for all threads, in autocommit mode. With `is_durable` a commit survives a power loss.
+    `file` None: a temporary database."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
     database = sqlite3.connect(file or "", timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)

@@ -35,7 +35,7 @@ def lock_folder(server_dir: Path) -> int:
     Raises:
         Conflict: another server holds the lock.
     """
-    import fcntl  # which other systems than Linux lack: commands that only read run there too
+    import fcntl  # imported here: Windows lacks it, and commands that only read run there too
 
     server_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(server_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -111,7 +111,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Appends one JSON line. If a crash cut the last line short, it is ended first, so that only that line is lost."""
+    """Appends one JSON line. If a crash cut the last line short, that line is ended first, so that no other line is lost."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with disk_errors(path.name), open(path, "ab+") as file:
         size = file.seek(0, os.SEEK_END)

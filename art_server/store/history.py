@@ -1,7 +1,7 @@
 """The history: the metrics of each step of each model, as rows of `PATH/.server/history.sqlite`.
 
-A model's history.jsonl is the export of its rows, one line for each train and log call. A folder whose models no table
-has (a server of an earlier version, a program without a server, `art view`) is read by importing these files.
+A model's history.jsonl is the export of its rows, one line for each train and log call. A folder whose models are in no
+table (a server of an earlier version, a program without a server, `art view`) is read by importing these files.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class HistoryTable:
         self._database = open_database(file, SCHEMA, is_durable=True)
         self._lock = threading.Lock()
         self._rankings: dict[str, Ranking] = {}
-        """By model, until its rows change: each request for "NAME@best" needs it."""
+        """The ranking of each model, until the model's rows change: each request for "NAME@best" needs a ranking."""
 
     def of(self, folder: ModelFolder) -> "MetricHistory":
         """The history of one model."""
@@ -82,11 +82,12 @@ class HistoryTable:
         known = self._rankings.get(model)
         if known is None:
             with self._lock:  # which a change of the rows holds
-                found = (
-                    (metric, [step for step, _ in self._database.execute(*means_of(model, metric))])
-                    for metric in BEST_METRICS
-                )
-                known = next(((metric, steps) for metric, steps in found if steps), (None, []))
+                known = None, []
+                for metric in BEST_METRICS:
+                    steps = [step for step, _ in self._database.execute(*means_of(model, metric))]
+                    if steps:
+                        known = metric, steps
+                        break
                 self._rankings[model] = known
         return known
 
@@ -108,7 +109,7 @@ class HistoryTable:
                 self._rankings.pop(model, None)
 
     def delete(self, model: str, after: int = -1) -> None:
-        """Deletes the rows of the steps after this one. Within `changes`."""
+        """Deletes the rows of the steps behind `after`. Within `changes`."""
         for table in TABLES:
             self._database.execute(f"DELETE FROM {table} WHERE model = ? AND step > ?", (model, after))
 
@@ -121,11 +122,9 @@ class HistoryTable:
         """Adds rows as history.jsonl has them. Within `changes`."""
         for row in rows:
             step = row["step"]
-            job_id, recorded_at = (
-                value if isinstance(value, str) else None for value in (row.get("job_id"), row.get("recorded_at"))
-            )
+            job_id, recorded_at = _text(row.get("job_id")), _text(row.get("recorded_at"))
             if job_id is not None and self.job_of(model, step) not in (None, job_id):
-                # An earlier job made a step of this number, which was lost: its metrics are not those of this step.
+                # An earlier job made a step of this number, which was lost: its metrics do not belong to this step.
                 for table in TABLES:
                     self._database.execute(f"DELETE FROM {table} WHERE model = ? AND step = ?", (model, step))
             self._database.execute(
@@ -145,8 +144,8 @@ class HistoryTable:
     def job_of(self, model: str, step: int) -> str | None:
         """The job that made a step. Within `changes`."""
         query = "SELECT job_id FROM steps WHERE model = ? AND step = ?"
-        found = self._database.execute(query, (model, step)).fetchone()
-        return None if found is None else found[0]
+        row = self._database.execute(query, (model, step)).fetchone()
+        return None if row is None else row[0]
 
 
 class MetricHistory:
@@ -160,7 +159,7 @@ class MetricHistory:
 
     def add(self, step: int, metrics: dict[str, float], job_id: str | None = None) -> None:
         """Adds the metrics of a train or log call to a step. A later value of a metric replaces an earlier one. Does
-        nothing if the job `job_id` has made the step already, which a killed attempt recorded.
+        nothing if a row says that job `job_id` made the step: a killed attempt has recorded the metrics.
 
         Raises:
             StorageFull, Unavailable: nothing was added.
@@ -185,7 +184,7 @@ class MetricHistory:
         self.roll_back(-1)
 
     def rename(self, model: str) -> None:
-        """Gives the rows to a model of another id, in place of its own."""
+        """Gives the rows to the model with another id, in place of that model's rows."""
         with self._table.changes(self._model, model):
             self._table.delete(model)
             self._table.rename(self._model, model)
@@ -201,12 +200,12 @@ class MetricHistory:
         """The steps in order, the time of each, and for each metric its values; None where a step lacks it."""
         query = "SELECT step, recorded_at FROM steps WHERE model = ? ORDER BY step"
         steps = self._table.select(query, self._model)
-        places = {step: place for place, (step, _) in enumerate(steps)}
+        indices = {step: index for index, (step, _) in enumerate(steps)}
         metrics: dict[str, list[float | None]] = {name: [None] * len(steps) for name in names}
         query = f"SELECT name, step, value FROM metrics WHERE model = ? AND name IN ({_marks(names)})"
         for name, step, value in self._table.select(query, self._model, *names):
-            if step in places:  # a row that was added between the two queries
-                metrics[name][places[step]] = value
+            if step in indices:  # if not, the row was added between the two queries
+                metrics[name][indices[step]] = value
         return {
             "steps": [step for step, _ in steps],
             "recorded_at": [time for _, time in steps],
@@ -241,16 +240,16 @@ class MetricHistory:
             "SELECT step, name, value FROM metrics WHERE model = ? AND value IS NOT NULL "
             f"AND step IN ({_marks(steps)}) ORDER BY name"
         )
-        found: dict[int, dict[str, float]] = {step: {} for step in steps}
+        metrics: dict[int, dict[str, float]] = {step: {} for step in steps}
         for step, name, value in self._table.select(query, self._model, *steps):
-            found[step][name] = value
-        return found
+            metrics[step][name] = value
+        return metrics
 
     # --- the best step ---
 
     def means(self, metric: str) -> dict[int, float]:
-        """The mean of a metric for each step that earned it, the highest first, of equal ones the later first. The rewards
-        of training are those of the step that sampled, where the row names it."""
+        """The mean of a metric for each step that earned it: the highest mean first, and of equal means the later step first.
+        A reward of training belongs to the step that sampled, where the row names this step."""
         query, values = means_of(self._model, metric)
         return dict(self._table.select(query, *values))
 
@@ -279,7 +278,7 @@ def means_of(model: str, metric: str) -> tuple[str, tuple[object, ...]]:
 
 
 def read_history_file(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a history.jsonl, which may not exist. Lines that a crash cut short, and others without a step, are left
+    """The rows of a history.jsonl, which may not exist. Lines that a crash cut short, and lines without a step, are left
     out and counted in the log. One line at a time: a long call of the JSON library would block the event loop."""
     num_left_out = 0
     with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
@@ -289,7 +288,8 @@ def read_history_file(file: Path) -> Iterator[dict[str, Any]]:
                 if isinstance(row, dict) and is_step(row.get("step")):
                     yield row
                     continue
-            num_left_out += bool(line.strip())
+            if line.strip():
+                num_left_out += 1
     if num_left_out:
         logger.warning("%s: %d lines are no rows of a step, and are left out", file, num_left_out)
 
@@ -301,10 +301,15 @@ def is_step(value: object) -> bool:
 def finite_number(value: object) -> float | None:
     """A finite number as float; None for anything else."""
     try:
-        found = float(value) if isinstance(value, int | float) else math.nan
+        number = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
         return None
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None
+
+
+def _text(value: object) -> str | None:
+    """The value if it is a text; None for anything else."""
+    return value if isinstance(value, str) else None
 
 
 def read_json(line: bytes) -> Any:

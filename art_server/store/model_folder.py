@@ -9,7 +9,7 @@ checkpoints/%04d/replay/ all that the step was made from (`jobs/replay_record.py
 checkpoints/.broken-%04d-HEX/, .rolled-back-%04d-HEX/    steps that were set aside; nothing deletes them
 trajectories/SPLIT/%04d.jsonl.gz    the rollouts of a step (earlier versions: %04d.jsonl)
 tokens/%04d.safetensors  for each token of a step, what the trainer computed
-trajectories.rolled-back/, tokens.rolled-back/    those of steps that rollbacks removed
+trajectories.rolled-back/, tokens.rolled-back/    files of steps that rollbacks removed
 logs/vllm.log            a link to the engine's log
 """
 
@@ -55,7 +55,7 @@ class ModelRecord(BaseModel):
     always_logprobs: bool = False
     """Set for the ART wire, whose clients read a choice's log-probabilities without requesting them."""
     created_at: float = 0.0
-    """Seconds since 1970; 0: by an earlier version. Jobs before it are those of a deleted model with this name."""
+    """Seconds since 1970; 0: an earlier version made the model. Earlier jobs belong to a deleted model with this name."""
 
 
 class CheckpointRecord(BaseModel):
@@ -70,15 +70,15 @@ class CheckpointRecord(BaseModel):
     unchanged: bool = False
     optimizer_steps: int | None = None
     """Optimizer steps since step 0, from which the learning rate's schedule counts. None: an earlier version wrote the
-    checkpoint, and they are those of its optimizer state."""
+    checkpoint, and the steps of its optimizer state count."""
     notes: list[str] = []
     """Decisions that the trainer made by itself, as sentences."""
     created_at: float = 0.0
-    """0: the time of the commit."""
+    """Seconds since 1970; 0 until the commit, which sets its time."""
     probe: Probe | None = None
-    """What the engine must reproduce before the step serves. A step without one serves unseen."""
+    """What the engine must reproduce before the step serves. A step without a probe serves unchecked."""
     environment: dict[str, str] = {}
-    """`trainer_messages.Done.environment`."""
+    """The job's `trainer_messages.Done.environment`."""
     files: dict[str, str] = {}
     """SHA-256 of each file, by name. Empty in a checkpoint that was written without digests."""
 
@@ -115,7 +115,8 @@ class ModelFolder:
         files.write_json(self.path / "model.json", record.model_dump(mode="json"))
 
     def read(self) -> ModelRecord:
-        """The registration. The folder's place has the names: a crash may have cut a change of name off."""
+        """The registration, with the names of the folder's path: a crash may have ended a change of name before model.json was
+        written."""
         record = ModelRecord.model_validate_json((self.path / "model.json").read_text())
         return record.model_copy(update={"project": self.project, "name": self.name})
 
@@ -160,7 +161,7 @@ class ModelFolder:
         """Reads a step's checkpoint.json.
 
         Raises:
-            NotFound: the model has no such step; the message lists the kept ones.
+            NotFound: the model has no such step; the message lists the kept steps.
         """
         file = self.checkpoint_dir(step) / DESCRIPTION_FILE
         if not file.exists():
@@ -168,7 +169,7 @@ class ModelFolder:
         return CheckpointRecord.model_validate_json(file.read_text())
 
     def unknown_step(self, step: int) -> NotFound:
-        kept = ", ".join(str(each) for each in self.steps() if each != step)
+        kept = ", ".join(str(other) for other in self.steps() if other != step)
         return NotFound(
             f"model '{self.project}/{self.name}' has no step {step}; kept steps: {kept}",
             code="unknown_step",
@@ -191,8 +192,8 @@ class ModelFolder:
 
     def commit_checkpoint(self, temporary: Path, record: CheckpointRecord) -> None:
         """Publishes a finished checkpoint: writes checkpoint.json with the digests of its files, renames the folder."""
-        made = {"files": content_digests(temporary), "created_at": record.created_at or clock.now()}
-        described = record.model_copy(update=made)
+        fields = {"files": content_digests(temporary), "created_at": record.created_at or clock.now()}
+        described = record.model_copy(update=fields)
         files.write_json(temporary / DESCRIPTION_FILE, described.model_dump(mode="json"))
         files.publish_folder(temporary, self.checkpoint_dir(record.step))
 
@@ -214,7 +215,8 @@ class ModelFolder:
         return content_fault(folder, record.files)
 
     def newest_faults(self) -> dict[int, str]:
-        """What is wrong with each step that is newer than the newest one whose files match their digests, newest first."""
+        """The faults of the steps that are newer than the newest whole step, by step, newest first. The files of a whole step
+        match their digests."""
         faults: dict[int, str] = {}
         for step in reversed(self.steps()):
             if (fault := self.fault(step)) is None:
@@ -244,7 +246,7 @@ class ModelFolder:
 
     def roll_back(self, step: int) -> None:
         """Sets the later steps, their lines of history.jsonl and rollouts aside. After a crash a second call completes
-        it."""
+        the rollback."""
         rows = files.read_lines(self.history_file)
         later_rows = [row for row in rows if row.get("step", 0) > step]
         for row in later_rows:
@@ -259,8 +261,8 @@ class ModelFolder:
             for file in (self.path / folder).rglob("*.*"):
                 number, _, ending = file.name.partition(".")
                 if number.isdecimal() and int(number) > step:
-                    place = file.relative_to(self.path / folder).parent
-                    aside = self.path / f"{folder}.rolled-back" / place
+                    subfolder = file.relative_to(self.path / folder).parent
+                    aside = self.path / f"{folder}.rolled-back" / subfolder
                     aside.mkdir(parents=True, exist_ok=True)
                     os.rename(file, aside / f"{number}.{uuid.uuid4().hex[:8]}.{ending}")
 
@@ -280,12 +282,12 @@ class ModelFolder:
         files.append_line(self.history_file, row)
 
     def keep_tokens(self, step: int) -> None:
-        """Moves the record of a step's tokens out of its checkpoint. It stays when the checkpoint is deleted."""
-        made = self.checkpoint_dir(step) / TOKENS_FILE
-        if made.exists():
+        """Moves the record of a step's tokens out of its checkpoint, so that it stays when the checkpoint is deleted."""
+        source = self.checkpoint_dir(step) / TOKENS_FILE
+        if source.exists():
             kept = self.tokens_file(step)
             kept.parent.mkdir(exist_ok=True)
-            os.replace(made, kept)
+            os.replace(source, kept)
             files.sync(kept.parent)
 
     def trajectories_file(self, split: str, step: int) -> Path:
@@ -300,8 +302,8 @@ class ModelFolder:
         return sorted({int(n) for n in map(_number, names) if n is not None})
 
     def prune_rollouts(self, max_bytes: int) -> int:
-        """Deletes the rollouts and token records of the oldest steps while all of them take more than `max_bytes`. Those
-        of the newest step stay. Returns the number of deleted files."""
+        """Deletes the rollouts and token records of the oldest steps while all of them take more than `max_bytes`. The
+        newest step's files stay. Returns the number of deleted files."""
         sizes: dict[int, dict[Path, int]] = {}
         for file in (*self.path.glob("trajectories/*/*.jsonl*"), *self.path.glob("tokens/*.*")):
             step = _number(file.name)
@@ -331,7 +333,7 @@ class ModelFolder:
 
 
 def _number(name: str) -> str | None:
-    """The step in a file's name; None if there is none."""
+    """The step in a file's name: `0012.jsonl.gz` -> `0012`; None if the name has no step."""
     number = name.partition(".")[0]
     return number if number.isascii() and number.isdecimal() else None
 
@@ -357,13 +359,14 @@ def content_fault(folder: Path, digests: dict[str, str]) -> str | None:
 
 
 def list_model_folders(root: Path, *, unserved: bool = False) -> list[ModelFolder]:
-    """The folders of all models under the server's path; with `unserved` also those in which a program keeps the history
+    """The folders of all models under the server's path; with `unserved` also folders in which a program keeps the history
     of a model without a server."""
-    files = [*root.glob("*/models/*/model.json")]
-    files += root.glob("*/models/*/history.jsonl") if unserved else []
+    model_files = [*root.glob("*/models/*/model.json")]
+    if unserved:
+        model_files += root.glob("*/models/*/history.jsonl")
     return [
         ModelFolder(root, path.parent.parent.name, path.name)
-        for path in sorted({file.parent for file in files})
+        for path in sorted({file.parent for file in model_files})
         if not path.name.startswith(".")
     ]
 
@@ -388,10 +391,10 @@ def create_model(
             code="model_exists",
             param="name",
         )
-    made = ModelFolder(models.parent.parent, folder.project, f".{uuid.uuid4().hex}.tmp")
-    made.create(record, engine_log)
-    made.commit_checkpoint(content, checkpoint)
-    files.publish_folder(made.path, folder.path)
+    temporary = ModelFolder(models.parent.parent, folder.project, f".{uuid.uuid4().hex}.tmp")
+    temporary.create(record, engine_log)
+    temporary.commit_checkpoint(content, checkpoint)
+    files.publish_folder(temporary.path, folder.path)
 
 
 def copy_content(source: Path, target: Path) -> None:

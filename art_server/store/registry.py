@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(NAME_PATTERN)
 MAX_NAMED = 5
-"""Models that an error lists."""
+"""Number of models that an error lists."""
 NOTHING_WHOLE = "MODEL %s HAS NO WHOLE CHECKPOINT: it is not served"
 ARTS_STEP = re.compile(r":step([0-9]+)$")
 
 
 @dataclass(slots=True)
 class RegisteredModel:
-    """A registered model. `step` is the step that serves: requests without `@k` get it."""
+    """A registered model. `step` is the step that serves: requests without `@k` get this step."""
 
     folder: ModelFolder
     record: ModelRecord
@@ -78,7 +78,7 @@ class ResolvedModel:
 
 
 def known_models(text: str, known: Sequence[str]) -> str:
-    """The known names for the error about a wrong one: the one that it resembles, and a few others."""
+    """The known names, for the error about a wrong name: first the name that the wrong name resembles, then a few others."""
     meant = nearest(text.partition("@")[0], known)
     shown = sorted(known, key=lambda name: (name != meant, name))[:MAX_NAMED]
     more = f" and {len(known) - len(shown)} more" if len(known) > len(shown) else ""
@@ -87,16 +87,18 @@ def known_models(text: str, known: Sequence[str]) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name that a wrong one resembles, with or without the project."""
-    by_end = {each.rpartition("/")[2]: each for each in known} | {each: each for each in known}
-    return next((by_end[each] for each in difflib.get_close_matches(name[:200], by_end, n=1)), None)
+    """The known name that a wrong name resembles, with or without its project."""
+    by_end = {known_name.rpartition("/")[2]: known_name for known_name in known}
+    by_end |= {known_name: known_name for known_name in known}
+    matches = difflib.get_close_matches(name[:200], by_end, n=1)
+    return by_end[matches[0]] if matches else None
 
 
 def check_name(value: str, field: str) -> str:
     """Returns a name that is safe as a folder's name.
 
     Raises:
-        InvalidInput: it is not.
+        InvalidInput: the value is no such name.
     """
     if not _NAME.fullmatch(value):
         shown = value if len(value) <= 80 else value[:80] + "..."
@@ -109,19 +111,19 @@ def check_name(value: str, field: str) -> str:
 
 
 def check_case(known: Sequence[ModelFolder], new: ModelFolder) -> None:
-    """Checks that no project or model has the same name as the new one but for case: on some systems both would be one
+    """Checks that no project or model has the same name as the new model but for case: on some systems both would be one
     folder.
 
     Raises:
-        Conflict: there is one; the message has its name.
+        Conflict: there is such a project or model; the message has its name.
     """
-    projects = {each.project for each in known}
-    names = {each.name for each in known if each.project == new.project}
+    projects = {folder.project for folder in known}
+    names = {folder.name for folder in known if folder.project == new.project}
     for what, param, name, existing in (
         ("project", "project", new.project, projects),
         ("model", "name", new.name, names),
     ):
-        same = [each for each in sorted(existing) if each.lower() == name.lower()]
+        same = [other for other in sorted(existing) if other.lower() == name.lower()]
         if same and name not in same:
             raise Conflict(
                 f"{what} '{name}' differs from the existing {what} '{same[0]}' by case only, and on some systems both are "
@@ -135,8 +137,8 @@ class Registry:
     """All models under the server's path, read once at start."""
 
     def __init__(self, root: Path, forget_steps: Callable[[str, str, int], None] | None = None):
-        """`forget_steps` is called in a thread when later steps than this one of a model are set aside, because they are
-        broken: their numbers will be used again. It is called before, so that a server that dies in between calls it again."""
+        """`forget_steps(PROJECT, NAME, STEP)` is called in a thread before the broken steps after STEP are set aside, because
+        their numbers will be used again. If the server dies in between, the next server calls it again."""
         self._root = root.absolute()
         self._models: dict[tuple[str, str], RegisteredModel] = {}
         self.models_lock = asyncio.Lock()
@@ -160,7 +162,7 @@ class Registry:
 
     async def verify(self, model: RegisteredModel) -> None:
         """Compares the files of a model's newest step with their digests, at the model's first use after the start: a start
-        does not wait for the disk to read all models. Broken steps are set aside, and the one before serves.
+        does not wait for the disk to read all models. Broken steps are set aside, and the step before them serves.
 
         Raises:
             NotFound: no step is whole; the model is not served from here on.
@@ -186,7 +188,7 @@ class Registry:
             model.step, model.is_verified = newest, True
 
     def all(self, projects: frozenset[str] | None = None, only: str | None = None) -> list[RegisteredModel]:
-        """The models that a caller may see: those of `projects` (None: all), of these only `only` if it is given."""
+        """The models that a caller may see: models of `projects` (None: all), with `only` just the model with this id."""
         return [
             model
             for model in list(self._models.values())  # a thread deletes models
@@ -282,28 +284,29 @@ class Registry:
         path, _, step_text = ARTS_STEP.sub(r"@\1", text).partition("@")
         project, slash, name = path.rpartition("/")
         visible = self.all(projects, only)
-        found = [
+        matches = [
             model for model in visible if model.record.name == name and (not slash or model.record.project == project)
         ]
-        if not found:
+        if not matches:
             raise NotFound(
                 f"no model '{text[:200]}' here; {known_models(text, [model.id for model in visible])}; base model: "
                 f"{base_name or 'none'}",
                 code="unknown_model",
                 param="model",
             )
-        if len(found) > 1:
-            projects_text = ", ".join(sorted(model.record.project for model in found))
+        if len(matches) > 1:
+            projects_text = ", ".join(sorted(model.record.project for model in matches))
             raise Conflict(
                 f"model '{name}' exists in several projects ({projects_text}): write PROJECT/{name}",
                 code="ambiguous_model",
                 param="model",
             )
-        return ResolvedModel(found[0], kept_step(found[0], step_text) if step_text else found[0].step)
+        (model,) = matches
+        return ResolvedModel(model, kept_step(model, step_text) if step_text else model.step)
 
 
 def kept_step(model: RegisteredModel, text: str) -> int:
-    """The kept step whose number `text` is; for "best" the best one.
+    """The kept step whose number `text` is; for "best" the best step.
 
     Raises:
         NotFound: the model has no such step.
@@ -325,7 +328,7 @@ def check_lora(known: LoRAConfig, requested: LoRAConfig | None, model_id: str) -
     """Checks the LoRA shape of a model that is registered again.
 
     Raises:
-        Conflict: the requested shape is not that of its checkpoints.
+        Conflict: the model's checkpoints have another shape.
     """
     if requested is not None and requested != known:
         raise Conflict(

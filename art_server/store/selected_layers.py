@@ -1,7 +1,7 @@
 """Which layers the configuration of a PEFT folder selects: lists of names, patterns, numbers of layers, exclusions.
 
-Patterns are regular expressions of strangers, and one can take longer than the universe has. So they are matched in a child
-process, which has limits on time and memory: this file is its script, with imports of the standard library only.
+Patterns are regular expressions of strangers, and matching one can take longer than the universe has. So they are matched in
+a child process, which has limits on time and memory: this file is the child's script, and imports the standard library only.
 
 Source: PEFT 0.21, `check_target_module_exists` and `match_target_against_key`.
 """
@@ -17,7 +17,7 @@ TIMEOUT_SECONDS = 10
 """Unsloth's patterns take a millisecond for all layers of a model."""
 MEMORY_BYTES = 1 << 30
 MAX_CHARACTERS = 16_384
-"""Of a pattern. Unsloth's longest, for models that see, has about a thousand."""
+"""Longest pattern. Unsloth's longest, for models that read images, has about a thousand characters."""
 FIELDS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 ALL_LINEAR = "all-linear"
 
@@ -54,16 +54,20 @@ def _unmatched(fields: dict[str, Any], reason: str) -> str:
 def _check(fields: dict[str, Any]) -> None:
     for name in ("target_modules", "exclude_modules", "layers_pattern"):
         value = fields[name]
-        texts = [value] if isinstance(value, str) else [] if value is None else value
-        if not isinstance(texts, list) or any(not isinstance(each, str) for each in texts):
+        texts = [] if value is None else value
+        if isinstance(value, str):
+            texts = [value]
+        if not isinstance(texts, list) or any(not isinstance(text, str) for text in texts):
             raise BadPattern(f"{name} is {value!r:.80}: it must be a pattern or a list of names")
         if sum(map(len, texts)) > MAX_CHARACTERS and (isinstance(value, str) or name == "layers_pattern"):
             raise BadPattern(
                 f"{name} has more than {MAX_CHARACTERS} characters: write target_modules as a list of names"
             )
     numbers = fields["layers_to_transform"]
-    listed = numbers if isinstance(numbers, list) else [] if numbers is None else [numbers]
-    if any(not isinstance(each, int) or isinstance(each, bool) for each in listed):
+    listed = [] if numbers is None else numbers
+    if not isinstance(listed, list):
+        listed = [listed]
+    if any(not isinstance(number, int) or isinstance(number, bool) for number in listed):
         raise BadPattern(f"layers_to_transform is {numbers!r:.80}: it must be a number or a list of numbers of layers")
 
 
@@ -89,7 +93,8 @@ def _ends_with(path: str, names: Sequence[str]) -> bool:
 
 
 def _number(path: str, patterns: Sequence[str]) -> int | None:
-    """The number of a layer, behind a name that one of the patterns matches, or without patterns behind any name."""
+    """The number of a layer, behind a name that one of the patterns matches; without patterns, behind any name:
+    `model.layers.3.mlp.up_proj` -> 3."""
     rules = [rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\." for pattern in patterns] or [r".*?\.[^.]*\.(?P<number>\d+)\."]
     matches = (re.match(rule, path) for rule in rules)
     match = next((match for match in matches if match is not None), None)

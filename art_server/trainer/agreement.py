@@ -1,8 +1,9 @@
 """What the ranks of a gang agree on before they compute (`gang.py`): no rank may follow its own machine's numbers.
 
 What cannot be made equal is compared where the ranks meet (`own_facts`). Before each job the first rank decides what the plan
-depends on, and all take it (`agree_on_terms`). Before the first pass over a plan its digest is compared (`check_plan`): where
-plans differ, two ranks compute some tokens and none computes others, which makes another gradient without an error.
+depends on, and all ranks take its terms (`agree_on_terms`). Before the first pass over a plan the ranks compare its digests
+(`check_plan`): where plans differ, two ranks compute some tokens and no rank computes others, which makes another gradient
+without an error.
 
 A gang of one exchanges nothing.
 """
@@ -28,7 +29,7 @@ class Terms(TrainerMessage):
     """What the plan of a job depends on beside the job itself."""
 
     max_tokens: int
-    """Tokens of a micro-batch before anything was learned."""
+    """Tokens of a micro-batch, unless an earlier job has stored a smaller budget."""
     device: str
     """The kinds of the ranks' devices, under which token budgets are stored."""
     memory: int
@@ -40,14 +41,15 @@ class Terms(TrainerMessage):
     tree_gap: float | None
     sequence_gap: float | None
     facts: dict[str, str]
-    """What all ranks must have alike."""
+    """What must be equal on all ranks, by name."""
 
 
 def own_facts(device: torch.device, dtype: torch.dtype, trainer: str, *, is_sharded: bool) -> dict[str, str]:
-    """What a rank cannot change, and all ranks must have alike, by name.
+    """What no rank can change and what must be equal on all ranks, by name.
 
-    Versions have their build tags: another build has other kernels and another NCCL. Cards may differ, but not where they share
-    the weights: whether attention compiles depends on the card, and a rank that fails alone would leave the others in a pass.
+    Versions have their build tags: another build has other kernels and another NCCL. Cards may differ, except where the ranks
+    share the weights: whether attention compiles depends on the card, and a rank that fails alone would leave the others in a
+    pass.
     """
     facts = {
         "device": device.type,
@@ -66,10 +68,10 @@ def own_facts(device: torch.device, dtype: torch.dtype, trainer: str, *, is_shar
 
 
 def agree_on_terms(policy: Policy, max_tokens: int) -> Terms:
-    """The terms of a job, which the policy has from here on: those of the first rank, with the tokens that fit every rank.
+    """The terms of a job: the first rank's, with the number of tokens that fits every rank. The policy has them from here on.
 
     Raises:
-        UnlikeRanks: the ranks' policies differ in what nobody can change.
+        UnlikeRanks: the ranks' policies differ in facts that no rank can change.
     """
     own = Terms(
         max_tokens=max_tokens,
@@ -104,12 +106,12 @@ def agree_on_terms(policy: Policy, max_tokens: int) -> Terms:
 
 
 def check_plan(policy: Policy, micro_batches: Sequence[MicroBatch], max_tokens: int) -> None:
-    """Checks that all ranks have planned the same micro-batches, with the same rank for each, to be computed alike.
+    """Checks that all ranks have planned the same micro-batches, for the same ranks, to be computed in the same way.
 
     Advantages are left out: they come from the job, and their last bits may depend on the processor.
 
     Raises:
-        UnlikeRanks: they have not.
+        UnlikeRanks: the plans differ.
     """
     gang = policy.gang
     if gang.size == 1:
@@ -148,10 +150,10 @@ def plan_facts(policy: Policy, micro_batches: Sequence[MicroBatch], max_tokens: 
 
 
 def _content(values: torch.Tensor) -> bytes:
-    """Numbers with their shape, for a digest."""
+    """A tensor's shape, number type and numbers, for a digest."""
     return f"{tuple(values.shape)} {values.dtype} ".encode() + values.contiguous().numpy().tobytes()
 
 
 def device_name(device: torch.device) -> str:
-    """The kind of a device, as budgets are stored under it."""
+    """The kind of a device, under which token budgets are stored."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

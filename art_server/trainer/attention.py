@@ -1,12 +1,12 @@
 """Attention over a forest: query q attends to key k exactly when k <= q < end[k] (and, with a sliding window, when
 their positions are less than the window apart).
 
-It is registered with transformers as TREE_ATTENTION. A model gets the forest as `forest=` beside `input_ids` and passes
-it to each layer. There are two kinds with the same result:
+`tree_attention` is registered with transformers as TREE_ATTENTION. A model gets the forest as `forest=` beside `input_ids`
+and passes it to each layer. There are two kinds with the same result:
 
     segments  CPU: in the depth-first layout a node's descendants are one run, so attention is one causal call for each
               node and one unmasked call for all its descendants on its keys, joined by their log-sum-exps.
-              No mask, no padding, no copies of a trunk's keys; time and memory are those of the unique tokens.
+              No mask, no padding, no copies of a trunk's keys; time and memory depend on the unique tokens only.
     flex      CUDA: one FlexAttention call with a block mask.
 """
 
@@ -58,17 +58,18 @@ class ForestAttention:
     ends_T: torch.Tensor
     nodes: tuple[Node, ...]
     kind: AttentionKind
-    made: dict[int | None, Any] = field(default_factory=dict)
-    """Segments or a block mask (hence Any), by window."""
+    masks: dict[int | None, Any] = field(default_factory=dict)
+    """By window: segments, or a block mask (hence Any)."""
 
     @classmethod
     def of(cls, forest: Forest, kind: AttentionKind, device: torch.device) -> "ForestAttention":
         return cls(forest.positions_T.to(device), forest.ends_T.to(device), forest.nodes, kind)
 
     def get(self, window: int | None, make: Callable[["ForestAttention", int | None], Any]) -> Any:
-        if window not in self.made:
-            self.made[window] = make(self, window)
-        return self.made[window]
+        """The segments or the block mask of a window."""
+        if window not in self.masks:
+            self.masks[window] = make(self, window)
+        return self.masks[window]
 
 
 def default_kind(device: torch.device) -> AttentionKind:
@@ -173,13 +174,14 @@ def make_block_mask(forest: ForestAttention, window: int | None) -> Any:
 
 
 def _listed(is_in_BB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each query block: the number of its key blocks; all block indices, these first. 1 x 1 x B (x B), int32."""
+    """For each query block: the number of its key blocks (1 x 1 x B), and the indices of all blocks, its key blocks first
+    (1 x 1 x B x B). int32."""
     order_BB = is_in_BB.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     return is_in_BB.sum(1, dtype=torch.int32)[None, None], order_BB.to(torch.int32)[None, None]
 
 
 def make_segments(forest: ForestAttention, window: int | None) -> list[Segment]:
-    """Segments that contain each attended pair of query and key exactly once. The causal ones come first."""
+    """Segments that contain each attended pair of query and key exactly once. The causal segments come first."""
     if window is None:
         own = [Segment(node.start, node.stop, node.start, node.stop, True) for node in forest.nodes]
         down = [
@@ -192,24 +194,24 @@ def make_segments(forest: ForestAttention, window: int | None) -> list[Segment]:
     down: list[Segment] = []
     above: list[Node] = []
     for node in nodes:
-        above = [each for each in above if node.start < each.end]
-        for each in above:
+        above = [ancestor for ancestor in above if node.start < ancestor.end]
+        for ancestor in above:
             # The node's first token reaches back furthest.
-            first = max(each.start, each.stop - (window - 1) + _distance(positions, each, node) - 1)
-            if first < each.stop:
-                down.append(_windowed(forest.positions_T, node, first, each.stop, window))
+            first = max(ancestor.start, ancestor.stop - (window - 1) + _distance(positions, ancestor, node) - 1)
+            if first < ancestor.stop:
+                down.append(_windowed(forest.positions_T, node, first, ancestor.stop, window))
         above.append(node)
     return own + down
 
 
 def _split(node: Node, window: int) -> list[Node]:
-    """The node in parts of at most `window` tokens, in which each token attends to all before it."""
+    """The node in parts of at most `window` tokens, in which each token attends to all tokens before it."""
     starts = range(node.start, node.stop, window)
     return [Node(start, min(start + window, node.stop), node.end) for start in starts]
 
 
 def _distance(positions: list[int], ancestor: Node, node: Node) -> int:
-    """The distance from the ancestor's last token to the node's first: 1 for a parent and its child."""
+    """The distance from the ancestor's last token to the node's first token: 1 for a parent and its child."""
     return positions[node.start] - positions[ancestor.stop - 1]
 
 
@@ -242,23 +244,23 @@ class _SegmentAttention(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         _, num_heads, length, size = query.shape
-        # The kernels' memory layout: 1 x T x heads, viewed as 1 x heads x T. Zeros, because no segment covers padding: what is
-        # not a number there would reach the weights' gradients.
+        # The kernels' memory layout: 1 x T x heads, viewed as 1 x heads x T. Zeros, because no segment covers padding: a NaN
+        # there would reach the weights' gradients.
         out = query.new_zeros(1, length, num_heads, size).transpose(1, 2)
         sums = query.new_empty(1, length, num_heads, dtype=torch.float32).transpose(1, 2)
-        for each in segments:
+        for segment in segments:
             part, part_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query[:, :, each.query : each.query_stop],
-                key[:, :, each.key : each.key_stop],
-                value[:, :, each.key : each.key_stop],
+                query[:, :, segment.query : segment.query_stop],
+                key[:, :, segment.key : segment.key_stop],
+                value[:, :, segment.key : segment.key_stop],
                 0.0,
-                each.is_causal,
-                attn_mask=_cast(each.mask, query),
+                segment.is_causal,
+                attn_mask=_cast(segment.mask, query),
                 scale=scale,
             )
-            out_here = out[:, :, each.query : each.query_stop]
-            sums_here = sums[:, :, each.query : each.query_stop]
-            if each.is_causal:
+            out_here = out[:, :, segment.query : segment.query_stop]
+            sums_here = sums[:, :, segment.query : segment.query_stop]
+            if segment.is_causal:
                 out_here.copy_(part)
                 sums_here.copy_(part_sums)
                 continue
@@ -276,11 +278,11 @@ class _SegmentAttention(torch.autograd.Function):
         query, key, value, out, sums = ctx.saved_tensors
         (grad_out,) = gradients
         grads = tuple(
-            torch.zeros((each.shape[0], each.shape[2], each.shape[1], each.shape[3]), dtype=each.dtype).transpose(1, 2)
-            for each in (query, key, value)
+            torch.zeros((like.shape[0], like.shape[2], like.shape[1], like.shape[3]), dtype=like.dtype).transpose(1, 2)
+            for like in (query, key, value)
         )
-        for each in ctx.segments:
-            queries, keys = slice(each.query, each.query_stop), slice(each.key, each.key_stop)
+        for segment in ctx.segments:
+            queries, keys = slice(segment.query, segment.query_stop), slice(segment.key, segment.key_stop)
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad_out[:, :, queries],
                 query[:, :, queries],
@@ -289,8 +291,8 @@ class _SegmentAttention(torch.autograd.Function):
                 out[:, :, queries],
                 sums[:, :, queries],
                 0.0,
-                each.is_causal,
-                attn_mask=_cast(each.mask, query),
+                segment.is_causal,
+                attn_mask=_cast(segment.mask, query),
                 scale=ctx.scale,
             )
             for grad, part, where in zip(grads, parts, (queries, keys, keys), strict=True):
@@ -304,8 +306,8 @@ def _cast(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
 
 def _to_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The tensors, their heads padded with zeros to the largest size: the kernels take only one size."""
-    size = max(each.shape[-1] for each in tensors)
-    return [torch.nn.functional.pad(each, (0, size - each.shape[-1])) for each in tensors]
+    size = max(tensor.shape[-1] for tensor in tensors)
+    return [torch.nn.functional.pad(tensor, (0, size - tensor.shape[-1])) for tensor in tensors]
 
 
 _compiled_flex: list[Callable[..., torch.Tensor]] = []
@@ -321,8 +323,8 @@ def _flex() -> Callable[..., torch.Tensor]:
         from torch.nn.attention.flex_attention import flex_attention
 
         # A model with two windows, with and without gradient, needs eight graphs, torch's default limit. Above the
-        # limit torch would silently fall back to computing all heads x T x T scores. So it would after an error of the
-        # compiler if `suppress_errors` is set, as `import unsloth` does.
+        # limit torch would silently fall back to computing all heads x T x T scores. It would do the same after an
+        # error of the compiler if `suppress_errors` is set, and `import unsloth` sets it.
         torch._dynamo.config.recompile_limit = MAX_GRAPHS
         torch._dynamo.config.suppress_errors = False
         torch._dynamo.config.fail_on_recompile_limit_hit = True

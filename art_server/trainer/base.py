@@ -46,10 +46,10 @@ def load_base(base_model: str, dtype: torch.dtype, device: torch.device) -> PreT
 
 
 def match_engine(model: PreTrainedModel) -> None:
-    """Changes what the model's layers compute to what vLLM's do, where they differ."""
+    """Has the model's layers compute what vLLM's layers compute, where the two differ."""
     config: Any = model.config.get_text_config()
-    # Layers of Cohere 2 see that many tokens before a token, and itself (vLLM 0.32, models/commandr.py); transformers
-    # counts it.
+    # In Cohere 2 a token attends to `sliding_window` tokens before it, and to itself (vLLM 0.32, models/commandr.py);
+    # transformers counts the token itself in the window.
     has_wider_window = config.model_type == "cohere2"
     if has_wider_window:  # for the masks
         config.sliding_window += 1
@@ -58,7 +58,7 @@ def match_engine(model: PreTrainedModel) -> None:
         if has_wider_window and getattr(layer, "sliding_window", None) is not None:
             layer.sliding_window += 1
         if hasattr(layer, "time_step_limit"):
-            # vLLM's state-space layers have no limits (0.32, mamba_mixer2.py); Nemotron-H's in transformers have one.
+            # vLLM's state-space layers have no limits (0.32, mamba_mixer2.py); Nemotron-H's layers in transformers have limits.
             layer.time_step_limit = (0.0, math.inf)
 
 
@@ -97,10 +97,10 @@ def find_class(config: Any) -> Any:
 
 
 def usual_attention(model_class: Any, config: Any) -> str:
-    """The attention implementation for unshared sequences: sdpa where the model supports it. gpt-oss does not, and for Gemma 2
-    sdpa would leave out the cap of attention scores, which vLLM applies.
+    """The attention implementation for unshared sequences: sdpa where the model supports it. gpt-oss does not support it,
+    and for Gemma 2 sdpa would leave out the cap of attention scores, which vLLM applies.
 
-    Any: transformers has a class of each for each family.
+    Any: in transformers each family has its own classes of model and configuration.
     """
     has_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     has_sdpa = getattr(model_class, "_supports_sdpa", False) and not has_cap

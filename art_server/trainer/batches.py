@@ -37,10 +37,10 @@ from art_server.trainer.tree import (
 )
 
 UNKNOWN_MOVEMENT = 0.125
-"""The movement of a step without one on record (an earlier version made it, or another program), in nats. The allowance
-is eight times that (`gap.py`)."""
+"""The movement, in nats, of a step whose movement is not on record, because an earlier version or another program made the
+step. The allowance is eight times this number (`gap.py`)."""
 WINDOW_STEPS = 8
-"""The movement of a step is taken as the largest of this number of steps."""
+"""A step counts with the largest movement of this number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class TrainSequence:
 
     token_ids: list[int]
     positions: list[int]
-    """For each trained token the position that predicts it: the one before it."""
+    """For each trained token the position before it, which predicts the token."""
     targets: list[int]
     """The trained tokens, as many as `positions`."""
     sampled_logprobs: list[float | None]
-    """None: unknown; the trainer takes its own at the start of the job instead."""
+    """None: unknown; the trainer's own log-probability at the start of the job is used instead."""
     distributions: list[int]
     """The distribution of each trained token: an index into `TrainBatch.table`, or RAW."""
     steps: list[int | None]
@@ -64,7 +64,7 @@ class TrainSequence:
     number: int
     """Index among all sequences of the batch."""
     has_signal: bool = True
-    """Whether a token of the sequence's group has an advantage; without, other terms of the loss train the group."""
+    """Whether a token of the sequence's group has an advantage. Other terms of the loss train a group without signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class TrainBatch:
     sequences: list[TrainSequence]
     num_groups: int
     num_groups_trainable: int
-    """Those with signal: a token has an advantage."""
+    """Groups with signal: one of their tokens has an advantage."""
     num_groups_identical: int
-    """Those whose trajectories all have the same sampled tokens."""
+    """Groups whose trajectories all have the same sampled tokens."""
     num_trajectories: int
     num_tokens: int
     """Trained tokens: the denominator of token normalisation."""
@@ -99,7 +99,7 @@ class SampledTokens:
     advantages_S: torch.Tensor
     """float32."""
     weights_S: torch.Tensor
-    """float32: the token's weight in the loss. Its denominators count the whole step."""
+    """float32: each token's weight in the loss. The weights' denominators count the whole step."""
     trajectories_S: torch.Tensor
     """int64: the number of each token's trajectory, from 0 without gaps."""
     is_fresh_S: torch.Tensor
@@ -109,21 +109,21 @@ class SampledTokens:
     allowances_S: torch.Tensor
     """float32: by how much the policy's own movement since a stale token's step may change its log-probability; else 0."""
     old_logprobs_S: torch.Tensor | None = None
-    """float32: the trainer's at the start of the job. None in a job of one optimizer step: they are the policy's."""
+    """float32: under the trainer's policy at the start of the job. None in a job of one optimizer step: that is the policy."""
     reference_logprobs_S: torch.Tensor | None = None
     """float32: under the reference policy; None without KL."""
 
     def to(self, device: torch.device) -> "SampledTokens":
-        return self._each(lambda values: values.to(device))
+        return self._changed(lambda values: values.to(device))
 
     def select(self, indices: torch.Tensor) -> "SampledTokens":
-        return self._each(lambda values: values[indices])
+        return self._changed(lambda values: values[indices])
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SampledTokens":
+    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SampledTokens":
         changed: dict[str, Any] = {}  # Any: tensors, and None for fields that are not needed
-        for each in fields(self):
-            values_S = getattr(self, each.name)
-            changed[each.name] = None if values_S is None else change(values_S)
+        for field in fields(self):
+            values_S = getattr(self, field.name)
+            changed[field.name] = None if values_S is None else change(values_S)
         return SampledTokens(**changed)
 
 
@@ -139,16 +139,16 @@ class MicroBatch:
     targets_N: torch.Tensor
     """int64: the predicted token."""
     distributions_N: torch.Tensor
-    """int64: the distribution that it was sampled from, an index into `table` or RAW."""
+    """int64: the distribution that the predicted token was sampled from, an index into `table` or RAW."""
     table: Sequence[BehaviourDistribution]
     indices_S: torch.Tensor
     """int64: index of each sampled token in the step's `SampledTokens`."""
     predictions_S: torch.Tensor
     """int64: index of each sampled token's prediction."""
     sequences: list[int]
-    """Indices of its train sequences, ascending."""
+    """Indices of the micro-batch's train sequences, ascending."""
     num_sequence_tokens: int
-    """Tokens of its sequences, counted separately."""
+    """Number of tokens of these sequences, each counted by itself."""
 
     @property
     def num_tokens(self) -> int:
@@ -161,7 +161,7 @@ def make_train_batch(
     """The trained sequences of all groups, with the advantages of their tokens (`trained_tokens`).
 
     `penalties`, one for each trajectory of the batch, are subtracted from the rewards. Whether a group has signal is
-    decided without them.
+    decided without the penalties.
 
     Raises:
         ValueError: tokens and log-probabilities of a sequence differ in number, or contradict `recompute`.
@@ -173,14 +173,16 @@ def make_train_batch(
     num_trajectories = num_sequences = 0
     tokens_of_groups = trained_tokens(batch.groups, config, penalties)
     for group, tokens in zip(batch.groups, tokens_of_groups, strict=True):
-        num_identical += is_identical(group)
+        if is_identical(group):
+            num_identical += 1
         num_masked += count_masked(group, config)
         if tokens is not None:
-            num_groups_trainable += has_advantage(tokens)
+            if has_advantage(tokens):
+                num_groups_trainable += 1
             num_tokens_unpredicted += _num_unpredicted(group)
             sequences += _cut_group(group, tokens, num_trajectories, num_sequences)
         num_trajectories += len(group.trajectories)
-        num_sequences += sum(len(each.sequences) for each in group.trajectories)
+        num_sequences += sum(len(trajectory.sequences) for trajectory in group.trajectories)
     return TrainBatch(
         sequences=sequences,
         num_groups=len(batch.groups),
@@ -199,13 +201,14 @@ def _num_unpredicted(group: TrainableGroup) -> int:
     num = 0
     for trajectory in group.trajectories:
         for sequence in trajectory.sequences:
-            num += bool(sequence.logprobs) and sequence.logprobs[0] is not None
+            if sequence.logprobs and sequence.logprobs[0] is not None:
+                num += 1
     return num
 
 
 def with_penalties(batch: Batch, config: LossConfig) -> Batch:
-    """The batch with the soft penalty for long trajectories in its rewards. It counts every sampled token, also those
-    that `drop_stale` turns into context."""
+    """The batch with the soft penalty for long trajectories in its rewards. The penalty counts every sampled token,
+    also tokens that `drop_stale` turns into context."""
 
     def lower(trajectory: TrainableTrajectory) -> TrainableTrajectory:
         return trajectory.model_copy(update={"reward": penalised_reward(trajectory, config)})
@@ -214,7 +217,7 @@ def with_penalties(batch: Batch, config: LossConfig) -> Batch:
 
 
 def drop_stale(batch: Batch, oldest: int) -> tuple[Batch, int]:
-    """The batch, in which tokens sampled before step `oldest` become context, and the number of these tokens."""
+    """The batch with tokens that were sampled before step `oldest` as context, and the number of these tokens."""
     num_dropped = 0
 
     def drop(trajectory: TrainableTrajectory) -> TrainableTrajectory:
@@ -261,7 +264,7 @@ def make_sampled_tokens(
     start_step: int | None = None,
     moved: Sequence[float] = (),
 ) -> SampledTokens:
-    """The trained tokens of the sequences, with weights by `config.normalisation`. Those of `start_step` are fresh.
+    """The trained tokens of the sequences, with weights by `config.normalisation`. Tokens of `start_step` are fresh.
     `moved` is `Probe.moved` of this step.
 
     Source: Yu et al. 2025, arXiv:2503.14476, eq. 8 (tokens); Shao et al. 2024, arXiv:2402.03300, eq. 3 (trajectory);
@@ -302,10 +305,10 @@ def _weights(trajectories_S: torch.Tensor, config: LossConfig) -> torch.Tensor:
 
 
 def _movement_since(step: int | None, start_step: int | None, moved: Sequence[float]) -> float:
-    """How far the policy has moved at most since a token's step; 0 for fresh tokens and those of unknown step.
+    """How far the policy has moved at most since a token's step; 0 for fresh tokens and for tokens of unknown step.
 
-    For each step it takes the largest movement of the last steps, because one step can move the probe's few tokens much
-    less than others.
+    Each step counts with the largest movement of the last WINDOW_STEPS steps or more, because one step can move the probe's
+    few tokens much less than other tokens.
     """
     if step is None or start_step is None:
         return 0.0
@@ -318,7 +321,8 @@ def _movement_since(step: int | None, start_step: int | None, moved: Sequence[fl
 def is_cheaply_divided(sequences: Sequence[TrainSequence], max_tokens: int, *, shared: bool = True) -> bool:
     """Whether micro-batches of `max_tokens` hold each sequence whole, and repeat few of the tokens that sequences share."""
     token_ids = [sequence.token_ids for sequence in sequences]
-    return is_cheaply_cut(token_ids, sort_sequences(token_ids) if shared else unshared(token_ids), max_tokens)
+    order = sort_sequences(token_ids) if shared else unshared(token_ids)
+    return is_cheaply_cut(token_ids, order, max_tokens)
 
 
 def make_micro_batches(
@@ -357,9 +361,9 @@ def _lay_out_micro_batch(
     forest = lay_out([sequence.token_ids for sequence in sequences], order)
     indices = sorted(order.sequences)
     chosen = [sequences[index] for index in indices]
-    predicting = [path[each.positions] for each, path in zip(chosen, forest.paths, strict=True)]
-    targets = [each.targets for each in chosen]
-    sampled_from = [each.distributions for each in chosen]
+    predicting = [path[sequence.positions] for sequence, path in zip(chosen, forest.paths, strict=True)]
+    targets = [sequence.targets for sequence in chosen]
+    sampled_from = [sequence.distributions for sequence in chosen]
     tokens = [np.arange(firsts[index], firsts[index + 1]) for index in indices]
     # Sampled tokens with the same prediction share it: the same position, token and distribution.
     triples = np.stack([np.concatenate(predicting), np.concatenate(targets), np.concatenate(sampled_from)])
@@ -374,14 +378,14 @@ def _lay_out_micro_batch(
         indices_S=torch.from_numpy(np.concatenate(tokens)),
         predictions_S=torch.from_numpy(predictions_S.reshape(-1)),
         sequences=indices,
-        num_sequence_tokens=sum(len(each.token_ids) for each in chosen),
+        num_sequence_tokens=sum(len(sequence.token_ids) for sequence in chosen),
     )
 
 
 def _cut_group(
     group: TrainableGroup, tokens: GroupTokens, num_trajectories: int, num_sequences: int
 ) -> list[TrainSequence]:
-    """The trained sequences of a group, before which the batch has this many trajectories and sequences."""
+    """The trained sequences of a group. Before the group the batch has `num_trajectories` and `num_sequences`."""
     has_signal = has_advantage(tokens)
     cut: list[TrainSequence] = []
     number = num_sequences

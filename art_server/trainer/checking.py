@@ -1,8 +1,8 @@
 """Checks, once for each loaded model, that prefix trees give the same log-probabilities as separate sequences.
 
 The check runs on the first batch, before the update. It detects any architecture that mixes tokens in a way that trees do not
-know (`attention.py`, `states.py`) or computes its logits differently. The trainer then does not share prefixes and notes it
-in the job's report.
+support (`attention.py`, `states.py`) or computes its logits differently. The trainer then does not share prefixes, and the
+job's report has a note of that.
 """
 
 import itertools
@@ -26,7 +26,8 @@ from art_server.trainer.policy import Policy
 logger = logging.getLogger(__name__)
 
 MAX_CHECKED_TOKENS = 256
-"""At least two sequences are compared, and more up to this many tokens. The model's first step waits for it."""
+"""At least two sequences are compared, and more up to this many tokens. The model's first step waits for the
+check."""
 
 MAX_CHECKED_POSITIONS = 32
 """About this many positions of a sequence are compared: the model's own logits take positions x vocabulary."""
@@ -60,25 +61,28 @@ def make_checked_micro_batches(
         check_plan(policy, micro_batches, max_tokens)
         return micro_batches
 
-    # Ranks compare their plans before the checks, too, which are passes that all of them make or none.
+    # `plan` compares the ranks' plans before the checks, too: a check is a pass that all ranks make, or none.
     micro_batches, is_shared = plan(), policy.shares_prefixes
 
     def checked() -> Iterator[list[TrainSequence]]:
-        """Of each micro-batch with several sequences, some that fill one micro-batch."""
-        for batch in micro_batches if policy.shares_prefixes == is_shared else make(trained.sequences):
-            found = sequences_to_check([trained.sequences[index] for index in batch.sequences])
-            if len(found) > 1:
-                yield found
+        """The sequences to check of each micro-batch that has several."""
+        batches = micro_batches if policy.shares_prefixes == is_shared else make(trained.sequences)
+        for batch in batches:
+            chosen = sequences_to_check([trained.sequences[index] for index in batch.sequences])
+            if len(chosen) > 1:
+                yield chosen
 
     if policy.shares_prefixes and policy.attention_kind == "flex" and not policy.has_tried_trees:
         trial = make(sequences_to_check(trained.sequences))[0]
         failed = try_trees(policy, trial)
-        notes += [failed] if failed is not None else []
+        if failed is not None:
+            notes.append(failed)
     if policy.shares_prefixes and policy.tree_gap is None:
         # Without a branch in the whole job nothing could differ; a later job is checked then.
         for sequences in itertools.islice(checked(), 1):
             different = check_trees(policy, make(sequences)[0], sequences)
-            notes += [different] if different is not None else []
+            if different is not None:
+                notes.append(different)
     if not policy.shares_prefixes and policy.sequence_gap is None:
         sequences = next(checked(), sequences_to_check(trained.sequences))
         check_sequences(policy, make(sequences)[0], sequences)
@@ -89,7 +93,7 @@ def try_trees(policy: Policy, batch: MicroBatch) -> str | None:
     """Computes a gradient over trees: None if this works on every rank, else a note for the report, and unshared sequences
     from here on.
 
-    FlexAttention is compiled for the GPU. Where a multiprocessor has 100 KB of shared memory, its backward pass does not
+    FlexAttention is compiled for the GPU. Where a multiprocessor has 100 KB of shared memory, the backward pass does not
     fit for heads of more than 128 numbers.
     """
     from torch._dynamo.exc import TorchDynamoException  # imported here, because it takes seconds
@@ -134,7 +138,7 @@ def check_sequences(policy: Policy, batch: MicroBatch, sequences: list[TrainSequ
     """Compares unshared sequences with transformers' own code. There is nothing to fall back on.
 
     Raises:
-        ValueError: they differ.
+        ValueError: the two differ.
     """
     policy.sequence_gap = _agreed_gap(policy, batch, sequences)
     if not policy.sequence_gap <= MAX_GAP[policy.dtype]:
@@ -148,7 +152,7 @@ def check_sequences(policy: Policy, batch: MicroBatch, sequences: list[TrainSequ
 
 
 def _agreed_gap(policy: Policy, batch: MicroBatch, sequences: list[TrainSequence]) -> float:
-    """The largest gap of all ranks, each of which computes the same."""
+    """The largest gap of all ranks. Each rank computes the same gap, but for rounding."""
     with policy.gang.together():
         gap = _gap(policy, batch, sequences)
     return policy.gang.most(gap)
@@ -156,7 +160,8 @@ def _agreed_gap(policy: Policy, batch: MicroBatch, sequences: list[TrainSequence
 
 @torch.no_grad()
 def _gap(policy: Policy, batch: MicroBatch, sequences: list[TrainSequence]) -> float:
-    """The gap of a micro-batch's log-probabilities to those of its separate sequences (`Policy.sequence_logprobs`)."""
+    """The difference between a micro-batch's log-probabilities and its separate sequences' (`Policy.sequence_logprobs`): the
+    largest in float32, else the mean."""
     raw = replace(batch, distributions_N=torch.full_like(batch.distributions_N, RAW))
     logprobs_N, _ = policy.logprobs(raw)
     differences: list[torch.Tensor] = []
@@ -164,7 +169,7 @@ def _gap(policy: Policy, batch: MicroBatch, sequences: list[TrainSequence]) -> f
     for indices, index in zip(batch.predictions_S.split(sizes), batch.sequences, strict=True):
         sequence = sequences[index]
         chosen = torch.arange(0, len(indices), max(1, len(indices) // MAX_CHECKED_POSITIONS))
-        positions = [sequence.positions[each] for each in chosen.tolist()]
+        positions = [sequence.positions[number] for number in chosen.tolist()]
         expected = policy.sequence_logprobs([*sequence.token_ids, sequence.targets[-1]], positions)
         differences.append((logprobs_N[indices[chosen].to(logprobs_N.device)] - expected).abs())
     gaps = torch.cat(differences)
@@ -172,14 +177,14 @@ def _gap(policy: Policy, batch: MicroBatch, sequences: list[TrainSequence]) -> f
 
 
 def sequences_to_check(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """The longest sequence, and those that share the longest prefixes with it. None of them begins another one, so that
-    two of them are a tree with a branch, or two trees."""
+    """The longest sequence, and the sequences that share the longest prefixes with it. No chosen sequence is the beginning
+    of another, so that two of them are a tree with a branch, or two trees."""
     longest = max((sequence.token_ids for sequence in sequences), key=len)
     chosen: list[TrainSequence] = []
     num_tokens = 0
-    for sequence in sorted(sequences, key=lambda each: _num_shared(each.token_ids, longest), reverse=True):
+    for sequence in sorted(sequences, key=lambda sequence: _num_shared(sequence.token_ids, longest), reverse=True):
         ids = sequence.token_ids
-        if any(_num_shared(ids, each.token_ids) == min(len(ids), len(each.token_ids)) for each in chosen):
+        if any(_num_shared(ids, other.token_ids) == min(len(ids), len(other.token_ids)) for other in chosen):
             continue
         num_tokens += len(ids)
         if len(chosen) >= 2 and num_tokens > MAX_CHECKED_TOKENS:

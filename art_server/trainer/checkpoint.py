@@ -53,17 +53,17 @@ def write_first_checkpoint(base_model: str, lora: LoRAConfig, seed: int, folder:
 
 
 def check_checkpoint(base_model: str, lora: LoRAConfig, folder: Path, known: LoRAConfig | None = None) -> LoRAConfig:
-    """Checks that a folder's tensors are those of this adapter on this base, and finite. Loads no base, uses no device.
+    """Checks that a folder's tensors are the tensors of this adapter on this base, and finite. Loads no base, uses no device.
     Returns the configuration, with layers that are listed by path in their shortest form, or as `known` names them.
 
     Raises:
-        BadCheckpoint: they are not.
+        BadCheckpoint: the tensors are others, or not finite.
     """
     try:
         model = outline_adapter(base_model, lora)
     except ValueError as error:
         raise BadCheckpoint(str(error)) from error
-    shapes = {name: each.shape for name, each in adapter_tensors(model).items()}
+    shapes = {name: tensor.shape for name, tensor in adapter_tensors(model).items()}
     tensors = _load_tensors(folder / ADAPTER_FILE)
     if different := shapes.keys() ^ tensors.keys():
         verb = "lacks" if min(different) in shapes else "has, unlike the base,"
@@ -75,7 +75,7 @@ def check_checkpoint(base_model: str, lora: LoRAConfig, folder: Path, known: LoR
     _check_tensors(tensors, shapes)
     if (folder / OPTIMIZER_FILE).exists():
         state = _load_tensors(folder / OPTIMIZER_FILE)
-        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         parameters = {name: trained[name].shape for name in _stepped(state) & trained.keys()}
         _check_tensors(
             state,

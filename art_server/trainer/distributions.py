@@ -18,7 +18,8 @@ RAW = -1
 """The model's own distribution at temperature 1."""
 
 ROWS_OF_A_PIECE = 256
-"""Predictions whose kept sets are joined. With more of them, each computes more columns that only others need."""
+"""The largest number of predictions whose kept sets are joined. In a larger piece each prediction would compute more columns
+that only other predictions need."""
 
 LEFT_OUT = -1e30
 """The logit of a token outside the kept set. Its probability is exactly 0, and 0 * logit is 0; with -inf it is NaN."""
@@ -42,11 +43,11 @@ def decode_distributions(distributions: Sequence[Distribution]) -> list[Behaviou
     """
     return [
         BehaviourDistribution(
-            each.temperature,
-            each.logit_bias,
-            None if each.kept is None else unpack_set(base64.b64decode(each.kept)),
+            distribution.temperature,
+            distribution.logit_bias,
+            None if distribution.kept is None else unpack_set(base64.b64decode(distribution.kept)),
         )
-        for each in distributions
+        for distribution in distributions
     ]
 
 
@@ -65,7 +66,7 @@ def cut_pieces(
         ValueError: a target is outside its kept set.
     """
     pieces: list[Piece] = []
-    num_raw = int(np.searchsorted(distributions, 0))
+    num_raw = int(np.searchsorted(distributions, 0))  # RAW is -1
     whole = max(1, max_logits // num_vocabulary)
     for start in range(0, num_raw, whole):
         here = slice(start, min(num_raw, start + whole))
@@ -110,16 +111,16 @@ def _columns(
 def _left_out_and_biases(
     sampled_from: Sequence[BehaviourDistribution], column_of_V: np.ndarray, num_columns: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For each distribution the columns outside its kept set, and its logit bias."""
+    """For each distribution the columns outside its kept set, and its logit bias by column."""
     is_left_out = np.zeros((len(sampled_from), num_columns), dtype=bool)
     biases = np.zeros((len(sampled_from), num_columns), dtype=np.float32)
-    for row, each in enumerate(sampled_from):
-        if each.kept_ids is not None:
+    for row, distribution in enumerate(sampled_from):
+        if distribution.kept_ids is not None:
             is_left_out[row] = True
-            is_left_out[row, column_of_V[each.kept_ids]] = False
-        for token_id, value in each.bias.items():
+            is_left_out[row, column_of_V[distribution.kept_ids]] = False
+        for token_id, bias in distribution.bias.items():
             if column_of_V[token_id] >= 0:
-                biases[row, column_of_V[token_id]] = value
+                biases[row, column_of_V[token_id]] = bias
     return is_left_out, biases
 
 

@@ -1,12 +1,12 @@
 """The ranks of a trainer: processes that compute the micro-batches of one job together.
 
-Every rank gets the whole job and plans it as the first rank decides (`agreement.py`). Of the planned micro-batches each rank
-computes its own, whole. Two things need the others: the adapter's gradient, which is summed before the clip, and numbers by
-token, to which each rank adds zeros where others computed. All denominators of the loss count the whole step (`loss.py`), so
-the sums are those of one process, but for rounding. The same number of ranks gives the same bits.
+Every rank gets the whole job and plans it as the first rank decides (`agreement.py`). The planned micro-batches are divided
+among the ranks, each of them whole. Two things are summed over the ranks: the adapter's gradient, before the clip, and the
+numbers of each token, which are zero on ranks that did not compute the token. All denominators of the loss count the whole step
+(`loss.py`), so the sums equal one process's, but for rounding. The same number of ranks gives the same bits.
 
 A rank never decides alone. Where it could fail or choose differently (memory, a cancelled job, a check), all ranks agree by
-one reduced number, at one line. A rank that ends breaks the sums of the others. The server then ends them all and
+one reduced number, at one line. A rank that ends breaks the sums of the others. The server then ends all ranks and
 repeats the job.
 """
 
@@ -27,11 +27,11 @@ import torch.distributed as dist
 from art_server.trainer.memory import is_out_of_memory
 
 WAIT = datetime.timedelta(minutes=25)
-"""How long a rank waits for the others: longer than any micro-batch, and less than the server waits for the first progress, so that
-ranks that do not reach each other say so. The server ends ranks that hang much earlier."""
+"""How long a rank waits for the others: longer than any micro-batch, and less than the server waits for the first progress,
+so that ranks that do not reach each other report it. The server ends ranks that hang much earlier."""
 
 WELL, OUT_OF_MEMORY, FAILED = 0.0, 1.0, 2.0
-
+"""How a block ended on a rank (`Gang.together`). The largest number counts for all ranks."""
 
 TCP = "tcp://"
 
@@ -41,7 +41,7 @@ class OtherRankFailed(Exception):
 
 
 class UnlikeRanks(Exception):
-    """The ranks differ in what all of them must have alike. Nothing was trained."""
+    """The ranks differ in something that must be equal on all of them. Nothing was trained."""
 
 
 class NoMemoryOnSomeRank(MemoryError):
@@ -71,11 +71,11 @@ class Gang:
         machine: str,
         facts: Mapping[str, str],
     ) -> "Gang":
-        """Waits until all ranks have joined. `meeting` is a file of this machine, new for each gang, or for ranks of several
-        machines `tcp://ADDRESS:PORT` of the first one. `facts` are what all ranks must have alike.
+        """Waits until all ranks have joined. `meeting` is a file on this machine, new for each gang; for ranks on several
+        machines it is `tcp://ADDRESS:PORT` of the first machine. `facts` must be equal on all ranks.
 
         Raises:
-            UnlikeRanks: they have not.
+            UnlikeRanks: the facts differ.
         """
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if device.type == "cuda":
@@ -121,7 +121,7 @@ class Gang:
         longest = max(1, *map(int, lengths))
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(texts, torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))
-        return [bytes(each[: int(length)].tolist()).decode() for each, length in zip(texts, lengths, strict=True)]
+        return [bytes(padded[: int(length)].tolist()).decode() for padded, length in zip(texts, lengths, strict=True)]
 
     def most(self, value: float) -> float:
         """The largest of the ranks' values; infinity if one of them is not a number, because a reduced maximum may lose it."""
@@ -132,8 +132,8 @@ class Gang:
         return float(values)
 
     def any(self, value: bool) -> bool:
-        """Whether it is true on some rank."""
-        return self.most(float(value)) > 0
+        """Whether the value is true on some rank."""
+        return self.most(1.0 if value else 0.0) > 0
 
     def meet(self) -> None:
         """Returns when all ranks have come here."""
@@ -142,8 +142,8 @@ class Gang:
     def rounds(self, loads: Sequence[int]) -> list[tuple[int, bool]]:
         """The micro-batches that this rank computes, by index, the largest first, and whether they count.
 
-        `loads` are their numbers of tokens. Ranks that share the base's weights make equally many passes: those with fewer
-        micro-batches repeat the smallest, which does not count.
+        `loads` are the micro-batches' numbers of tokens. Ranks that share the base's weights make equally many passes: a rank
+        with fewer micro-batches repeats the smallest of all, and the repetition does not count.
         """
         if self.size == 1:
             return [(index, True) for index in range(len(loads))]
@@ -155,7 +155,8 @@ class Gang:
         return own
 
     def shares(self, loads: Sequence[int]) -> list[list[int]]:
-        """The micro-batches of each rank, by index, the largest first. Each goes to the rank with least tokens so far."""
+        """The micro-batches of each rank, by index, the largest first. Each micro-batch goes to the rank with
+        the fewest tokens so far."""
         shares: list[list[int]] = [[] for _ in range(self.size)]
         tokens = [0] * self.size
         for index in sorted(range(len(loads)), key=lambda index: -loads[index]):
@@ -165,10 +166,11 @@ class Gang:
         return shares
 
     def together(self) -> "_Together":
-        """A block that all ranks leave alike: if it fails on one rank, it raises on every one.
+        """A block that all ranks leave in the same way: if it fails on one rank, it raises on every rank.
 
-        Without memory on some rank all raise an error that means so, and may try again with less. If the ranks share the
-        base's weights, the others wait for this one inside the block. It then raises alone, and the server ends them.
+        If a rank runs out of memory, all ranks raise NoMemoryOnSomeRank, and may try again with less. Ranks that share the
+        base's weights are an exception: the others wait inside the block for the rank that failed. This rank raises alone,
+        and the server ends the others.
 
         Raises:
             NoMemoryOnSomeRank: this rank or another one ran out of memory.
@@ -201,7 +203,7 @@ class _Together:
 
 
 def _exchange(store: dist.Store, name: str, text: str, rank: int, size: int) -> list[str]:
-    """The text of each rank, through a store, for ranks that have no process group. Waits for all of them."""
+    """The text of each rank, through a store, for ranks without a process group. Waits for all ranks."""
     store.set(f"{name}-{rank}", text)
     texts = [store.get(f"{name}-{other}").decode() for other in range(size)]
     store.set(f"{name}-read-by-{rank}", "")
@@ -214,7 +216,7 @@ def check_alike(machines: Sequence[str], facts: Sequence[Mapping[str, str]]) -> 
     """Checks that all ranks have the same facts, by name.
 
     Raises:
-        UnlikeRanks: they have not. It names two machines, and the facts in which they differ.
+        UnlikeRanks: the facts differ. The message names two machines, and the facts in which they differ.
     """
     first = facts[0]
     for rank, other in enumerate(facts):
@@ -229,8 +231,8 @@ def check_alike(machines: Sequence[str], facts: Sequence[Mapping[str, str]]) -> 
 
 
 def is_lost_connection(error: Exception) -> bool:
-    """Whether the ranks could not speak to each other: another one has ended, or the network between them broke. Gloo raises a
-    plain RuntimeError."""
+    """Whether the ranks could not speak to each other: another rank has ended, or the network between them broke. Gloo raises
+    a plain RuntimeError."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
@@ -240,9 +242,10 @@ def interface_to(address: str) -> str:
         probe.connect((address, 9))  # sends nothing
         own = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                found = fcntl.ioctl(probe, GET_ADDRESS, struct.pack("256s", name.encode()))
-                if found[20:24] == own:
+            with contextlib.suppress(OSError):  # the interface has no address
+                reply = fcntl.ioctl(probe, GET_ADDRESS, struct.pack("256s", name.encode()))
+                # struct ifreq: 16 bytes of name, then family and port, then the IPv4 address.
+                if reply[20:24] == own:
                     return name
     raise OSError(f"no network interface of this machine reaches {address}")
 

@@ -10,12 +10,13 @@ from art_server.process.shared.trainer_messages import MismatchLimits, TrainTask
 MIN_TOKENS = 64
 """With fewer tokens the mean is not judged."""
 MOVEMENT_FACTOR = 8.0
-"""The mean gap of stale tokens may exceed the limit by this many times the measured movement, because a step moves the
-tokens that it trained on, and rare ones, more than the probe's: up to 3.6 times in honest training (docs/precision.md)."""
+"""The mean gap of stale tokens may exceed the limit by this many times the measured movement, because a step moves rare
+tokens and the tokens that it trained on more than the probe's tokens: up to 3.6 times in honest training
+(docs/precision.md)."""
 
 
 class GapTooLarge(Exception):
-    """The engine's log-probabilities are not those of the policy. Nothing was trained."""
+    """The engine's log-probabilities are not the policy's. Nothing was trained."""
 
 
 def judge_gap(metrics: dict[str, float], task: TrainTask) -> list[str]:

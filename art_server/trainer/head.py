@@ -17,7 +17,7 @@ MAX_LOGITS = {"cpu": 2**22, "cuda": 2**27}
 Project = Callable[[torch.Tensor], torch.Tensor]
 """From hidden states, n x D, to their logits."""
 ProjectColumns = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""The same, for the given tokens only."""
+"""From hidden states, n x D, and C columns of the vocabulary to the logits of these columns only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,8 @@ def _score(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tens
     """Probabilities, and the targets' scores, with one pass of exp.
 
     The log-sum-exp follows from the likeliest token, whose probability is at least 1 / V. A target's log-probability is
-    the difference of both logits plus that token's: it is rounded at its own size, not at that of the logits.
+    its logit minus the likeliest token's logit, plus the likeliest token's log-probability. So the result is rounded at its
+    own size, not at the size of the logits.
     """
     probabilities_NV = torch.softmax(logits_NV, -1)
     largest_N1, indices_N1 = logits_NV.max(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""A copy of frozen weights in main memory, for the time that they are off the device between steps."""
+"""A copy of frozen weights in main memory, for the time between steps, when the weights are off the device."""
 
 import contextlib
 import weakref
@@ -12,14 +12,15 @@ ALIGNMENT = 512
 
 
 class HostCopy:
-    """One flat copy of frozen weights, made once. While they are off the device, the parameters are views of it."""
+    """One flat copy of frozen weights, made once. While the weights are off the device, the
+    parameters are views of the copy."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], device: torch.device) -> None:
         """Copies the weights. On CUDA the pages are locked, so that the copy back runs at the bus's speed. torch's own
         allocator for locked pages is not used, because it would round the block up to a power of two."""
         self._parameters = list(parameters)
         self._device = device
-        sizes = [-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in self._parameters]
+        sizes = [-(-parameter.nbytes // ALIGNMENT) * ALIGNMENT for parameter in self._parameters]
         self._block = torch.empty(sum(sizes), dtype=torch.uint8)
         self.is_locked = device.type == "cuda" and _lock_pages(self._block, device)
         if self.is_locked:
@@ -27,9 +28,9 @@ class HostCopy:
             weakref.finalize(self, _unlock_pages, self._block).atexit = False
         self._views: list[torch.Tensor] = []
         start = 0
-        for each, size in zip(self._parameters, sizes, strict=True):
-            view = self._block[start : start + each.nbytes].view(each.dtype).view(each.shape)
-            view.copy_(each.detach())
+        for parameter, size in zip(self._parameters, sizes, strict=True):
+            view = self._block[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+            view.copy_(parameter.detach())
             self._views.append(view)
             start += size
 
@@ -38,18 +39,18 @@ class HostCopy:
         return self._block.nbytes
 
     def holds(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether it is a copy of exactly these parameters."""
-        return [id(each) for each in parameters] == [id(each) for each in self._parameters]
+        """Whether this is a copy of exactly these parameters."""
+        return [*map(id, parameters)] == [*map(id, self._parameters)]
 
     def leave(self) -> None:
         """Frees the device's memory. Nothing is copied."""
-        for each, view in zip(self._parameters, self._views, strict=True):
-            each.data = view
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.data = view
 
     def return_to_device(self) -> None:
         """Copies the weights to the device."""
-        for each, view in zip(self._parameters, self._views, strict=True):
-            each.data = view.to(self._device, non_blocking=self.is_locked, copy=True)
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.data = view.to(self._device, non_blocking=self.is_locked, copy=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

@@ -73,14 +73,14 @@ def train(
     """Takes the steps of one job from in_dir to out_dir; returns metrics and notes.
 
     A batch without trained tokens writes the same weights and optimizer state again. Unless `between_steps` is "stay", the
-    policy leaves the device before "save" is reported. `learn` stores what fitted after memory ran out, for the base of this
-    name (None: its path).
+    policy leaves the device before "save" is reported. `learn` stores the budget that fitted after memory ran out, under
+    `base_name` (None: the base's path).
 
     Raises:
         UnlikeRanks: another rank would compute otherwise, or has planned otherwise.
         FloatingPointError: the loss, its gradient or a metric is not finite. No checkpoint is written.
         ValueError: the engine adapts none of the layers that have an adapter.
-        GapTooLarge: the engine's log-probabilities are not those of this policy. No checkpoint is written.
+        GapTooLarge: the engine's log-probabilities are not this policy's. No checkpoint is written.
     """
     terms = agree_on_terms(policy, max_tokens_per_micro_batch)
     policy.return_to_device()
@@ -111,7 +111,7 @@ def train(
         started = time.perf_counter()
         policy.leave_device(optimizer, keep_copy=between_steps == "leave")
         metrics["time/step_leave_s"] = time.perf_counter() - started
-    policy.gang.meet()  # the engine returns to the devices of all ranks
+    policy.gang.meet()  # the engine returns only when all ranks have left their devices
     report(Progress(phase="save", completed=0, total=1))
     started = time.perf_counter()
     if policy.gang.is_first:
@@ -129,10 +129,10 @@ def train(
 
 
 def check_layers(policy: Policy, lost: Sequence[str]) -> None:
-    """Checks that the engine adapts some kind of layer that has an adapter; `lost` are the kinds that it does not.
+    """Checks that the engine adapts some kind of layer that has an adapter; `lost` are the kinds that it does not adapt.
 
     Raises:
-        ValueError: it adapts none, so nothing could be trained.
+        ValueError: the engine adapts none, so nothing could be trained.
     """
     if {layer_kind(name.partition(".lora_")[0]) for name in policy.parameters} <= {*lost}:
         raise ValueError(
@@ -148,8 +148,8 @@ def _schedule(task: TrainTask, rate: float, optimizer: torch.optim.AdamW) -> Rat
 
 
 def _drop_stale(task: TrainTask) -> tuple[TrainTask, int]:
-    """The task, in which tokens beyond `max_staleness` are context, and their number. The penalty for long trajectories
-    counts them, so it goes into the rewards first."""
+    """The task with tokens beyond `max_staleness` as context, and their number. The penalty for long trajectories counts
+    these tokens too, so the penalty is put into the rewards first."""
     config, batch = task.config, task.batch
     if config.max_staleness is None:
         return task, 0
@@ -200,13 +200,13 @@ def _take_steps(job: _Job, trained: TrainBatch) -> tuple[dict[str, float], Probe
     for index, mini_batch in enumerate(mini_batches):
         phase = "train" if len(mini_batches) == 1 else f"train {index + 1} of {len(mini_batches)}"
         part, of_part = _part(trained, old, mini_batch)
-        if index == 0:  # the policy at the start: another order of computation would round its ratios away from 1
+        if index == 0:  # pi_old is pi_new here: computed in another order, it would round the ratios away from 1
             of_part = replace(of_part, old_logprobs_S=None)
         metrics = job.budget.run(functools.partial(_gradient, job, part, of_part, phase))
         if index == 0:
             if old.old_logprobs_S is None:
                 notes += judge_gap(metrics, task)
-            # Tokens of earlier steps: the next job will have some too, and judges them by what this step really moves.
+            # A job with stale tokens has a probe: the next job will have some too, and judges them by this step's movement.
             is_stale = (metrics | gap)["loss/logprob_gap_stale_num_tokens"] > 0
             if task.mismatch_limits is not None and policy.gang.any(is_stale or is_due(task.probe)):
                 start = start_probe(policy, task.probe, trained.sequences, task.mismatch_limits)
@@ -225,7 +225,7 @@ def _take_steps(job: _Job, trained: TrainBatch) -> tuple[dict[str, float], Probe
 
 
 def _part(trained: TrainBatch, old: OldLogprobs, mini_batch: MiniBatch) -> tuple[TrainBatch, OldLogprobs]:
-    """The sequences of one optimizer step, with their log-probabilities from before the first."""
+    """The sequences of one optimizer step, with their log-probabilities from before the first step."""
     sequences = [trained.sequences[index] for index in mini_batch.sequences]
     num_tokens = sum(len(sequence.targets) for sequence in sequences)
     part = replace(trained, sequences=sequences, num_tokens=num_tokens)
@@ -248,7 +248,8 @@ def _optimizer_step(job: _Job, number: int) -> dict[str, float]:
 
 
 def _without_gap(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics of a later optimizer step. The gap is that of the start: later steps have other weights."""
+    """The metrics of a later optimizer step without the comparison with the engine, which is about the weights at the start
+    of the job."""
     of_start = ("loss/logprob_gap", "loss/importance_ratio")
     return {name: value for name, value in metrics.items() if not name.startswith(of_start)}
 

@@ -19,7 +19,7 @@ ADAPTER = "default"
 
 def fuse_lora(model: torch.nn.Module) -> int:
     """Gives the layers that qualify the fused forward and returns their number. Safe to repeat."""
-    layers = [each for each in model.modules() if isinstance(each, Linear) and _qualifies(each)]
+    layers = [module for module in model.modules() if isinstance(module, Linear) and _qualifies(module)]
     for layer in layers:
         layer.forward = MethodType(_forward, layer)
     return len(layers)
@@ -89,7 +89,7 @@ class _LoRALinear(torch.autograd.Function):
 
 
 def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b in float32: it sums over thousands of tokens, which bfloat16 would round to eight bits."""
+    """a @ b in float32: the product sums over thousands of tokens, which bfloat16 would round to eight bits."""
     if a.dtype != torch.float32 and a.device.type == "cuda":  # torch has `out_dtype` on CUDA only
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()

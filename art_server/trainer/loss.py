@@ -58,7 +58,7 @@ def policy_loss(
     """The loss sum(weight * (-correction * objective + beta * KL)) over the tokens, and its coefficients.
 
     The clip bounds pi_new / pi_old. pi_old is the trainer's policy at the start of the job; if `tokens.old_logprobs_S`
-    is None, that is pi_new itself, detached. The correction is the weight pi_old / pi_sampled.
+    is None, pi_old is pi_new itself, detached. The correction is the weight pi_old / pi_sampled.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7 (two_sided); Yu et al. 2025, arXiv:2503.14476, eq. 10
     (clip-higher); Ye et al. 2020, arXiv:1912.09729, eq. 5 (dual); MiniMax 2025, arXiv:2506.13585, eq. 4 and 5 (cispo);
     Zheng et al. 2025, arXiv:2507.18071, eq. 5 and 7 (sequence); ART's `importance_sampling_level` (geometric);
@@ -142,7 +142,7 @@ def shape_advantages(
     advantages_S: torch.Tensor, kl_S: torch.Tensor, beta: float, is_kept_S: torch.Tensor
 ) -> torch.Tensor:
     """advantage + beta * (mean KL - KL of the token). Tokens with `is_kept_S` keep their advantage and are not in the
-    mean: those without sampled log-probability, and those of groups without signal.
+    mean: tokens without sampled log-probability, and tokens of groups without signal.
 
     Source: ART's `kl_penalty_coef` with `kl_penalty_source="sample"`.
     """
@@ -193,7 +193,7 @@ def _exp(log_ratios_S: torch.Tensor) -> torch.Tensor:
 
 
 def _trajectory_means(values_S: torch.Tensor, trajectories_S: torch.Tensor) -> torch.Tensor:
-    """For each token, the mean of the given values of its trajectory."""
+    """For each token, the mean of `values_S` over its trajectory."""
     num = int(trajectories_S.max()) + 1 if len(trajectories_S) else 0
     sums = values_S.new_zeros(num).index_add_(0, trajectories_S, values_S)
     counts = torch.bincount(trajectories_S, minlength=num)

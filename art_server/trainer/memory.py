@@ -26,10 +26,10 @@ M_MMAP_THRESHOLD = -3
 
 MMAP_BYTES = 12 << 20
 """Less than a chunk's logits, more than most activations, because fresh memory for each tensor takes time. With 256 KiB
-a step of a model of width 256 took 1.6 times as long and 40% less memory; with this value it takes no longer."""
+a step of a model of width 256 took 1.6 times as long and 40% less memory; with this value the step takes no longer."""
 
 CHECKPOINTING_FACTOR = 8
-"""Gradient checkpointing fits this many times more tokens: a layer keeps only its input instead of activations of about
+"""With gradient checkpointing this many times more tokens fit: a layer keeps only its input instead of activations of about
 50 times its width, and one layer at a time is recomputed."""
 
 
@@ -52,7 +52,7 @@ def fill_tokens(device: torch.device) -> int | None:
 def return_freed_memory() -> None:
     """Makes this process return each freed tensor of MMAP_BYTES or more to the system at once.
 
-    Otherwise glibc keeps it in a heap that longer-lived tensors fragment: over 32 micro-batches of 1,024 tokens the
+    Otherwise glibc keeps the memory in a heap that longer-lived tensors fragment: over 32 micro-batches of 1,024 tokens the
     peak grew threefold. Does nothing where the C library has no mallopt.
     """
     libc = ctypes.CDLL(None)

@@ -11,14 +11,15 @@ class MiniBatch(NamedTuple):
     """The sequences of one optimizer step."""
 
     number: int
-    """The step's index if all groups of the request were trained, and so the index of its learning rate."""
+    """The index that the step would have if all groups of the request were trained. It is also the index of the step's learning
+    rate."""
     sequences: list[int]
     """Indices into `TrainBatch.sequences`."""
 
 
 def split_mini_batches(task: TrainTask, trained: TrainBatch, notes: list[str]) -> list[MiniBatch]:
-    """The optimizer steps of the job. Each pass covers all groups, with `batch_size` in the order of the request, else in
-    an order that the task's seed fixes. With `batch_size`, groups that are not trained leave their places empty."""
+    """The optimizer steps of the job. Each pass covers all groups: with `batch_size` in the order of the request, else in
+    an order that the task's seed fixes. With `batch_size` a step has fewer groups if some of its groups are not trained."""
     config = task.config
     if config.passes == config.mini_batches == 1 and config.batch_size is None:
         return [MiniBatch(0, list(range(len(trained.sequences))))]
@@ -36,7 +37,7 @@ def split_mini_batches(task: TrainTask, trained: TrainBatch, notes: list[str]) -
         groups = list(sequences_of)
         chance.shuffle(groups)
         for first in range(num):
-            chosen = [each for group in groups[first::num] for each in sequences_of[group]]
+            chosen = [index for group in groups[first::num] for index in sequences_of[group]]
             mini_batches.append(MiniBatch(turn * config.mini_batches + first, sorted(chosen)))
     return mini_batches
 
@@ -55,12 +56,12 @@ def _by_batch_size(task: TrainTask, batch_size: int, sequences_of: dict[int, lis
     one_pass: dict[int, list[int]] = {}
     for index, sequences in sequences_of.items():
         number = task.batch.groups[index].number
-        place = (index if number is None else number) // batch_size
-        one_pass.setdefault(place, []).extend(sequences)
+        step = (index if number is None else number) // batch_size
+        one_pass.setdefault(step, []).extend(sequences)
     num_groups = task.batch.num_groups or len(task.batch.groups)
     steps_of_pass = -(-num_groups // batch_size)
     return [
-        MiniBatch(turn * steps_of_pass + place, sequences)
+        MiniBatch(turn * steps_of_pass + step, sequences)
         for turn in range(task.config.passes)
-        for place, sequences in one_pass.items()
+        for step, sequences in one_pass.items()
     ]

@@ -1,4 +1,4 @@
-"""Log-probabilities from before a job's first optimizer step: the policy's own, and those of the reference."""
+"""Log-probabilities from before a job's first optimizer step: the policy's own and the reference's."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class OldLogprobs:
     """Log-probabilities from before the first optimizer step, for all sampled tokens of the job. None: not needed."""
 
     old_logprobs_S: torch.Tensor | None = None
-    """The trainer's at the start of the job; only for a job of several optimizer steps."""
+    """Under the trainer's policy at the start of the job; only for a job of several optimizer steps."""
     reference_logprobs_S: torch.Tensor | None = None
     seconds: float = 0.0
 
@@ -89,8 +89,8 @@ def compute_logprobs(
     score: Callable[[MicroBatch], torch.Tensor],
     report: Callable[[Progress], None],
 ) -> torch.Tensor:
-    """The log-probabilities of all S sampled tokens of the micro-batches, without a gradient. `score` gives those of a
-    micro-batch's predictions. float32."""
+    """The log-probabilities of all S sampled tokens of the micro-batches, float32, without a gradient. `score` returns the
+    log-probabilities of a micro-batch's predictions."""
     logprobs_S = torch.zeros(sum(len(batch.indices_S) for batch in micro_batches))
     rounds = policy.gang.rounds([batch.num_tokens for batch in micro_batches])
     with policy.gang.together():
@@ -125,7 +125,7 @@ def apply_kl_penalty(gang: Gang, task: TrainTask, trained: TrainBatch, old: OldL
         return trained
     tokens = make_sampled_tokens(trained.sequences)
     kl_S = kl_estimate(tokens.sampled_logprobs_S, old.reference_logprobs_S, config.kl_estimator)[0]
-    # It decides which groups are trained, and so the plan.
+    # The KL decides which groups are trained, and so the plan, which must be equal on all ranks.
     kl_S = gang.of_first(torch.where(tokens.is_unknown_S, 0.0, kl_S))
     lengths = [len(sequence.targets) for sequence in trained.sequences]
     if config.kl_in == "reward":

@@ -21,18 +21,17 @@ def make_optimizer(parameters: Mapping[str, torch.nn.Parameter], learning_rate: 
 
 def save_optimizer(optimizer: torch.optim.AdamW, parameters: Mapping[str, torch.nn.Parameter], path: Path) -> None:
     """Writes the state as tensors named PARAMETER.KEY. An optimizer that has never stepped writes no file."""
-    tensors = {
-        f"{name}.{key}": optimizer.state[parameter][key].contiguous()
-        for name, parameter in parameters.items()
-        if parameter in optimizer.state
-        for key in STATE_KEYS
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in parameters.items():
+        if parameter in optimizer.state:
+            for key in STATE_KEYS:
+                tensors[f"{name}.{key}"] = optimizer.state[parameter][key].contiguous()
     if tensors:
         save_file(tensors, path)
 
 
 def load_optimizer(optimizer: torch.optim.AdamW, parameters: Mapping[str, torch.nn.Parameter], path: Path) -> None:
-    """Loads the saved state into a fresh optimizer. Without a file it stays fresh.
+    """Loads the saved state into a fresh optimizer. Without a file the optimizer stays fresh.
 
     Raises:
         ValueError: the file has state of other parameters.

@@ -52,10 +52,10 @@ class Policy:
         device: torch.device | None = None,
         gang: Gang = ALONE,
     ) -> None:
-        """Loads the base. Defaults: bfloat16 on CUDA and float32 elsewhere; the first GPU, or the CPU without one; no other
-        ranks. The ranks of a sharded gang load their policies at the same time."""
-        found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.device = found if device is None else device
+        """Loads the base. Defaults: bfloat16 on CUDA and float32 elsewhere; the first GPU, or the CPU where there is none; no
+        other ranks. The ranks of a sharded gang load their policies at the same time."""
+        available = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = available if device is None else device
         self.dtype = dtype or usual_dtype(self.device)
         self.base_model = base_model
         self.gang = gang
@@ -71,7 +71,7 @@ class Policy:
         self.tree_gap: float | None = None
         """The difference that `check_trees` measured; None before it ran."""
         self.sequence_gap: float | None = None
-        """The same for `check_sequences`."""
+        """The difference that `check_sequences` measured; None before it ran."""
         self.checkpointing_factor: float = CHECKPOINTING_FACTOR
         """How many times more tokens fit with gradient checkpointing."""
         self.fill_tokens = fill_tokens(self.device)
@@ -97,7 +97,7 @@ class Policy:
 
     @property
     def facts(self) -> dict[str, str]:
-        """How it computes, by name: what the ranks of a gang must have alike."""
+        """How the policy computes, by name: what must be equal on all ranks of a gang."""
         return {
             "number type": str(self.dtype).removeprefix("torch."),
             "attention": self.attention_kind,
@@ -112,7 +112,7 @@ class Policy:
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The trained parameters by name: the LoRA matrices, float32."""
-        return {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def init_adapter(self, lora: LoRAConfig, seed: int) -> None:
         """Starts with a fresh adapter: A is random by seed, B is zero, so the policy equals the base."""
@@ -126,9 +126,9 @@ class Policy:
         """Loads the adapter of a checkpoint.
 
         Raises:
-            FileNotFoundError: the folder has none.
-            ValueError: its tensors are not those of `lora` on this base.
-            RuntimeError: their shapes differ.
+            FileNotFoundError: the folder has no adapter.
+            ValueError: the folder's tensors are not the tensors of `lora` on this base.
+            RuntimeError: the tensors have other shapes.
         """
         tensors = load_file(folder / ADAPTER_FILE)
         if self._lora != lora:
@@ -151,24 +151,24 @@ class Policy:
 
     def leave_device(self, optimizer: torch.optim.Optimizer, *, keep_copy: bool) -> None:
         """Frees the device's memory, except the process's context. Adapter and optimizer state move to main memory.
-        With `keep_copy` the base moves too, and `return_to_device` undoes it; else the policy can only be saved."""
-        frozen = [each for each in self.model.parameters() if not each.requires_grad]
+        With `keep_copy` the base moves too, and `return_to_device` undoes the move; else the policy can only be saved."""
+        frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         if not keep_copy:
-            for each in frozen:
-                each.data = torch.empty(0)
+            for parameter in frozen:
+                parameter.data = torch.empty(0)
             holders: list[Any] = [*frozen, *self.model.modules()]
-            for each in holders:
-                if hasattr(each, "quant_state"):  # the scales of bitsandbytes' 4-bit weights
-                    each.quant_state = None
-                quantised: Any = getattr(each, "state", None)  # of bitsandbytes' 8-bit layers
+            for holder in holders:
+                if hasattr(holder, "quant_state"):  # the scales of bitsandbytes' 4-bit weights
+                    holder.quant_state = None
+                quantised: Any = getattr(holder, "state", None)  # of bitsandbytes' 8-bit layers
                 if hasattr(quantised, "CB"):
                     quantised.CB = None
         else:
             if self._away is None or not self._away.holds(frozen):
                 self._away = HostCopy(frozen, self.device)
             self._away.leave()
-        for each in self.parameters.values():
-            each.grad, each.data = None, each.data.cpu()
+        for parameter in self.parameters.values():
+            parameter.grad, parameter.data = None, parameter.data.cpu()
         for state in optimizer.state.values():
             state.update({key: value.cpu() for key, value in state.items()})
         self._is_away = True
@@ -180,8 +180,8 @@ class Policy:
             return
         assert self._away is not None
         self._away.return_to_device()
-        for each in self.parameters.values():
-            each.data = each.data.to(self.device)
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.to(self.device)
         self._is_away = False
 
     def use_trees(self, shared: bool) -> None:
@@ -223,7 +223,7 @@ class Policy:
     def scores(self, batch: MicroBatch, *, with_entropy_gradient: bool = False) -> Scores:
         """The scores of each prediction.
 
-        Each is scored under the distribution that its token was sampled from. Log-probabilities have a gradient,
+        Each prediction is scored under the distribution that its token was sampled from. Log-probabilities have a gradient,
         entropies only on request.
 
         Raises:
@@ -281,7 +281,7 @@ class Policy:
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         """The output head's input at each predicting position, N x D.
 
-        A hook on the head takes it, so it includes everything that the model computes before its head.
+        A hook on the head takes this input, so that it includes everything that the model computes before its head.
         """
         arguments, indices_N = self._arguments(batch)
         taken: list[torch.Tensor] = []
@@ -307,7 +307,7 @@ class Policy:
             return self._tree_arguments(batch.forest), batch.forest_indices_N
         self._states.use(None)
         rows_BT = _pad_rows(batch.forest).to(self.device)
-        return {"token_ids_BT": rows_BT}, _padded_places(batch.forest, batch.forest_indices_N)
+        return {"token_ids_BT": rows_BT}, _padded_indices(batch.forest, batch.forest_indices_N)
 
     @property
     def attention_kind(self) -> AttentionKind:
@@ -326,7 +326,7 @@ class Policy:
         }
 
     def _project(self, hidden_ND: torch.Tensor, columns_C: torch.Tensor | None = None) -> torch.Tensor:
-        """The model's logits from the input of its output head, for the whole vocabulary or these tokens only.
+        """The model's logits from the input of its output head, for the whole vocabulary or only for the tokens `columns_C`.
 
         Source: transformers 5.19, the `forward` of Gemma2ForCausalLM (soft cap), GraniteForCausalLM (division),
         CohereForCausalLM, FalconH1ForCausalLM, MuseGlimmerForCausalLM, HyperCLOVAXForCausalLM (product). `check_trees`
@@ -342,7 +342,7 @@ class Policy:
         else:  # a head with an adapter
             logits_NV = head(hidden_ND)[:, columns_C]
         scaling = getattr(config, "logits_scaling", None)
-        if scaling is not None and self.model_type != "minicpm3":  # it divides the head's input
+        if scaling is not None and self.model_type != "minicpm3":  # MiniCPM3 divides the head's input
             multiplies = self.model_type.startswith("hyperclovax")
             logits_NV = logits_NV * scaling if multiplies else logits_NV / scaling
         for name in FACTORS_OF_LOGITS:
@@ -397,13 +397,13 @@ def write_fresh_adapter(base_model: str, lora: LoRAConfig, seed: int, folder: Pa
     chance = torch.Generator().manual_seed(seed)
 
     def fresh(name: str, like: torch.Tensor) -> torch.Tensor:
-        made = torch.zeros(like.shape)
+        matrix = torch.zeros(like.shape)
         if "lora_embedding_B" in name:  # of an embedding's adapter, PEFT makes B random and A zero
-            return made.normal_(generator=chance)
+            return matrix.normal_(generator=chance)
         bound = like.shape[-1] ** -0.5 if "lora_A" in name else 0.0
-        return made.uniform_(-bound, bound, generator=chance)
+        return matrix.uniform_(-bound, bound, generator=chance)
 
-    tensors = {name: fresh(name, each) for name, each in adapter_tensors(model).items()}
+    tensors = {name: fresh(name, tensor) for name, tensor in adapter_tensors(model).items()}
     folder.mkdir(parents=True, exist_ok=True)
     _save(model, tensors, folder)
 
@@ -412,7 +412,7 @@ def outline_adapter(base_model: str, lora: LoRAConfig) -> PeftModel:
     """The base with an adapter, both without weights, for names and shapes.
 
     Raises:
-        ValueError: the base lacks layers that `lora` names, or they take no adapter.
+        ValueError: the base lacks layers that `lora` names, or these layers take no adapter.
     """
     base = meta_model(base_model)
     with torch.device("meta"):
@@ -440,7 +440,8 @@ def _pad_rows(forest: Forest) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-def _padded_places(forest: Forest, forest_indices_N: torch.Tensor) -> torch.Tensor:
+def _padded_indices(forest: Forest, forest_indices_N: torch.Tensor) -> torch.Tensor:
+    """Indices in the forest as indices into the flattened rows of `_pad_rows`."""
     starts = torch.tensor([node.start for node in forest.nodes])
     longest = max(node.stop - node.start for node in forest.nodes)
     rows_N = torch.searchsorted(starts, forest_indices_N, right=True) - 1

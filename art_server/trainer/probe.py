@@ -2,12 +2,12 @@
 
 The server has the engine score the same tokens when it has loaded the step, before the step serves (`engine/probe_check.py`).
 The tokens are the end of the job's sequence that the update moves the most. They are kept for some steps, so that most
-jobs compute them once. The same numbers tell how far each job moves the policy, which is the allowance of stale tokens
+jobs compute them once. The same numbers show how far each job moves the policy, which is the allowance of stale tokens
 (`gap.py`).
 
 Scoring few tokens costs a pass over all weights: on a CPU some percent of a short step. So the first steps of an adapter
-and the first of a process have a probe, and so has a job with tokens of earlier steps, because the next such job judges
-them by this movement. Others have one if the probes then cost less than a hundredth of the time.
+and the first step of a process have a probe, and so has a job with tokens of earlier steps, because the next such job judges
+them by this movement. Any other job has a probe if the probes then cost less than a hundredth of the time.
 """
 
 import math
@@ -29,13 +29,13 @@ from art_server.trainer.layers import layer_kind
 from art_server.trainer.policy import Policy
 
 NUM_TOKENS = 32
-"""Scored tokens. Fewer cost SmolLM2 on a CPU as much: its weights are read once for all."""
+"""Number of scored tokens. On a CPU fewer tokens would cost SmolLM2 the same time: its weights are read once for all tokens."""
 FIRST_STEPS = 2
-"""So many steps of an adapter have a probe whatever it costs."""
+"""This number of an adapter's first steps have a probe, whatever it costs."""
 STARTED_AT = time.time()
-"""A process's first step of a model has a probe too: its server may have started with other arguments."""
+"""A process's first step of a model has a probe too: the server may have started with other arguments."""
 SHARE = 0.005
-"""Most of the time that the trainer's passes take afterwards. The engine's cost about as much again."""
+"""Largest share of the time for the trainer's passes over probes. The engine's passes cost about as much again."""
 STEPS_OF_TOKENS = 16
 """The tokens are chosen anew after this many steps, because the policy learns to avoid some of them."""
 STEPS_OF_MOVEMENT = 64
@@ -44,11 +44,11 @@ NUM_ROUNDINGS = 2
 RANDOM_SCALE = 0.05
 """Standard deviation of a random adapter's B. Layers then change by some percent, log-probabilities by tenths."""
 MAX_FACTOR = 2**12
-"""An adapter whose effect is too small even with its alpha times this is not compared: its weights are zero."""
+"""Largest multiple of alpha. An adapter whose effect is too small even then is not compared: its weights are zero."""
 
 
 def is_due(last: Probe | None) -> bool:
-    """Whether the step after the one with this probe is to have a probe."""
+    """Whether the step after the step with the probe `last` is to have a probe."""
     if last is None or len(last.moved) < FIRST_STEPS or last.made_at < STARTED_AT:
         return True
     passed = time.time() - last.made_at
@@ -120,18 +120,19 @@ def skipped_probe(last: Probe) -> Probe:
 
 
 def unchanged_probe(last: Probe | None) -> Probe:
-    """The probe of a step with the same weights as the one before."""
+    """The probe of a step with the same weights as the step before."""
     last = last or Probe()
     return last.model_copy(update={"moved": with_movement(last.moved, 0.0)})
 
 
 def with_movement(moved: Sequence[float], value: float) -> list[float]:
+    """The movements of the newest steps, of which `value` is the last."""
     return [*moved, value][-STEPS_OF_MOVEMENT:]
 
 
 def write_layer_probes(policy: Policy, lora: LoRAConfig, out_dir: Path, limits: MismatchLimits) -> dict[str, Probe]:
-    """Writes an adapter for each kind of layer, random by seed, into a folder of that name; the adapter of all other
-    layers is zero. Returns their probes by kind. The policy then has an adapter that changes nothing."""
+    """Writes an adapter for each kind of layer into a folder named after the kind: random by seed at layers of this kind,
+    zero at all others. Returns the adapters' probes by kind. The policy then has an adapter that changes nothing."""
     policy.init_adapter(lora, seed=0)
     chance = torch.Generator().manual_seed(0)
     num_vocabulary = policy.model.get_input_embeddings().num_embeddings
@@ -146,32 +147,33 @@ def write_layer_probes(policy: Policy, lora: LoRAConfig, out_dir: Path, limits: 
             kinds[layer_kind(name.partition(".lora_")[0])].append(parameter)
     probes: dict[str, Probe] = {}
     for kind, parameters in kinds.items():
-        for each in parameters:
-            each.data.copy_(RANDOM_SCALE * torch.randn(each.shape, generator=chance))
+        for parameter in parameters:
+            parameter.data.copy_(RANDOM_SCALE * torch.randn(parameter.shape, generator=chance))
         probes[kind] = finish_probe(policy, start, limits)
         if policy.gang.is_first:
             (out_dir / kind).mkdir()
             policy.save_adapter(out_dir / kind)
-        for each in parameters:
-            each.data.zero_()
+        for parameter in parameters:
+            parameter.data.zero_()
     return probes
 
 
 def choose_tokens(sequences: Sequence[TrainSequence]) -> list[int]:
-    """The end, of at most NUM_TOKENS + 1 tokens, of the sequence whose trained tokens there the update moves the most.
+    """The last tokens, at most NUM_TOKENS + 1, of the sequence whose trained tokens there the update moves the most.
 
     A token's log-probability has a gradient of about 1 - p by its own logit, times its advantage in the loss.
     """
 
     def movement(sequence: TrainSequence) -> float:
         first = len(sequence.token_ids) - NUM_TOKENS
-        return sum(
-            abs(advantage) * (1 - math.exp(min(0.0, logprob)) if logprob is not None else 1.0)
-            for position, advantage, logprob in zip(
-                sequence.positions, sequence.advantages, sequence.sampled_logprobs, strict=True
-            )
-            if position >= first
-        )
+        movements: list[float] = []
+        for position, advantage, logprob in zip(
+            sequence.positions, sequence.advantages, sequence.sampled_logprobs, strict=True
+        ):
+            if position >= first:
+                slope = 1.0 if logprob is None else 1 - math.exp(min(0.0, logprob))
+                movements.append(abs(advantage) * slope)
+        return sum(movements)
 
     chosen = max(sequences, key=movement)
     return [*chosen.token_ids[-NUM_TOKENS:], chosen.targets[-1]]
@@ -200,8 +202,8 @@ def _rounding(policy: Policy, token_ids: list[int], logprobs_T: torch.Tensor, ep
 
 @contextmanager
 def _with_rounding(epsilon: float, seed: int) -> Iterator[None]:
-    """Adds normal noise, relative to each number by `epsilon`, to what each module of this process returns as one tensor.
-    On numbers that are in 16 bits already it has the same variance, because they are rounded again."""
+    """Adds normal noise to what each module of this process returns as one tensor; `epsilon` is its standard deviation
+    relative to a number. On numbers that are already in 16 bits it has the same variance: they are rounded again."""
     chances: dict[torch.device, torch.Generator] = {}
 
     def disturb(_: torch.nn.Module, __: Any, output: Any) -> Any:  # Any: what a model's layers return
@@ -213,7 +215,7 @@ def _with_rounding(epsilon: float, seed: int) -> Iterator[None]:
         noise.normal_(0, epsilon, generator=chances[output.device])
         return (output.float() * (1 + noise)).to(output.dtype)
 
-    # For all modules: `sequence_logprobs` of an Unsloth policy builds a model of its own.
+    # Of all modules, because `sequence_logprobs` of an Unsloth policy builds a model of its own.
     hook = register_module_forward_hook(disturb)
     try:
         yield

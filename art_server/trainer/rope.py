@@ -17,15 +17,17 @@ FIXED = "fixed"
 
 
 def fix_rope(model: PreTrainedModel, max_seq_length: int | None) -> None:
-    """Fixes the factors of the language model to those of an engine with a context of `max_seq_length` tokens; None is the model's number of
-    positions. A later call with another context replaces them."""
+    """Gives the language model the factors of an engine whose context has `max_seq_length` tokens (None: the model's number of
+    positions). A later call with another context replaces these factors."""
     for module in model.get_decoder().modules():
-        each: Any = module  # Any: rotary modules of transformers have no common class
-        kind = getattr(each, "rope_type", None)
+        rotary: Any = module  # Any: rotary modules of transformers have no common class
+        kind = getattr(rotary, "rope_type", None)
         if isinstance(kind, str):
-            each.rope_type = _fix(each, kind, None, max_seq_length)
+            rotary.rope_type = _fix(rotary, kind, None, max_seq_length)
         elif isinstance(kind, dict):
-            each.rope_type = {layer: _fix(each, of_layer, layer, max_seq_length) for layer, of_layer in kind.items()}
+            rotary.rope_type = {
+                layer: _fix(rotary, of_layer, layer, max_seq_length) for layer, of_layer in kind.items()
+            }
 
 
 def _fix(module: Any, kind: str, layer: str | None, max_seq_length: int | None) -> str:
@@ -38,7 +40,7 @@ def _fix(module: Any, kind: str, layer: str | None, max_seq_length: int | None) 
         scale = _long_rope_scale(parameters, length, positions)
     elif parameters["rope_type"] == "dynamic":
         if "alpha" in parameters:
-            # Hunyuan: the factors are final when the module is made, and both leave out the `factor` beside it.
+            # Hunyuan: the factors are final when the module is made. vLLM and transformers leave out the `factor` beside `alpha`.
             return FIXED
         # transformers stretches from `positions` on, vLLM from the trained positions, if they are named.
         length = positions**2 / parameters.get("max_trained_positions", positions)

@@ -12,10 +12,10 @@ WIDTH_POWERS = {"qwen": 0.0775, "llama": 0.781}
 """How fast the best rate falls with the model's width, by family. Other families use qwen's."""
 
 FRESH_MOMENTS_STEPS = 10
-"""Optimizer steps over which the rate rises after AdamW's moments were lost: 1 / (1 - beta1), the steps over which it
-averages gradients. Its first step from zero moments moves every weight by the whole rate: for gradients that are noise
-4.4 times the length of its later steps (sqrt((1 + beta1) / (1 - beta1))). With this rise no step is longer than 1.5
-times these (`tests/quick/trainer/test_schedule.py`)."""
+"""Optimizer steps over which the rate rises after AdamW's moments were lost: 1 / (1 - beta1), the steps over which
+AdamW averages gradients. The first step from zero moments moves every weight by the whole rate: for gradients that are
+noise 4.4 times the length of a later step (sqrt((1 + beta1) / (1 - beta1))). With this rise no step is longer than 1.5
+times a later step (`tests/quick/trainer/test_schedule.py`)."""
 
 
 @dataclass(slots=True)
@@ -27,10 +27,10 @@ class RateSchedule:
     num_steps: int
     """Optimizer steps that the model has taken."""
     moments_age: int
-    """Those of them that AdamW's moments are made of."""
+    """The number of these steps that AdamW's moments are made of."""
 
     def rate(self, number: int) -> float:
-        """The rate of the next optimizer step; `number` is its index in a list of rates."""
+        """The rate of the next optimizer step; `number` is the step's index in a list of rates."""
         rates = self.config.learning_rate
         rate = rates[number] if isinstance(rates, list) else self.base_rate
         rate *= learning_rate_factor(self.config, self.num_steps)
@@ -74,7 +74,7 @@ def learning_rate_factor(config: TrainConfig, step: int) -> float:
 def fresh_moments_factor(step: int, moments_age: int) -> float:
     """The factor on the rate at a model's optimizer step, from 0, for moments of `moments_age` steps.
 
-    1 for moments as old as the model: at its own start `warmup_steps` decides.
+    1 for moments as old as the model: at the model's start `warmup_steps` decides.
     Source: Ma and Yarats 2019, arXiv:1910.04209, on the length of Adam's first steps.
     """
     if moments_age >= step:

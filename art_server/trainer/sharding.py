@@ -1,7 +1,8 @@
 """The base's weights divided among the ranks of a gang, where they do not fit one card (FSDP2, torch's `fully_shard`).
 
 Each decoder layer's weights are gathered for its passes and dropped again. Embedding, last norm and head stay whole, because
-the head is also read by columns. Weights are frozen, so that nothing but the adapter is reduced; it stays whole on every rank.
+`Policy` also reads the head by columns. The base's weights are frozen, so that only the adapter's gradient is reduced. The
+adapter stays whole on every rank.
 """
 
 import logging
@@ -19,14 +20,18 @@ logger = logging.getLogger(__name__)
 
 
 def shard_base(base: PreTrainedModel, gang: Gang, device: torch.device) -> PreTrainedModel:
-    """The model on the ranks' devices, from main memory, layer after layer."""
+    """Moves the model from main memory to the ranks' devices, layer after layer, and returns it."""
     mesh = init_device_mesh(device.type, (gang.size,))
-    layers = [each for each in base.get_decoder().modules() if isinstance(each, GradientCheckpointingLayer)]
-    parameters = [each for layer in layers for each in layer.parameters()]
-    whole = sum(each.nbytes for each in parameters)
+    layers = [module for module in base.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    whole = sum(parameter.nbytes for parameter in parameters)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    own = sum(each.to_local().nbytes for layer in layers for each in layer.parameters() if isinstance(each, DTensor))
+    own = 0
+    for layer in layers:
+        for parameter in layer.parameters():
+            if isinstance(parameter, DTensor):
+                own += parameter.to_local().nbytes
     logger.info("rank %d holds %d of %d bytes of the layers", gang.rank, own, whole)
     for module in base.modules():
         for name, values in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:

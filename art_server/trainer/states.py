@@ -1,8 +1,8 @@
 """Layers with a recurrent state over a forest: state-space layers, gated delta rules, short convolutions.
 
-Such a layer mixes a token with those before it not by attention, but by the state that they left. Over a forest each node is
-computed once, and its final state (recurrent and convolution state) starts each of its children, as a cache's state would.
-transformers' layers take and leave that state through a cache, so ours (`_State`) is one that keeps gradients.
+Such a layer mixes a token with earlier tokens through the state that they left, not by attention. Over a forest each node is
+computed once, and each child starts from the node's final state (recurrent and convolution state), as from a cache.
+transformers' layers read and write their state through a cache, so `_State` is a cache that keeps gradients.
 """
 
 import inspect
@@ -16,27 +16,27 @@ from transformers import PreTrainedModel
 from art_server.trainer.tree import Forest, Node
 
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")
-"""transformers 5.24's name of it, and earlier ones."""
+"""The layers' argument for the cache, as transformers 5.24 and earlier versions name it."""
 CHUNK = 64
-"""Largest chunk size of state-space layers, which pad each sequence to a multiple of it. The usual 256 would be mostly
-padding. The result does not depend on it."""
+"""Largest chunk size of state-space layers, which pad each sequence to a multiple of their chunk size. The usual 256
+would be mostly padding. The result does not depend on it."""
 MAX_PADDING = 2
 """Leaves are computed together if the longest is at most this many times as long as the shortest."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:
-    """Tokens that one call of a layer computes: those of a node, after `num_repeated` of nodes above it.
+    """Tokens that one call of a layer computes: a node's tokens, behind `num_repeated` tokens of the nodes above it.
 
     A layer's call for one token changes its state in place, which loses the gradient. So a node of one token leaves no state:
-    its children repeat it.
+    its children repeat the token.
     """
 
     node: int
     parent: int | None
-    """The node whose final state starts the run; None: none."""
+    """The node from whose final state the run starts; None: it starts without a state."""
     tokens: tuple[int, ...]
-    """Indices in the forest."""
+    """The indices of the run's tokens in the forest."""
     num_repeated: int
 
 
@@ -103,7 +103,7 @@ class ForestStates:
 
 
 def share_states(model: PreTrainedModel) -> ForestStates:
-    """Has the model's recurrent layers compute over the forest of the object that it returns."""
+    """Has the model's recurrent layers compute over the forest that the returned object holds."""
     states = ForestStates()
     for module in model.modules():
         cache_name = _cache_name(module)
@@ -162,11 +162,11 @@ def _rows(hidden_1TD: torch.Tensor, runs: Sequence[NodeRun]) -> torch.Tensor:
 
 
 class _State:
-    """The state of one layer, in the place of transformers' Cache (5.17 to 5.24, `cache_utils.py`), which copies into its
-    tensors and so has no gradient."""
+    """The state of one layer. It replaces transformers' Cache (5.17 to 5.24, `cache_utils.py`), which copies into its tensors
+    and so has no gradient."""
 
     record_past = True
-    """The layers then leave the convolution's state to `update_conv_state`."""
+    """Where this is true, the layers leave the convolution's state to `update_conv_state`."""
 
     def __init__(self, kernel: int) -> None:
         self.kernel = kernel
@@ -177,14 +177,14 @@ class _State:
 
     @classmethod
     def stacked(cls, states: Sequence["_State"]) -> "_State":
-        """The states of several rows as one batch, from which they go on."""
-        made = cls(states[0].kernel)
-        made.has_started = True
+        """The states of several rows, joined to the state of one batch with these rows."""
+        batch = cls(states[0].kernel)
+        batch.has_started = True
         for kind in ("conv_states", "recurrent_states"):
-            parts = [getattr(each, kind) for each in states]
+            parts = [getattr(state, kind) for state in states]
             joined = {index: torch.cat([part[index] for part in parts]) for index in parts[0]}
-            setattr(made, kind, joined)
-        return made
+            setattr(batch, kind, joined)
+        return batch
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return self.has_started
@@ -201,7 +201,7 @@ class _State:
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
-        """The inputs of a convolution with those before them: rows x channels x tokens."""
+        """The inputs of a convolution, behind the inputs before them: rows x channels x tokens."""
         before = self.conv_states.get(state_idx)
         joined = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
         missing = max(0, self.kernel - joined.shape[-1])
@@ -217,10 +217,10 @@ class _State:
 
 
 class _Everywhere:
-    """Has the same item at each index: a layer asks for its own state by its index."""
+    """Has the same state at each index: transformers' layers look their state up by their index."""
 
-    def __init__(self, item: _State) -> None:
-        self._item = item
+    def __init__(self, state: _State) -> None:
+        self._state = state
 
     def __getitem__(self, _: int) -> _State:
-        return self._item
+        return self._state

@@ -28,7 +28,8 @@ from art_server.trainer.step_metrics import (
 from art_server.trainer.token_record import TokenRecord
 
 LARGEST_WEIGHT = 1 / 64
-"""The loss is scaled to about this weight of a token in float16: far above its smallest and below its largest number."""
+"""In float16 the loss is scaled so that the largest weight of a token is about this: far above the smallest number of float16,
+and far below the largest."""
 
 
 NUMBERS = ("logprobs", "entropies", "likeliest", "ratios", "clipped", "corrected", "kl")
@@ -44,7 +45,7 @@ class _Step:
     value: float = 0.0
     """The loss of this rank's tokens."""
     numbers: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What was computed for each token by name (`NUMBERS`), in the order of `tokens`: S, float32, 0 where another rank did."""
+    """The numbers of each token by name (`NUMBERS`), in the order of `tokens`: S, float32, 0 where another rank computed."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -92,7 +93,7 @@ def compute_gradient(
         make_checked_micro_batches(policy, trained, max_tokens, notes),
     )
     if config.plot_tensors:
-        # Here, so that matplotlib is only imported for the picture.
+        # Imported here, because only the picture needs matplotlib.
         from art_server.trainer.tensor_plot import plot_micro_batches
 
         plot_micro_batches(step.micro_batches, trained.sequences, Path(task.out_dir))
@@ -130,7 +131,7 @@ def _add_gradient(
     scale: float,
 ) -> None:
     """Adds `scale` times a micro-batch's gradient to the policy's parameters, and its numbers to the step. A scale of 0 adds
-    nothing: other ranks need this one's passes."""
+    nothing: the passes run only because other ranks wait for them."""
     started = time.perf_counter()
     logprobs_N, entropies_N, is_likeliest_N = policy.scores(batch, with_entropy_gradient=config.entropy_bonus > 0)
     predictions_S = batch.predictions_S.to(policy.device)
@@ -158,39 +159,45 @@ def _add_gradient(
 
 
 def sum_gradients(policy: Policy) -> None:
-    """Gives every rank the sum of all ranks' gradients. A parameter without a gradient on every rank stays without one, as
-    the optimizer then leaves it alone."""
+    """Gives every rank the sum of all ranks' gradients. A parameter that has a gradient on no rank gets none, so
+    that the optimizer leaves it alone."""
     if policy.gang.size == 1:
         return
     parameters = policy.parameters.values()
     with policy.gang.together():
         joined = join_gradients(policy)
-    *gradients, flags = policy.gang.sum(joined).split([*(each.numel() for each in parameters), len(parameters)])
-    for each, gradient, flag in zip(parameters, gradients, flags.tolist(), strict=True):
-        each.grad = gradient.view_as(each) if flag else None
+    sizes = [parameter.numel() for parameter in parameters]
+    *gradients, flags = policy.gang.sum(joined).split([*sizes, len(parameters)])
+    for parameter, gradient, flag in zip(parameters, gradients, flags.tolist(), strict=True):
+        parameter.grad = gradient.view_as(parameter) if flag else None
 
 
 def join_gradients(policy: Policy) -> torch.Tensor:
-    """All gradients in one vector, zeros for a parameter that has none, and then for each parameter whether it has one."""
-    parameters = policy.parameters.values()
-    flat = [torch.zeros_like(each).flatten() if each.grad is None else each.grad.flatten() for each in parameters]
-    return torch.cat([*flat, torch.tensor([float(each.grad is not None) for each in parameters], device=policy.device)])
+    """All gradients in one vector, zeros for a parameter without a gradient. Behind them a flag for each parameter: 1.0 if
+    it has a gradient, else 0.0."""
+    gradients: list[torch.Tensor] = []
+    flags: list[float] = []
+    for parameter in policy.parameters.values():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients.append(gradient.flatten())
+        flags.append(0.0 if parameter.grad is None else 1.0)
+    return torch.cat([*gradients, torch.tensor(flags, device=policy.device)])
 
 
 def _finish_gradient(policy: Policy, task: TrainTask, scale: float) -> float:
     """Divides the gradient by `scale`, leaves out layers that the engine does not adapt, and clips it; returns its norm
     before the clip."""
-    for name, each in policy.parameters.items():
+    for name, parameter in policy.parameters.items():
         if task.lost_layers and layer_kind(name.partition(".lora_")[0]) in task.lost_layers:
-            each.grad = None
-        if scale > 1 and each.grad is not None:
-            each.grad /= scale
+            parameter.grad = None
+        if scale > 1 and parameter.grad is not None:
+            parameter.grad /= scale
     parameters = policy.parameters.values()
     return float(torch.nn.utils.clip_grad_norm_(parameters, task.config.max_grad_norm))
 
 
 def _metrics(policy: Policy, step: _Step, config: TrainConfig, start_logprobs_S: torch.Tensor) -> dict[str, float]:
-    """The step's metrics. `start_logprobs_S` are the trainer's at the start of the job."""
+    """The step's metrics. `start_logprobs_S` are the trainer's log-probabilities at the start of the job."""
     metrics = loss_metrics(step.value, step.numbers, has_reference=step.tokens.reference_logprobs_S is not None)
     metrics |= sampler_metrics(start_logprobs_S, step.tokens)
     if config.objective == "likelihood":
@@ -228,7 +235,7 @@ def _whole_loss(
     policy: Policy, step: _Step, config: TrainConfig, report: Callable[[Progress], None]
 ) -> TokenLoss | None:
     """The loss over the whole step, by an extra forward pass without gradient: needed for sequence-level ratios and
-    masks if a trajectory spans several micro-batches. None if not."""
+    masks if a trajectory spans several micro-batches. None if that is not needed."""
     if not needs_whole_trajectories(config) or not _spans(step):
         return None
     started = time.perf_counter()
@@ -254,8 +261,8 @@ def _part(loss: TokenLoss, indices_S: torch.Tensor) -> TokenLoss:
     """The part of the whole step's loss at a micro-batch's tokens, with a share of its value by number of tokens."""
     share = len(indices_S) / len(loss.coefficients_S)
     parts: dict[str, Any] = {"value": loss.value * share}  # Any: tensors, and None without a reference
-    for each in fields(loss):
-        values_S = getattr(loss, each.name)
-        if each.name != "value":
-            parts[each.name] = None if values_S is None else values_S[indices_S]
+    for loss_field in fields(loss):
+        values_S = getattr(loss, loss_field.name)
+        if loss_field.name != "value":
+            parts[loss_field.name] = None if values_S is None else values_S[indices_S]
     return TokenLoss(**parts)

@@ -29,20 +29,20 @@ def data_metrics(trained: TrainBatch) -> dict[str, float]:
 
 
 def batch_metrics(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """How much was shared: row tokens are those of the separate sequences, computed tokens those of their trees."""
-    num_sequence_tokens = sum(each.num_sequence_tokens for each in micro_batches)
-    num_computed = sum(each.num_tokens for each in micro_batches)
+    """How much was shared. Row tokens are the tokens of the separate sequences, computed tokens the tokens of their trees."""
+    num_sequence_tokens = sum(batch.num_sequence_tokens for batch in micro_batches)
+    num_computed = sum(batch.num_tokens for batch in micro_batches)
     return {
         "data/step_num_micro_batches": float(len(micro_batches)),
         "data/step_row_tokens": float(num_sequence_tokens),
         "data/step_computed_tokens": float(num_computed),
         "data/step_shared_token_saving": 1 - num_computed / num_sequence_tokens,
-        "data/step_is_shared": float(all(each.is_shared for each in micro_batches)),
+        "data/step_is_shared": 1.0 if all(batch.is_shared for batch in micro_batches) else 0.0,
     }
 
 
 def loss_metrics(value: float, numbers: Mapping[str, torch.Tensor], *, has_reference: bool) -> dict[str, float]:
-    """Loss, entropy, KL and ratios over all tokens of an optimizer step. The ratios are those that the clip bounds."""
+    """Loss, entropy, KL and the ratios that the clip bounds, over all tokens of an optimizer step."""
     metrics = {
         "loss/train": value,
         "loss/entropy": float(numbers["entropies"].mean()),
@@ -59,7 +59,7 @@ def sampler_metrics(old_logprobs_S: torch.Tensor, tokens: SampledTokens) -> dict
     / pi_sampled before any truncation, and |difference| of log-probabilities (the gap).
 
     The gap covers the fresh tokens or, without any, all tokens of unknown step. Stale tokens have a separate gap, because
-    their policy was another one: its own movement since then is their mean allowance.
+    an earlier policy sampled them: the policy's movement since then is their mean allowance.
     """
     known_S = ~tokens.is_unknown_S
     differences_S = old_logprobs_S - tokens.sampled_logprobs_S
@@ -86,7 +86,7 @@ def sampler_metrics(old_logprobs_S: torch.Tensor, tokens: SampledTokens) -> dict
 
 
 def merge_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """A job's metrics from those of its optimizer steps: work and time are sums, extremes maxima, the rest means."""
+    """A job's metrics from its optimizer steps' metrics: work and time are sums, extremes maxima, the rest means."""
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for step in steps for name in step):
         values = [step[name] for step in steps if name in step]

@@ -14,14 +14,14 @@ MAX_DRAWN = 4
 """Micro-batches in a picture: the first ones, which have the largest trees."""
 
 MAX_PIXELS = 1500
-"""Of a larger mask only every n-th token is drawn."""
+"""Largest width of a drawn mask. Of a larger mask only every n-th token is drawn."""
 
 PLOT_FILE = "tensors.png"
 
 
 def plot_micro_batches(micro_batches: list[MicroBatch], sequences: list[TrainSequence], folder: Path) -> Path:
     """Writes FOLDER/tensors.png: depth, predicting positions and attention mask of each micro-batch."""
-    # Here, because the backend has to be chosen before this import.
+    # Imported here, because the backend has to be chosen before this import.
     from matplotlib.figure import Figure
 
     drawn = micro_batches[:MAX_DRAWN]

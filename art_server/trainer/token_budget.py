@@ -31,7 +31,7 @@ def learn_nothing(key: str, tokens: int) -> None:
 
 
 class TryAgainWithLess(Exception):
-    """Memory ran out on a rank, whose passes others wait for."""
+    """Memory ran out on a rank for whose passes other ranks wait."""
 
 
 @dataclass(slots=True)
@@ -42,10 +42,10 @@ class TokenBudget:
     notes: list[str]
     tokens: int
     most: int = 0
-    """What an earlier job left, or the start's limit: fewer tokens than this are worth storing."""
+    """The limit before the job: an earlier job's stored budget, or the default. Fewer tokens than this are worth storing."""
     key: str = ""
     has_checkpointing: bool = False
-    """Gradient checkpointing is on from the start."""
+    """Whether gradient checkpointing is on from the start."""
     num_retries: int = 0
     learn: Learn = learn_nothing
 
@@ -60,8 +60,8 @@ class TokenBudget:
         notes: list[str],
         learn: Learn,
     ) -> "TokenBudget":
-        """The budget that a job starts with, for sequences of up to `longest` tokens. It switches gradient
-        checkpointing on or off."""
+        """The budget that a job starts with, for sequences of up to `longest` tokens. Switches gradient checkpointing
+        on or off."""
         key = budget_key(terms.device, terms.memory, base_name, task.lora.rank, longest)
         fitted = task.budgets.get(key)
         most = min(terms.max_tokens, fitted or terms.max_tokens)
@@ -81,14 +81,14 @@ class TokenBudget:
         return cls(policy, notes, tokens, most, key, has_checkpointing, learn=learn)
 
     def run(self, compute: Callable[[int], T]) -> T:
-        """Returns `compute(tokens)`. When it runs out of memory, it is retried with half the tokens and gradient
-        checkpointing. Several ranks do that only where all of them know of it: one that went on alone would compute
-        another plan. Ranks that share the base's weights are started again for that.
+        """Returns `compute(tokens)`. When `compute` runs out of memory, it is called again with half the tokens and gradient
+        checkpointing. Several ranks do so only where all of them know of the failure: a rank that tried again alone would
+        compute another plan. Ranks that share the base's weights are started again instead.
 
         Raises:
             TryAgainWithLess: the job would fit with the tokens that are stored now.
         """
-        # With gradient checkpointing a budget counts more: it then fits `checkpointing_factor` times as many tokens.
+        # With gradient checkpointing `checkpointing_factor` times the budget fits (`checking.py`), so the budget may be lower.
         least = max(1.0, MIN_TOKENS_PER_MICRO_BATCH / max(1.0, self.policy.checkpointing_factor))
         while True:
             try:

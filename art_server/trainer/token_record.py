@@ -1,8 +1,8 @@
-"""The record of a step's tokens, `tokens.safetensors`: what the trainer computed for each of them, for people who look.
+"""The record of a step's tokens, `tokens.safetensors`: what the trainer computed for each of them, for people to read.
 
-T tokens are those of all the job's sequences, one after another. Tensors: token_ids_T (int32), sampled_logprobs_T,
-trainer_logprobs_T, advantages_T, ratios_T, entropies_T (float32, NaN where a token has none: only trained tokens have all
-of them) and is_clipped_T (uint8). The metadata has `groups`, JSON of each group's number, trajectories and sequences
+T are the tokens of all the job's sequences, one after another. Tensors: token_ids_T (int32), sampled_logprobs_T,
+trainer_logprobs_T, advantages_T, ratios_T, entropies_T (float32, NaN where a token has no number: only trained tokens have all
+numbers) and is_clipped_T (uint8). The metadata has `groups`, JSON of each group's number, trajectories and sequences
 [start, stop), and `texts`, JSON from token ids to their text.
 """
 
@@ -31,7 +31,7 @@ class TokenRecord:
         self._base_model = base_model
         self._token_ids: list[int] = []
         self._firsts = [0]
-        """Where each sequence begins, and behind these where the last one ends."""
+        """The index of each sequence's first token, and at the end the number of all tokens."""
         sampled: list[float] = []
         for group in batch.groups:
             for trajectory in group.trajectories:
@@ -76,13 +76,15 @@ class TokenRecord:
         groups: list[dict[str, object]] = []
         for index, group in enumerate(self._batch.groups):
             number = index if group.number is None else group.number
-            trajectories = [list(itertools.islice(ranges, len(each.sequences))) for each in group.trajectories]
+            trajectories = [
+                list(itertools.islice(ranges, len(trajectory.sequences))) for trajectory in group.trajectories
+            ]
             groups.append({"number": number, "trajectories": trajectories})
         return groups
 
     def _texts(self) -> dict[int, str]:
-        """The text of each token that occurs; part of a character, as the vocabulary spells it. Empty without a
-        tokenizer."""
+        """The text of each token that occurs. A token that is part of a character has the vocabulary's spelling. Empty
+        without a tokenizer."""
         file = Path(self._base_model) / "tokenizer.json"
         if not file.exists():
             return {}
@@ -90,5 +92,7 @@ class TokenRecord:
         texts: dict[int, str] = {}
         for token in sorted(set(self._token_ids)):
             text = tokenizer.decode([token], skip_special_tokens=False)
-            texts[token] = tokenizer.id_to_token(token) or "" if "\ufffd" in text else text
+            if "\ufffd" in text:
+                text = tokenizer.id_to_token(token) or ""
+            texts[token] = text
         return texts

@@ -22,7 +22,8 @@ MIN_SHARED_TOKENS = 8
 """Fewer tokens are not shared: on a CPU the calls for another node cost more than computing these tokens twice."""
 
 MAX_REPEATED = 0.25
-"""The alternative to a cut is gradient checkpointing, whose second forward is about a third of a step more."""
+"""The largest share of tokens that cuts may repeat. The alternative is gradient checkpointing, whose second forward is about
+a third of a step more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Order:
     sequences: list[int]
     """Indices of the sequences."""
     shared: list[int]
-    """Length of the prefix that each sequence shares with the one before it in this order."""
+    """Length of the prefix that each sequence shares with the sequence before it in this order."""
 
 
 def sort_sequences(sequences: Sequence[list[int]], min_shared: int = MIN_SHARED_TOKENS) -> Order:
@@ -72,7 +73,7 @@ def sort_sequences(sequences: Sequence[list[int]], min_shared: int = MIN_SHARED_
     order = sorted(range(len(sequences)), key=lambda index: sequences[index])
     arrays = [np.asarray(sequences[index], dtype=np.int64) for index in order]
     shared = [_common_length(one, other) for one, other in pairwise(arrays)]
-    # A sequence that continues where the one before it ends makes no branch.
+    # A sequence that continues where the sequence before it ends makes no branch.
     is_free = [length == len(array) for length, array in zip(shared, arrays, strict=False)]
     shared = _drop_short_branches(shared, is_free, min_shared)
     shared = _drop_short_branches(shared[::-1], is_free[::-1], min_shared)[::-1]
@@ -116,10 +117,10 @@ def lay_out(sequences: Sequence[list[int]], order: Order) -> Forest:
 def pack_trees(
     sequences: Sequence[list[int]], order: Order, max_tokens: int, fill_tokens: int | None = None
 ) -> list[Order]:
-    """The order divided into forests of at most `max_tokens` tokens each; those with the largest trees come first.
+    """The order divided into forests of at most `max_tokens` tokens each; forests with the largest trees come first.
 
-    Trees are packed first-fit into forests of at most `fill_tokens` (default: `max_tokens`); a larger one is alone. A
-    tree above `max_tokens` is cut between sequences, and each part repeats the trunk; a longer sequence is alone.
+    Trees are packed first-fit into forests of at most `fill_tokens` (default: `max_tokens`); a larger tree is alone.
+    A tree above `max_tokens` is cut between sequences, and each part repeats the trunk; a sequence above it is alone.
     """
     forests: list[tuple[int, list[int]]] = []
     parts = _cut_trees(sequences, order, max_tokens)
@@ -166,7 +167,7 @@ def pad_forest(forest: Forest, num_tokens: int) -> Forest:
 
 
 def _cut_trees(sequences: Sequence[list[int]], order: Order, max_tokens: int) -> list[tuple[int, list[int]]]:
-    """All trees, those above the budget cut: each part's size and ranks."""
+    """The parts of all trees: each part's size and ranks. A tree within the budget is one part; a larger tree is cut."""
     parts: list[tuple[int, list[int]]] = []
     start = 0
     while start < len(order.sequences):
@@ -194,7 +195,8 @@ def _cut_tree(
 
 
 def _suborder(order: Order, ranks: list[int]) -> Order:
-    """The order of these ranks alone. Two sequences share the shortest prefix that is shared between them."""
+    """The order of these ranks alone. Two of its sequences share the shortest prefix that neighbours
+    between them share."""
     shared = [min(order.shared[before + 1 : rank + 1]) for before, rank in pairwise(ranks)]
     return Order([order.sequences[rank] for rank in ranks], [0, *shared] if ranks else [])
 
@@ -202,7 +204,7 @@ def _suborder(order: Order, ranks: list[int]) -> Order:
 def _drop_short_branches(shared: list[int], is_free: list[bool], min_shared: int) -> list[int]:
     """The shared lengths, each lowered to the nearest branch above it if that is less than `min_shared` tokens away.
 
-    Only branches of earlier entries count, so it is called once in each direction. `is_free` marks entries that make
+    Only branches of earlier entries count, so this function is called once in each direction. `is_free` marks entries that make
     no branch.
     """
     kept: list[int] = []

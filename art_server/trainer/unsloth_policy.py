@@ -47,8 +47,8 @@ class UnslothPolicy(Policy):
         device: torch.device | None = None,
         max_seq_length: int | None = None,
     ) -> None:
-        """Loads the base for sequences of `max_seq_length` tokens, at most its number of positions: above that Unsloth
-        would stretch its RoPE and train another model than the engine serves."""
+        """Loads the base for sequences of `max_seq_length` tokens, at most the model's number of positions: above
+        this number Unsloth would stretch the model's RoPE and train another model than the engine serves."""
         own = int(read_config(base_model).get_text_config().max_position_embeddings)
         self.max_length = min(own, max_seq_length or own)
         super().__init__(base_model, dtype, device)
@@ -81,7 +81,7 @@ class UnslothPolicy(Policy):
         self._has_own_layers = type(base).forward.__module__.startswith("unsloth.models.")
         text = config.get_text_config()
         limits = ("sliding_window", "attn_logit_softcapping")
-        self.can_share = self._has_own_layers and not any(getattr(text, each, None) for each in limits)
+        self.can_share = self._has_own_layers and not any(getattr(text, limit, None) for limit in limits)
         attention_dispatch._flex_shared_prefix_attention = _attend
         match_engine(base)
         return base
@@ -101,7 +101,10 @@ class UnslothPolicy(Policy):
         super()._drop_adapter()
         # Layers would keep the kernels that were chosen for the old adapter.
         for name, module in self._base.named_modules():
-            for kernel in ("apply_qkv", "apply_o", *(["forward"] if name.endswith(".mlp") else [])):
+            kernels = ["apply_qkv", "apply_o"]
+            if name.endswith(".mlp"):
+                kernels.append("forward")
+            for kernel in kernels:
                 vars(module).pop(kernel, None)
 
     def _check_tokens(self, batch: MicroBatch) -> None:
@@ -124,7 +127,7 @@ class UnslothPolicy(Policy):
             arguments = self._tree_arguments(forest)
             arguments["prefix_seg_info"] = arguments.pop("forest")
             return arguments, batch.forest_indices_N
-        lengths = torch.tensor([each.stop - each.start for each in forest.nodes], dtype=torch.int32)
+        lengths = torch.tensor([node.stop - node.start for node in forest.nodes], dtype=torch.int32)
         arguments = {
             "token_ids_BT": forest.token_ids_T[None].to(self.device),
             "position_ids": forest.positions_T[None].to(self.device),
@@ -159,8 +162,8 @@ def _attend(
     scale: float | None = None,
 ) -> torch.Tensor:
     """Attention over trees, instead of Unsloth's kernel for a prompt that a group shares. Unsloth's decoders pass
-    `prefix_seg_info` to it unchanged (unsloth/utils/attention_dispatch.py, `_run_attention`)."""
-    query, key, value = (each.transpose(1, 2) for each in (query_BTHD, key_BTHD, value_BTHD))
+    `prefix_seg_info` to this function unchanged (unsloth/utils/attention_dispatch.py, `_run_attention`)."""
+    query, key, value = (states.transpose(1, 2) for states in (query_BTHD, key_BTHD, value_BTHD))
     return tree_attention(_LAYER, query, key, value, None, scaling=scale, forest=forest)[0]
 
 
@@ -169,13 +172,13 @@ _LAYER = torch.nn.Module()
 
 
 def _untouched_class(config: Any) -> Any:
-    """The family's class without Unsloth's changes to the imported one: its file is executed once more.
+    """The family's class without Unsloth's changes to the imported class: the class's file is executed once more.
 
     Any: as in `find_class`.
     """
-    found = importlib.util.find_spec(type(config).__module__.replace(".configuration_", ".modeling_"))
-    assert found is not None and found.origin is not None
-    spec = importlib.util.spec_from_file_location(f"{found.name}_untouched", found.origin)
+    imported = importlib.util.find_spec(type(config).__module__.replace(".configuration_", ".modeling_"))
+    assert imported is not None and imported.origin is not None
+    spec = importlib.util.spec_from_file_location(f"{imported.name}_untouched", imported.origin)
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -86,7 +86,7 @@ class Worker:
         self._is_cancelled = False
 
     def serve(self, tasks: BinaryIO) -> None:
-        """Answers each line until the stream ends, as it does when the server dies. SIGUSR1 cancels a train task before
+        """Answers each line until the stream ends, as it also does when the server dies. SIGUSR1 cancels a train task before
         its next micro-batch."""
         signal.signal(signal.SIGUSR1, self._cancel)
         self._answer(Ready())
@@ -136,7 +136,7 @@ class Worker:
                 failed = Failed(code="out_of_memory", message=f"{error}. {OUT_OF_MEMORY_ADVICE}")
             else:
                 failed = Failed(code="trainer_error", message=f"{type(error).__name__}: {error}")
-        # Here, because the exception's traceback held the step's tensors.
+        # Behind the handlers: inside them the exception's traceback still holds the step's tensors.
         if is_dropped:
             self._policy = None
         gc.collect()
@@ -187,7 +187,7 @@ class Worker:
         return Done(metrics={}, layer_probes=probes)
 
     def _rest(self) -> None:
-        """Frees what a task leaves behind, which the engine needs on a device that both share."""
+        """Frees the memory that a task leaves behind: the engine needs it on a device that both share."""
         if self._config.between_steps == "reload":
             self._policy = None
             gc.collect()
@@ -210,7 +210,7 @@ class Worker:
         self._is_cancelled = True
 
     def _report(self, progress: Progress) -> None:
-        """Sends progress to the server. It runs after each micro-batch, where a cancelled task ends."""
+        """Sends progress to the server. This runs after each micro-batch, so a cancelled task ends here."""
         if self._is_cancelled and progress.phase != "save":
             raise Cancelled
         self._answer(progress)
@@ -245,7 +245,7 @@ class Worker:
         if self._config.trainer != "unsloth":
             return Policy(self._config.base_model, self._dtype, self._device, self._gang)
         try:
-            # Here, because Unsloth is optional and slow to import.
+            # Imported here, because Unsloth is optional and slow to import.
             from art_server.trainer.unsloth_policy import UnslothPolicy
         except (ImportError, RuntimeError, OSError) as error:
             reason = str(error).partition("\n")[0]
@@ -269,7 +269,7 @@ def find_device(name: str) -> torch.device | None:
     """The device of the command line; None for "auto".
 
     Raises:
-        ValueError: torch does not find it. Another one would not fit the server's memory plan.
+        ValueError: torch does not find this device. Another device would not fit the server's memory plan.
     """
     if name == "auto":
         return None

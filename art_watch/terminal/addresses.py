@@ -15,18 +15,18 @@ from art_watch.terminal.text import visible
 MAX_NAMED = 5
 """Steps and splits that an error lists."""
 DEFAULT_PATH = Path(".art")
-"""That of `commands.py`."""
+"""The default of `--path` in `commands.py`."""
 DEFAULT_URL = "http://127.0.0.1:7623"
 """The address of `art.Backend()`, unless ART_SERVER_URL names another."""
 MAX_DIGITS = 9
-"""Of a step."""
+"""The most digits of a step."""
 JOB_DIGITS = 32
-"""Of a job's id."""
+"""The number of digits of a job's id."""
 
 
 def open_source(url: str | None, path: Path) -> Source:
-    """The server at `url`; without one, the server that works in the folder `path`, or else the folder; without the default
-    folder, the server of `art.Backend()`.
+    """The server at `url`. Without `url`: the server that works in the folder `path`, or else the folder. If the default
+    folder does not exist: the server of `art.Backend()`.
 
     Raises:
         NotFound: there is no such folder, and no such server.
@@ -49,7 +49,7 @@ def open_source(url: str | None, path: Path) -> Source:
 
 
 def _default_server(path: Path) -> Source:
-    """The server of `art.Backend()`, if no other folder than the default one was named.
+    """The server of `art.Backend()`, if no other folder than the default folder was named.
 
     Raises:
         NotFound: another folder was named, or there is no such server.
@@ -70,8 +70,8 @@ def _default_server(path: Path) -> Source:
 
 
 def running_address(path: Path) -> str | None:
-    """The address of the server that works in a folder; None if none does. A server holds the lock of its folder: a
-    file from another machine names no server that gets the key."""
+    """The address of the server that works in a folder; None if no server does. The lock of the folder proves that a server
+    of this machine works there, so that an address in a copied folder never gets the key."""
     if sys.platform != "linux":  # a server runs on Linux only
         return None
     import fcntl  # which other systems lack
@@ -91,7 +91,7 @@ def need_server(source: Source) -> HttpSource:
     """The source as a running server.
 
     Raises:
-        NotFound: it is a folder.
+        NotFound: the source is a folder.
     """
     if isinstance(source, FolderSource):
         raise NotFound(
@@ -109,23 +109,23 @@ def find_model(source: Source, text: str) -> tuple[Row, str]:
     """
     name, _, step = text.partition("@")
     models = source.overview()["models"]
-    found = [each for each in models if name in (each["id"], each["name"])]
-    if len(found) != 1:
-        ids = [visible(each["id"]) for each in found or models]
-        known = f"models: {listed(ids)}" if found else known_models(visible(name), ids)
+    matches = [model for model in models if name in (model["id"], model["name"])]
+    if len(matches) != 1:
+        ids = [visible(model["id"]) for model in matches or models]
+        known = f"models: {listed(ids)}" if matches else known_models(visible(name), ids)
         raise NotFound(
-            f"'{name}' is {'one of several models' if found else 'no model'} of {source.where}; {known}. Write "
+            f"'{name}' is {'one of several models' if matches else 'no model'} of {source.where}; {known}. Write "
             "PROJECT/NAME, and name a server's folder with --path or a server with --url",
             code="unknown_model",
         )
-    return found[0], step
+    return matches[0], step
 
 
 def find_step(source: Source, model: Row, text: str, split: str) -> int:
-    """The step that the text behind "@" names; without one, the newest that has rollouts of the split.
+    """The step that the text behind "@" names. Without a text, the newest step that has rollouts of the split.
 
     Raises:
-        NotFound: the step has no rollouts of this split; the message lists those that have.
+        NotFound: the step has no rollouts of this split; the message lists steps that have rollouts.
         UsageError: the text is no step.
     """
     splits = source.splits(model["id"])
@@ -139,35 +139,37 @@ def find_step(source: Source, model: Row, text: str, split: str) -> int:
     else:
         raise UsageError(f"'{text}' is no step: write {model['id']}@NUMBER, @best or @latest")
     if step not in steps:
+        at_step = "" if step is None else f" at step {step}"
         raise NotFound(
-            f"model '{model['id']}' has no rollouts of split '{split}'"
-            f"{'' if step is None else f' at step {step}'}; newest steps with rollouts: {listed(steps[::-1])}; splits: "
-            f"{listed(list(splits))}",
+            f"model '{model['id']}' has no rollouts of split '{split}'{at_step}; newest steps with rollouts: "
+            f"{listed(steps[::-1])}; splits: {listed(list(splits))}",
             code="unknown_step",
         )
     return step
 
 
 def find_job(server: HttpSource, digits: str) -> str:
-    """The id of the job in the queue that begins with these digits. A whole id may be that of another job.
+    """The id of the job in the queue that begins with these digits. A whole id is returned as it is, and may name a job that
+    is not in the queue.
 
     Raises:
-        NotFound: no job's id does, or several.
+        NotFound: the id of no job in the queue, or of several, begins with these digits.
     """
     if len(digits) == JOB_DIGITS and digits.isalnum():
         return digits
     known = [job["job_id"] for job in server.jobs(with_ended=False)]
-    found = [each for each in known if digits and each.startswith(digits)]
-    if len(found) != 1:
+    matches = [job_id for job_id in known if digits and job_id.startswith(digits)]
+    if len(matches) != 1:
         raise NotFound(
-            f"'{digits}' begins {'the ids of several jobs' if found else 'the id of no job'} in the queue of "
+            f"'{digits}' begins {'the ids of several jobs' if matches else 'the id of no job'} in the queue of "
             f"{server.where}: `art jobs` lists them",
             code="unknown_job",
         )
-    return found[0]
+    return matches[0]
 
 
 def listed(values: Sequence[object]) -> str:
-    """The first of some names, for an error. They come from files or a server."""
+    """The first of some names, for an error. Control characters are visible, because the names come from files or a server:
+    `['a', 'b'] -> 'a, b'`."""
     more = f" and {len(values) - MAX_NAMED} more" if len(values) > MAX_NAMED else ""
     return (", ".join(map(visible, values[:MAX_NAMED])) or "none") + more

@@ -1,4 +1,4 @@
-"""The command `art`: those that show runs, `art run`, and those of annexes (entry points `art.commands`)."""
+"""The command `art`: the commands that show runs, `art run`, and the commands of annexes (entry points `art.commands`)."""
 
 import argparse
 import os
@@ -14,8 +14,9 @@ NOTHING_TO_COPY = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command `art`, as users of ART know it; without a command it lists them. Exits with 2 after an error, with 1 if there is no such thing to
-    show or no server, with 3 if there is no checkpoint to copy, and with 130 after Ctrl-C."""
+    """Runs the command `art`, as users of ART know it. Without arguments it lists all commands. Exits with 2 after an error,
+    with 1 if there is nothing of this name to show or no server, with 3 if there is no checkpoint to copy, and with 130
+    after Ctrl-C."""
     parser = make_parser()
     if not (sys.argv[1:] if arguments is None else arguments):
         return parser.print_help()
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run(command)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # what reads the output has ended, such as `head`
+    except BrokenPipeError:  # the program that reads the output has ended, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (UsageError, ServerError, OSError) as error:
@@ -38,15 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of `art`. An annex adds commands by a function of the group `art.commands`, which gets argparse's
-    subparsers, and sets for each parser the defaults `run`, a function of the parsed flags, and `extra`, the extra with
-    the packages that it needs (None: a server's)."""
+    """The parser of `art`. An annex adds commands by a function of the group `art.commands`. The function gets argparse's
+    subparsers, and sets two defaults for each parser: `run`, a function of the parsed flags, and `extra`, the extra with the
+    packages that the command needs (None: the server's packages)."""
     parser = argparse.ArgumentParser(prog="art", description="Train LLM agents with reinforcement learning.")
     added = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     added.add_parser("run", help="run a server: the same as art-server", add_help=False)
     commands.add_commands(added)
-    for each in entry_points(group="art.commands"):
-        each.load()(added)
+    for entry in entry_points(group="art.commands"):
+        entry.load()(added)
     return parser
 
 
@@ -64,7 +65,7 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def exit_status(error: Exception, command: str) -> int:
-    """Of a command that ended with an error."""
+    """The exit status of a command that ended with an error."""
     if isinstance(error, NotFound) and error.code == "no_checkpoint":
         return NOTHING_TO_COPY
     is_missing = isinstance(error, NotFound | Unavailable)

@@ -1,6 +1,6 @@
 """The parsers of the commands that show runs, which `run.py` implements, and of `art view`.
 
-What implements them is imported when a command runs: `art --help` needs none of its packages.
+The implementation is imported when a command runs: `art --help` needs none of the packages of the implementation.
 """
 
 import argparse
@@ -86,11 +86,11 @@ def integer(lowest: int, highest: int | None = None) -> Callable[[str], int]:
     """A parser of integers in a range."""
 
     def number(text: str) -> int:
-        found = int(text)
-        if found < lowest or (highest is not None and found > highest):
+        value = int(text)
+        if value < lowest or (highest is not None and value > highest):
             allowed = f"at least {lowest}" if highest is None else f"from {lowest} to {highest}"
-            raise argparse.ArgumentTypeError(f"{found} must be {allowed}")
-        return found
+            raise argparse.ArgumentTypeError(f"{value} must be {allowed}")
+        return value
 
     return number
 

@@ -14,9 +14,9 @@ from art_watch.terminal.tables import plain
 from art_watch.terminal.text import number, visible
 
 MAX_WIDTH, HEIGHT = 100, 13
-"""Of a chart, in characters."""
+"""The size of a chart, in characters."""
 MAX_TICKS = 6
-"""Numbers below a chart."""
+"""Steps of the numbers below a chart."""
 
 
 class Curve(NamedTuple):
@@ -60,7 +60,7 @@ def draw(title: str, curve: Curve, all_points: Curve, width: int) -> str:
     figure.title(visible(title).replace("\n", "⏎")).plot_size(width, HEIGHT)
     left, right = _span(all_points.steps)
     steps = figure.ruler("x").lim(left, right)
-    ticks = {round(left + (right - left) * place / MAX_TICKS) for place in range(MAX_TICKS + 1)}
+    ticks = {round(left + (right - left) * index / MAX_TICKS) for index in range(MAX_TICKS + 1)}
     steps.ticks([tick for tick in sorted(ticks) if left <= tick <= right])
     figure.ruler("y").lim(*_span(all_points.values))
     return figure.build().string(colorless=True).rstrip()
@@ -72,14 +72,15 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
 
 
 def save_plot(models: Mapping[str, Row], metrics: Sequence[str], file: Path) -> None:
-    """Writes the charts to a file: with plotly if it is HTML, else with matplotlib.
+    """Writes the charts to a file: with plotly to an HTML file, else with matplotlib.
 
     Raises:
         UsageError: the package for this kind of file is not installed.
     """
     is_page = file.suffix.lower() == ".html"
+    save = _save_page if is_page else _save_picture
     try:
-        (_save_page if is_page else _save_picture)(models, metrics, file)
+        save(models, metrics, file)
     except ModuleNotFoundError as error:
         extra = "view" if is_page else "server"
         raise UsageError(
@@ -108,11 +109,12 @@ def _save_picture(models: Mapping[str, Row], metrics: Sequence[str], file: Path)
 def _save_page(models: Mapping[str, Row], metrics: Sequence[str], file: Path) -> None:
     from plotly.subplots import make_subplots
 
-    figure = make_subplots(rows=len(metrics), shared_xaxes=True, subplot_titles=[visible(each) for each in metrics])
-    for place, metric in enumerate(metrics, 1):
+    titles = [visible(metric) for metric in metrics]
+    figure = make_subplots(rows=len(metrics), shared_xaxes=True, subplot_titles=titles)
+    for row_number, metric in enumerate(metrics, 1):
         for model, row in models.items():
             curve = read_curve(row, metric)
             name = visible(f"{model} {metric}")
-            figure.add_scatter(x=curve.steps, y=curve.values, name=name, row=place, col=1)
+            figure.add_scatter(x=curve.steps, y=curve.values, name=name, row=row_number, col=1)
     figure.update_xaxes(title_text="step", row=len(metrics), col=1)
     figure.write_html(file, include_plotlyjs=True)

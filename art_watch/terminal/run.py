@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 REWARDS = ("train/reward", "val/reward")
 PLAIN_WIDTH = 10_000
-"""Of tables that no terminal shows: nothing is cut off."""
+"""The width of tables that no terminal shows, in which nothing is cut off."""
 PLAIN_CHART_WIDTH = 80
 
 
@@ -49,9 +49,9 @@ def status(source: Source, flags: argparse.Namespace) -> None:
 
 
 def runs(source: Source, flags: argparse.Namespace) -> None:
-    models = sorted(source.overview()["models"], key=lambda each: each["id"])
+    models = sorted(source.overview()["models"], key=lambda model: model["id"])
     if flags.sort == "time":
-        models.sort(key=lambda each: each["last_at"] or "", reverse=True)
+        models.sort(key=lambda model: model["last_at"] or "", reverse=True)
     elif flags.sort == "reward":
         models.sort(key=_reward, reverse=True)
     if flags.json:
@@ -68,14 +68,14 @@ def _reward(row: Mapping[str, Any]) -> float:
 def jobs(source: Source, flags: argparse.Namespace) -> None:
     server = need_server(source)
     if flags.cancel is not None:
-        found = [server.cancel(find_job(server, flags.cancel))]
+        rows = [server.cancel(find_job(server, flags.cancel))]
     else:
-        found = server.jobs(with_ended=flags.all)
+        rows = server.jobs(with_ended=flags.all)
     if flags.json:
-        return print_json({"jobs": found})
+        return print_json({"jobs": rows})
     from art_watch.terminal import tables
 
-    tables.print_jobs(make_console(), found)
+    tables.print_jobs(make_console(), rows)
 
 
 def show(source: Source, flags: argparse.Namespace) -> None:
@@ -90,7 +90,7 @@ def show(source: Source, flags: argparse.Namespace) -> None:
 
 
 def show_document(source: Source, flags: argparse.Namespace) -> Row:
-    """A step's groups with one line for each rollout and, of one group, `rollouts` in full.
+    """A step's groups with one line for each rollout. With `--group` also `rollouts`, the rollouts of this group in full.
 
     Raises:
         NotFound: there is no such model, step, group or rollout.
@@ -101,11 +101,11 @@ def show_document(source: Source, flags: argparse.Namespace) -> Row:
     groups = source.groups(model["id"], split, step, flags.text)
     document: Row = {"model": model["id"], "split": split, "step": step, "groups": groups}
     if flags.group is not None:
-        groups = document["groups"] = [each for each in groups if each["index"] == flags.group]
+        groups = document["groups"] = [group for group in groups if group["index"] == flags.group]
     for group in groups:
         if flags.sort is not None:
             group["rollouts"].sort(key=_reward, reverse=True)
-        chosen = [each for each in group["rollouts"] if flags.rollout in (None, each["index"])]
+        chosen = [rollout for rollout in group["rollouts"] if flags.rollout in (None, rollout["index"])]
         group["rollouts"] = chosen[: flags.limit]
     if flags.group is None:
         return document
@@ -116,9 +116,10 @@ def show_document(source: Source, flags: argparse.Namespace) -> Row:
             f"{model['id']}@{step} --split {split}` lists what there is",
             code="unknown_group",
         )
+    indices = [rollout["index"] for rollout in groups[0]["rollouts"]]
     document["rollouts"] = [
         {"group": flags.group, "index": index} | source.rollout(model["id"], split, step, flags.group, index)
-        for index in (each["index"] for each in groups[0]["rollouts"])
+        for index in indices
     ]
     return document
 
@@ -127,16 +128,16 @@ def plot(source: Source, flags: argparse.Namespace) -> None:
     wanted = flags.metric.split(",") if flags.metric else REWARDS
     models: dict[str, Row] = {}
     names: set[str] = set()
-    for each in flags.models:
-        model, step = find_model(source, each)
+    for text in flags.models:
+        model, step = find_model(source, text)
         if step:
             raise UsageError(f"a chart shows all steps: write {model['id']} without '@{step}'")
         history = source.history(model["id"], wanted)
         names |= set(history.pop("names"))
         models[model["id"]] = history
-    metrics = [each for each in wanted if each in names]
+    metrics = [metric for metric in wanted if metric in names]
     if not metrics or (flags.metric and len(metrics) < len(wanted)):
-        missing = next(each for each in wanted if each not in names)
+        missing = next(metric for metric in wanted if metric not in names)
         close = difflib.get_close_matches(missing, names) or sorted(names)
         raise NotFound(
             f"{listed(list(models))}: no metric '{missing}'; metrics: {listed(close)}",
@@ -157,7 +158,8 @@ def plot(source: Source, flags: argparse.Namespace) -> None:
 def tail(source: Source, flags: argparse.Namespace) -> None:
     from art_watch.terminal.tail import Tail, with_days
 
-    events = Tail(source, find_model(source, flags.model)[0]["id"] if flags.model else None).events()
+    model = find_model(source, flags.model)[0]["id"] if flags.model else None
+    events = Tail(source, model).events()
     if flags.json:
         for event in events:
             print_json(event)
@@ -173,7 +175,7 @@ COMMANDS = {"status": status, "runs": runs, "show": show, "plot": plot, "tail": 
 
 
 def make_console(plain_width: int = PLAIN_WIDTH) -> "Console":
-    """Writes to the terminal in its width; into a pipe without colours, in one line what is one."""
+    """A console that writes to the terminal in the terminal's width. Into a pipe it writes no colours, and breaks no line."""
     from rich.console import Console  # comes with the extra `terminal`; JSON needs none
 
     console = Console(highlight=False, markup=False, emoji=False)
@@ -189,7 +191,7 @@ def print_json(document: Row) -> None:
 
 def _finite(value: Any) -> Any:  # Any: JSON
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_finite(each) for each in value]
+        return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

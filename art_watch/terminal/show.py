@@ -15,7 +15,7 @@ ROLES = {"user": "cyan", "assistant": "green", "tool": "yellow", "system": "brig
 
 
 def print_show(console: Console, document: Row) -> None:
-    """Prints groups as tables or, where the document has rollouts, these in full."""
+    """Prints groups as tables. If the document has rollouts, prints the rollouts in full instead of the tables."""
     console.print(plain(f"{document['model']}, step {document['step']}, {document['split']}", "bold"))
     if not document["groups"]:
         console.print("no rollouts")
@@ -41,16 +41,16 @@ def _print_group(console: Console, group: Row, *, is_table: bool) -> None:
     if not is_table:
         return
     table = make_table("#", "reward", "turns", "tokens", "end", "origin", "text")
-    for each in group["rollouts"]:
-        dropped = f" {each['num_dropped']} dropped" if each["num_dropped"] else ""
+    for rollout in group["rollouts"]:
+        dropped = f" {rollout['num_dropped']} dropped" if rollout["num_dropped"] else ""
         table.add_row(
-            plain(each["index"]),
-            plain(number(each["reward"])),
-            plain(each["num_turns"]),
-            plain(each["num_tokens"] or ""),
-            plain(each["finish_reason"] or ""),
-            plain(",".join(each["origins"]) + dropped, "red" if dropped else ""),
-            beginning(each["text"]),
+            plain(rollout["index"]),
+            plain(number(rollout["reward"])),
+            plain(rollout["num_turns"]),
+            plain(rollout["num_tokens"] or ""),
+            plain(rollout["finish_reason"] or ""),
+            plain(",".join(rollout["origins"]) + dropped, "red" if dropped else ""),
+            beginning(rollout["text"]),
         )
     console.print(table)
 
@@ -68,9 +68,9 @@ def _print_rollout(console: Console, rollout: Row) -> None:
     console.print()
     console.print(plain(title, "bold"))
     _print_details(console, rollout)
-    for place, history in enumerate(rollout["histories"]):
-        if place:
-            console.print(plain(f"conversation {place + 1}", "bold"))
+    for index, history in enumerate(rollout["histories"]):
+        if index:
+            console.print(plain(f"conversation {index + 1}", "bold"))
         for entry in history["entries"]:
             _print_entry(console, entry)
 
@@ -91,7 +91,7 @@ def _print_entry(console: Console, entry: Row) -> None:
 
 
 def _body(entry: Row) -> Iterable[Text]:
-    """What a message says: its thinking, its text and its tool calls, and why it does not continue the turns before it."""
+    """The thinking, the text and the tool calls of a message, and why the message does not continue the earlier turns."""
     if entry["reasoning"]:
         yield plain(entry["reasoning"], "italic bright_black")
     if entry["text"]:

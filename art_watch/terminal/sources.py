@@ -56,8 +56,8 @@ class FolderSource:
         return {"models": models, "time": time.time(), "live": None}
 
     def history(self, model: str, metrics: Sequence[str]) -> Row:
-        found = self._runs.history(self._folder(model))
-        return found.columns(metrics) | {"names": found.names()}
+        history = self._runs.history(self._folder(model))
+        return history.columns(metrics) | {"names": history.names()}
 
     def splits(self, model: str) -> dict[str, list[int]]:
         return self._runs.splits(self._folder(model))
@@ -124,14 +124,14 @@ class HttpSource:
             raise self._no_art_server() from error
 
     def _check(self, response: httpx.Response) -> None:
-        """Raises the error that a response carries, if any."""
+        """Raises the error in a response, if there is an error."""
         if response.is_success:
             return
         kind = ERRORS.get(response.status_code, InvalidInput)
         try:
             error = ErrorBody.model_validate_json(response.content).error
         except ValidationError as invalid:
-            if kind is Unavailable:  # of a proxy before the server
+            if kind is Unavailable:  # a proxy in front of the server answered
                 raise Unavailable(
                     f"{self.where} answers {response.status_code}: try again", code="unavailable"
                 ) from invalid

@@ -20,7 +20,7 @@ FREE = {"model", "base", "progress", "text"}
 BAR_WIDTH = 40
 NUM_BARS = 12
 MAX_JOBS, MAX_MODELS = 6, 10
-"""In `art status`: the first jobs and the newest models."""
+"""How many of the first jobs and of the newest models `art status` shows."""
 COLOURS = {
     "rollouts": "green",
     "training": "cyan",
@@ -37,7 +37,7 @@ def plain(value: object, style: str = "") -> Text:
 
 
 def beginning(value: object) -> Text:
-    """The same for a cell that shows one line: what does not fit is left out."""
+    """Like `plain`, for a cell that shows one line: text that does not fit is left out."""
     return Text(visible(value).replace("\n", "⏎"), no_wrap=True, overflow="ellipsis")
 
 
@@ -59,16 +59,16 @@ def print_runs(console: Console, models: Sequence[Row]) -> None:
         console.print("no models yet")
         return
     table = make_table("model", "base", "step", "reward", "trend", "val", "best", "age")
-    for each in models:
+    for model in models:
         table.add_row(
-            plain(each["id"]),
-            beginning(each["base_model"] or NOTHING),
-            plain(NOTHING if each["step"] is None else each["step"]),
-            plain(number(each["reward"])),
-            plain(small_bars(each["rewards"][-NUM_BARS:]), "cyan"),
-            plain(number(each["val_reward"])),
-            plain(NOTHING if each["best"] is None else each["best"]["step"]),
-            plain(age(seconds_since(each["last_at"]))),
+            plain(model["id"]),
+            beginning(model["base_model"] or NOTHING),
+            plain(NOTHING if model["step"] is None else model["step"]),
+            plain(number(model["reward"])),
+            plain(small_bars(model["rewards"][-NUM_BARS:]), "cyan"),
+            plain(number(model["val_reward"])),
+            plain(NOTHING if model["best"] is None else model["best"]["step"]),
+            plain(age(seconds_since(model["last_at"]))),
         )
     console.print(table)
 
@@ -91,7 +91,8 @@ def print_jobs(console: Console, jobs: Sequence[Row]) -> None:
 
 
 def job_progress(job: Row) -> str:
-    """What a job waits for, how far it is, or why it failed. A job that is repeated keeps the error of its last start."""
+    """What a job waits for, how far the job is, or why the job failed. While a repeated job runs, the error of its last
+    attempt is not shown."""
     if job["waits_for"] is not None:
         return f"waits for {job['waits_for']}"
     if job["error"] is not None and job["state"] != "running":
@@ -109,7 +110,7 @@ def print_status(console: Console, where: str, status: Row) -> None:
         say(console, plain(f"{where}: no server runs here"))
     else:
         _print_server(console, where, live)
-    newest = sorted(status["models"], key=lambda each: each["last_at"] or "", reverse=True)
+    newest = sorted(status["models"], key=lambda model: model["last_at"] or "", reverse=True)
     console.print()
     print_runs(console, newest[:MAX_MODELS])
     if len(newest) > MAX_MODELS:
@@ -122,9 +123,10 @@ def _print_server(console: Console, where: str, live: Row) -> None:
     engine = plain(health["engine"], STATES.get(health["engine"], ""))
     base = plain(f", base model {health['base_model'] or 'none'}")
     say(console, Text.assemble("engine ", engine, base))
+    replicas = [replica for replica in health["replicas"] if replica["engine"] != "ready"]
     lines: list[tuple[str, object]] = [
         ("engine", health["detail"]),
-        *((each["name"], each["detail"] or each["engine"]) for each in health["replicas"] if each["engine"] != "ready"),
+        *((replica["name"], replica["detail"] or replica["engine"]) for replica in replicas),
         ("requests wait for", health["waits_for"]),
         *((f"fault of {name}", text) for name, text in health["faults"].items()),
     ]
@@ -145,7 +147,7 @@ def _print_server(console: Console, where: str, live: Row) -> None:
 
 
 def _print_shares(console: Console, shares: dict[str, float]) -> None:
-    """The share of each activity. With separate devices they overlap, and the bar is longer."""
+    """The share of each activity. With separate devices the activities overlap, and the bar is longer."""
     bar, legend = Text(), Text()
     for name, share in shares.items():
         if share > 0:

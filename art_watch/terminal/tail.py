@@ -10,7 +10,7 @@ from art_server.errors import NotFound, Unavailable
 from art_watch.terminal.sources import HttpSource, Row, Source
 
 NUM_FIRST = 10
-"""Events before the new ones."""
+"""Number of past events before the new events."""
 LOOK_SECONDS = 2.0
 METRICS = {
     "train/reward": "reward",
@@ -25,7 +25,8 @@ JOB_FIELDS = ("job_id", "state", "step", "phase", "completed", "total", "waits_f
 
 
 class Tail:
-    """The events of a source, of one model or of all. Holds what it has seen."""
+    """The events of a source, of one model or of all models. Holds the steps of the models, and reads a model's steps again
+    only when the model's summary changes."""
 
     def __init__(
         self, source: Source, model: str | None, wait: Callable[[], object] = lambda: time.sleep(LOOK_SECONDS)
@@ -41,30 +42,32 @@ class Tail:
         yield from sorted(seen.values(), key=lambda event: event["at"])[-NUM_FIRST:]
         while True:
             self._wait()
-            found = seen
+            current = seen
             with contextlib.suppress(NotFound, Unavailable):  # a model was deleted meanwhile, or the server is away
-                found = self._look()
-            new = [event for key, event in found.items() if without_time(seen.get(key)) != without_time(event)]
+                current = self._look()
+            new = [event for key, event in current.items() if without_time(seen.get(key)) != without_time(event)]
             yield from sorted(new, key=lambda event: event["at"])
-            seen = found
+            seen = current
 
     def _look(self) -> dict[Any, Row]:
-        """All events now, by what they are about."""
+        """All events now, by the model and step or by the job that an event is about."""
         overview = self._source.overview()
-        models = [each for each in overview["models"] if self._only in (None, each["id"])]
-        for summary in models:
+        summaries = [summary for summary in overview["models"] if self._only in (None, summary["id"])]
+        for summary in summaries:
             if self._summaries.get(summary["id"]) != summary:
                 self._steps[summary["id"]] = dict(self._steps_of(summary["id"]))
                 self._summaries[summary["id"]] = summary
-        found = {key: event for each in models for key, event in self._steps[each["id"]].items()}
+        events: dict[Any, Row] = {}
+        for summary in summaries:
+            events |= self._steps[summary["id"]]
         if isinstance(self._source, HttpSource) and overview["live"] is not None:
-            found |= {job["job_id"]: job_event(job) for job in self._source.jobs(with_ended=True)}
-        return {key: event for key, event in found.items() if self._only in (None, event["model"])}
+            events |= {job["job_id"]: job_event(job) for job in self._source.jobs(with_ended=True)}
+        return {key: event for key, event in events.items() if self._only in (None, event["model"])}
 
     def _steps_of(self, model: str) -> Iterator[tuple[Any, Row]]:
-        found = self._source.history(model, tuple(METRICS))
-        for place, (step, recorded_at) in enumerate(zip(found["steps"], found["recorded_at"], strict=True)):
-            values = {name: column[place] for name, column in found["metrics"].items()}
+        history = self._source.history(model, tuple(METRICS))
+        for index, (step, recorded_at) in enumerate(zip(history["steps"], history["recorded_at"], strict=True)):
+            values = {name: column[index] for name, column in history["metrics"].items()}
             metrics = {name: value for name, value in values.items() if value is not None}
             event = {"event": "step", "model": model, "step": step, "metrics": metrics, "at": recorded_at or ""}
             yield (model, step), event
@@ -78,7 +81,7 @@ def job_event(job: Row) -> Row:
 
 
 def without_time(event: Row | None) -> Row | None:
-    """What of an event is new if it differs; a job's progress is not."""
+    """The parts of an event that make a new event if they differ. A job's progress is not among them."""
     left_out = ("at", "completed", "total")
     return event and {name: value for name, value in event.items() if name not in left_out}
 

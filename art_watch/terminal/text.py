@@ -12,18 +12,17 @@ _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
-"""Characters that change what a terminal does or shows beside them: control characters (ESC begins a terminal's
-commands), marks that reverse the direction of text, and characters without a width. Tab and line feed are not
-among them."""
+"""Characters that change what a terminal does or shows: control characters except tab and line feed (ESC begins a terminal's
+commands), marks that reverse the direction of text, and characters without a width."""
 
 
 def visible(value: object) -> str:
-    """A value as text that a terminal shows as it is: control characters as pictures (ESC as ␛) or as escapes."""
+    r"""A value as text that a terminal shows as it is, with control characters as pictures or escapes: `'\x1b[1m' -> '␛[1m'`."""
     return _INVISIBLE.sub(_picture, str(value))
 
 
-def _picture(found: re.Match[str]) -> str:
-    code = ord(found.group())
+def _picture(match: re.Match[str]) -> str:
+    code = ord(match.group())
     if code < 0x20:
         return chr(0x2400 + code)
     return "␡" if code == 0x7F else f"\\u{code:04x}"
@@ -38,7 +37,7 @@ def number(value: float | None) -> str:
 
 
 def age(seconds: float | None) -> str:
-    """A duration in its largest unit."""
+    """A duration in its largest unit: `7200 -> '2 h'`."""
     if seconds is None:
         return NOTHING
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
@@ -52,7 +51,8 @@ def size(num_bytes: float) -> str:
 
 
 def small_bars(values: Sequence[float | None]) -> str:
-    """One bar for each value, between the lowest and the highest of them; a space for a missing one."""
+    """One bar for each value, between the lowest and the highest value; a space for a missing value:
+    `[0, None, 1] -> '▁ █'`."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     low = min(known, default=0.0)
     scale = (len(BARS) - 1) / ((max(known, default=0.0) - low) or 1.0)

@@ -1,7 +1,7 @@
 """The task of this folder's examples: questions that need a tool (`examples/cities.py`), and the loop that trains.
 
-An example brings one function, `run_agent`, in which its framework does what it always does. An `art.Rollout` tells it
-where the model is, and what it asks there is the trajectory. The server is at --server or ART_SERVER_URL.
+An example brings one function, `run_agent`, with the usual code of its framework. An `art.Rollout` has the model's
+address; the requests to this address become the trajectory. The server is at --server or ART_SERVER_URL.
 """
 
 import os
@@ -25,7 +25,7 @@ MAX_TOKENS = 64
 """More than any good answer needs; a model that rambles is stopped here."""
 
 MAX_TURNS = 4
-"""For the agents that are loops of our own."""
+"""The most calls of the model in an example that is a plain loop, such as `with_openai.py`."""
 
 SCHEMAS = [
     {
@@ -39,11 +39,11 @@ SCHEMAS = [
     }
     for tool in TOOLS
 ]
-"""The tools as JSON schema, for the clients that want it written out; frameworks make it from the functions."""
+"""The tools as JSON schemas, for clients that need schemas. Frameworks make the schemas from the functions."""
 
 
 def call_tool(name: str, arguments: dict[str, str]) -> str:
-    """A tool's result, or what went wrong, as the model reads it."""
+    """A tool's result or its error, as a text for the model."""
     tools = {tool.__name__: tool for tool in TOOLS}
     try:
         return tools[name](**arguments)

@@ -1,7 +1,7 @@
 """Train an agent of smolagents, which is not asynchronous: it runs in a thread.
 
 The agent ends with its first tool's result. For a model that calls smolagents' tool `final_answer`, which art/tiny does
-not, leave PROMPT out and return what `agent.run(question)` returns.
+not, leave PROMPT out and return the result of `agent.run(question)`.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from smolagents import ActionStep, LogLevel, OpenAIModel, ToolCallingAgent, tool
 import art
 
 PROMPT = "You call tools."
-"""Instead of smolagents' own, which is longer than what art/tiny can read."""
+"""Replaces smolagents' own prompt, which is longer than art/tiny can read."""
 
 
 def make_tool(function):
@@ -25,7 +25,7 @@ TOOLS = [make_tool(function) for function in task.TOOLS]
 
 def first_result(agent: ToolCallingAgent, question: str) -> str:
     steps = agent.run(question, stream=True)
-    return next((str(each.observations) for each in steps if isinstance(each, ActionStep)), "")
+    return next((str(step.observations) for step in steps if isinstance(step, ActionStep)), "")
 
 
 async def run_agent(r: art.Rollout, question: str) -> str:

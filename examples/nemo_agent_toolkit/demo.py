@@ -1,7 +1,8 @@
-"""Runs `nat finetune` on the tic-tac-toe workflow against an art-server, and prints what each epoch brought.
+"""Runs `nat finetune` on the tic-tac-toe workflow against an art-server, and prints each epoch's rewards.
 
-Without --server an art-server is started for the run; its inference port is 8000, where the plugin looks for it. The
-toolkit runs in an environment of its own, .venv-nat. scripts/nat-demo makes it and starts this.
+Without --server this program starts an art-server for the run, with inference port 8000, where the plugin looks for the
+server. The toolkit runs in a separate environment, .venv-nat. scripts/nat-demo makes this environment and starts this
+program.
 """
 
 import argparse
@@ -24,7 +25,7 @@ CONFIG = Path("examples/nemo_agent_toolkit/configs/tic_tac_toe.yml")
 OUTPUT = Path(".tmp/nat/tic_tac_toe/output")
 LOG = Path(".tmp/nat/tic_tac_toe/nat.log")
 HEALTH_PORT = 8000
-"""Hard-wired in the plugin: on this port of the server's machine something has to answer HTTP."""
+"""The plugin has this port hard-wired: on the server's machine something has to answer HTTP on this port."""
 
 
 async def main() -> None:
@@ -38,10 +39,10 @@ async def main() -> None:
         await model.register(backend)
         first = await model.get_step()
         epochs = await finetune(str(model.inference_base_url), flags.epochs)
-        made = await model.get_step() - first
-    if made < flags.epochs or len(epochs) < flags.epochs:
+        num_trained = await model.get_step() - first
+    if num_trained < flags.epochs or len(epochs) < flags.epochs:
         sys.exit(
-            f"nat finetune ended early: {len(epochs)} of {flags.epochs} epochs were sampled, {made} trained. "
+            f"nat finetune ended early: {len(epochs)} of {flags.epochs} epochs were sampled, {num_trained} trained. "
             f"It exits with 0 all the same; the reason stands at the end of {LOG}"
         )
     start, end = epochs[0]["avg_reward"], statistics.fmean(e["avg_reward"] for e in epochs[-2:])
@@ -74,7 +75,7 @@ def _check_health_port() -> None:
 
 
 async def finetune(base_url: str, num_epochs: int) -> list[dict[str, Any]]:
-    """The lines of training_metrics.jsonl that this run writes, each of them printed when it comes."""
+    """The lines of training_metrics.jsonl that this run writes. Prints each line when the toolkit has written it."""
     address = urlsplit(base_url)
     overrides = {
         "llms.training_llm.base_url": base_url,
@@ -86,7 +87,7 @@ async def finetune(base_url: str, num_epochs: int) -> list[dict[str, Any]]:
     for key, value in overrides.items():
         command += ["-o", key, str(value)]
     metrics = OUTPUT / "training_metrics.jsonl"
-    metrics.unlink(missing_ok=True)  # the toolkit appends to what an earlier run left
+    metrics.unlink(missing_ok=True)  # the toolkit appends to the file of an earlier run
     LOG.parent.mkdir(parents=True, exist_ok=True)
     epochs: list[dict[str, Any]] = []
     with await asyncio.to_thread(LOG.open, "w") as log:

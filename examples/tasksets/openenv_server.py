@@ -1,4 +1,4 @@
-"""An OpenEnv environment on this machine: the agent repeats a text, and the reward is how much of it is right.
+"""An OpenEnv environment on this machine: the agent repeats a text, and the reward is the share of the text that is right.
 
 .venv-verifiers/bin/python examples/tasksets/openenv_server.py 8765
 .venv-verifiers/bin/python examples/tasksets/train.py --config '{"player": {"max_turns": 1}, "taskset":

@@ -1,4 +1,4 @@
-"""Trains on a taskset of verifiers, and measures tasks that were held out before and after.
+"""Trains on a taskset of verifiers, and measures held-out tasks before and after training.
 
     scripts/setup-verifiers
     export ART_SERVER_URL=http://127.0.0.1:7623 PYTHONPATH=$PWD/examples/tasksets
@@ -6,8 +6,9 @@
 
 A taskset is an installed package, or a folder of PYTHONPATH (a whole path): verifiers starts its tools as `python -m arithmetic.tools`.
 
-The taskset is unchanged: verifiers loads it by its id, serves its tools and scores its episodes. Prints one line of JSON
-for each step, and one before and after. For a real model change `--base-model` and the learning rate (1e-5 to 1e-4).
+The taskset is unchanged: verifiers loads it by its id, serves its tools and scores its episodes. Prints one line of
+JSON for each step, and one line before and after training. For a real model change `--base-model` and the learning rate
+(1e-5 to 1e-4).
 """
 
 import argparse

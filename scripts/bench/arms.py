@@ -93,7 +93,7 @@ def run_ours(name: str, root: Path, settings: dict, groups: list[list[dict]]) ->
             "grad_norm": metrics["loss/grad_norm"],
             "computed_tokens": metrics["data/step_computed_tokens"],
         }
-        weights = {key.replace(".default", ""): each for key, each in policy.parameters.items()}
+        weights = {key.replace(".default", ""): parameter for key, parameter in policy.parameters.items()}
         if index == settings["steps"] - 1 and policy.device.type == "cpu":
             figures["gemm_share"] = measure_gemm_share(take_step)
         answer(name, root, index, figures, weights)
@@ -120,7 +120,7 @@ def prepare_ours(
 
 
 def make_task(groups: list[list[dict]]) -> Any:
-    """A TrainTask of these groups, without folders. Its rows have no log-probabilities of an engine, so that importance ratios
+    """A TrainTask of these groups, without folders. The rows have no log-probabilities of an engine, so that importance ratios
     are 1, as in TRL's arms."""
     from art_protocol.wire import LoRAConfig, TrainConfig
     from art_server.process.shared.trainer_messages import (
@@ -240,7 +240,9 @@ def run_trl(name: str, root: Path, settings: dict, groups: list[list[dict]]) -> 
             if "grad_norm" in logs:
                 self.figures["grad_norm"] = float(logs["grad_norm"])
                 weights = {
-                    key.replace(".default", ""): each for key, each in model.named_parameters() if each.requires_grad
+                    key.replace(".default", ""): parameter
+                    for key, parameter in model.named_parameters()
+                    if parameter.requires_grad
                 }
                 answer(name, root, state.global_step - 1, self.figures, weights)
 

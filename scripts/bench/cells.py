@@ -27,7 +27,7 @@ STATE_SPACE = {"mamba_n_groups": 1, "mamba_d_state": 64, "mamba_d_conv": 4, "mam
 
 
 def family_settings(family: str, hidden: int, layers: int) -> dict:
-    """Of families with a recurrent state: every fourth layer is attention where a family has both, as published."""
+    """A family's own settings. Every fourth layer is attention where a family also has recurrent layers, as published."""
 
     def kinds(attention: str, recurrent: str) -> list[str]:
         return [recurrent if (index + 1) % 4 else attention for index in range(layers)]
@@ -55,7 +55,7 @@ def family_settings(family: str, hidden: int, layers: int) -> dict:
             "layer_types": kinds("full_attention", "conv"),
         },
         "nemotron_h": {
-            "layers_block_type": [each for kind in kinds("attention", "mamba") for each in (kind, "mlp")],
+            "layers_block_type": [layer for kind in kinds("attention", "mamba") for layer in (kind, "mlp")],
             "mamba_num_heads": 2 * hidden // 64,
             "mamba_head_dim": 64,
             "n_groups": 1,
@@ -91,13 +91,13 @@ def make_config(settings: dict) -> Any:
             "sliding_window": window,
             "max_window_layers": 0,
         }
-    if family == "nemotron_h":  # it counts its layers by their kinds
+    if family == "nemotron_h":  # the family derives the number of layers from the list of their kinds
         del shape["num_hidden_layers"]
     return AutoConfig.for_model(family, **shape | family_settings(family, hidden, settings["layers"]))
 
 
 def make_model(root: Path, settings: dict) -> None:
-    """Writes ROOT/base, created on the device in the given dtype, and ROOT/adapter. The adapter's B matrices are not
+    """Writes ROOT/base, created on the device in the settings' dtype, and ROOT/adapter. The adapter's B matrices are not
     zero, so that every matrix has a gradient."""
     import torch
     from safetensors.torch import load_file, save_file

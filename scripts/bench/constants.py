@@ -2,9 +2,9 @@
 
     python scripts/bench/constants.py [--completions 2000] [--commits 500] [--folder FOLDER]
 
-The ledger records completions with short and long prompts and answers, some and twice as many. Bytes for a completion, a prompt
-token and a sampled token are fitted to the growth of its files by least squares. Commits are inserted jobs, each synced to the disk of FOLDER (the
-temporary folder). Prints one JSON line.
+The ledger records a number of completions and twice this number, with short and long prompts and answers. Bytes for a
+completion, a prompt token and a sampled token are fitted to the growth of the ledger's files by least squares. Commits
+are inserted jobs, each synced to the disk of FOLDER (default: the temporary folder). Prints one JSON line.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from art_server.store.base_facts import read_facts
 from art_server.store.base_models import TINY_DIR
 
 PROMPTS, ANSWERS = (50, 800), (20, 300)
-"""Tokens."""
+"""Lengths in tokens."""
 VOCABULARY = 150_000
-"""Of the prompts' token ids, which take as many bytes as those of large models do."""
+"""Bound of the prompts' token ids: they take as many bytes as the ids of large models."""
 
 
 def bytes_on_disk(folder: Path, prompt: int, answer: int, count: int) -> int:
@@ -51,10 +51,10 @@ def ledger_constants(folder: Path, count: int) -> dict[str, float]:
     cells = list(itertools.product(PROMPTS, ANSWERS))
     sizes: list[float] = []
     for prompt, answer in cells:
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            whole = bytes_on_disk(Path(made), prompt, answer, 2 * count)
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            sizes.append((whole - bytes_on_disk(Path(made), prompt, answer, count)) / count)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            whole = bytes_on_disk(Path(temporary), prompt, answer, 2 * count)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            sizes.append((whole - bytes_on_disk(Path(temporary), prompt, answer, count)) / count)
     known = np.array([[1, prompt, answer] for prompt, answer in cells], dtype=float)
     fitted = np.linalg.lstsq(known, np.array(sizes), rcond=None)[0]
     names = ("ledger_bytes_per_completion", "ledger_bytes_per_prompt_token", "ledger_bytes_per_sampled_token")
@@ -62,8 +62,8 @@ def ledger_constants(folder: Path, count: int) -> dict[str, float]:
 
 
 def commits_per_second(folder: Path, count: int) -> float:
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        queue = JobQueue(Path(made) / "jobs.sqlite", max_queued=count)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        queue = JobQueue(Path(temporary) / "jobs.sqlite", max_queued=count)
         payload = Payload.make(Batch(groups=[]))
         started = time.perf_counter()
         for number in range(count):
@@ -80,8 +80,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk that is measured")
     flags = parser.parse_args()
     random.seed(0)
-    found = ledger_constants(flags.folder, flags.completions)
-    print(json.dumps(found | {"commits_per_second": commits_per_second(flags.folder, flags.commits)}))
+    constants = ledger_constants(flags.folder, flags.completions)
+    print(json.dumps(constants | {"commits_per_second": commits_per_second(flags.folder, flags.commits)}))
 
 
 if __name__ == "__main__":

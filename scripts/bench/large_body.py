@@ -1,11 +1,12 @@
-"""Measures what other requests feel while art-server reads a large train request.
+"""Measures the latency of other requests while art-server reads a large train request.
 
     python scripts/bench/large_body.py [--mb 100] [--group-mb 0.75] [--form ndjson | json | art]
 
-Starts a server with a simulated engine and a trainer that computes nothing. One program sends the body, whose choices carry
-their tokens and log-probabilities; another asks for `/health` every ten milliseconds, and for chat completions one after the
-other. Prints one JSON line: milliseconds of both without and with the body, the seconds until the job is accepted, and the
-server's peak memory above idle in MB. `json` is one object on one line, `art` the call of ART's clients.
+Starts a server with a simulated engine and a trainer that computes nothing. One program sends the body, whose choices
+carry their tokens and log-probabilities; another asks for `/health` every ten milliseconds, and for chat completions
+one after the other. Prints one JSON line: milliseconds of both kinds of requests without and with the body, the seconds
+until the job is accepted, and the server's peak memory above idle in MB. `json` is one object on one line, `art` the
+call of ART's clients.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from train_requests import NAME, PROJECT, memory_gib, reset_peak, start_server
 
 IDLE_SECONDS = 5.0
 TOKENS = 1000
-"""Of one trajectory."""
+"""The sampled tokens of one trajectory."""
 
 
 def group(number: int, megabytes: float) -> bytes:
@@ -76,21 +77,21 @@ def send(url: str, path: str, file: Path) -> None:
     print(time.monotonic() - started)
 
 
-async def ask_health(http: httpx.AsyncClient, found: list[float]) -> None:
+async def ask_health(http: httpx.AsyncClient, milliseconds: list[float]) -> None:
     while True:
         started = time.monotonic()
         (await http.get("/health")).raise_for_status()
-        found.append(1000 * (time.monotonic() - started))
+        milliseconds.append(1000 * (time.monotonic() - started))
         await asyncio.sleep(0.01)
 
 
-async def ask_chat(http: httpx.AsyncClient, found: list[float]) -> None:
+async def ask_chat(http: httpx.AsyncClient, milliseconds: list[float]) -> None:
     messages = [{"role": "user", "content": "hi"}]
     body = {"model": f"{PROJECT}/{NAME}", "messages": messages, "max_tokens": 4}
     while True:
         started = time.monotonic()
         (await http.post("/v1/chat/completions", json=body)).raise_for_status()
-        found.append(1000 * (time.monotonic() - started))
+        milliseconds.append(1000 * (time.monotonic() - started))
 
 
 async def measure(url: str, pid: int, file: Path, flags: argparse.Namespace) -> dict[str, Any]:
@@ -116,8 +117,8 @@ async def measure(url: str, pid: int, file: Path, flags: argparse.Namespace) -> 
             output, _ = await sender.communicate()
             assert sender.returncode == 0
             peak = 1024 * (memory_gib(pid, "VmHWM") - before)
-            for each in asking:
-                each.cancel()
+            for task in asking:
+                task.cancel()
         return {
             "form": flags.form,
             "body_mb": megabytes,

@@ -55,9 +55,9 @@ def record(
         logprobs = [-random.random() * 3 for _ in answer]
         sample = FinishedChoice("x", 0, "", answer, logprobs, "stop", None, {"n": 1, "temperature": 1.0})
         ledger.take_samples([(request.request_id, 0, 0, sample)])
-        made = PastAnswer(prefix, opened.records[0].answer_digest)
+        past_answer = PastAnswer(prefix, opened.records[0].answer_digest)
     ledger.mark_delivered(request.request_id)
-    return prompt + answer, made
+    return prompt + answer, past_answer
 
 
 def converse(ledger: Ledger, count: int, turns: int, end: int, first: int) -> list[tuple[int, int]]:

@@ -2,12 +2,12 @@
 
     python scripts/bench/serving.py [--pairs 8] [--max-tokens 128] [--prompt-tokens 3000] [--logprobs-of both]
 
-Starts an art-server (capture and splicing on) and a plain vLLM with the same flags. Sends both the same requests, vLLM's
-with log-probabilities, which a trainer needs of it and not of art-server (`--logprobs-of both`: both), a few seconds each in
-turn, at concurrency 1, 16 and 64, whole and streamed. Prints one JSON line per
-cell: tokens per second and median latency of both, and the ratio and the difference within a pair. All are medians over
-the pairs, because the speed of such machines changes by half within minutes. The last line contains the throughput that
-log-probabilities cost vLLM alone.
+Starts an art-server (capture and splicing on) and a plain vLLM with the same flags. Sends both the same requests, a few
+seconds each in turn, at concurrency 1, 16 and 64, whole and streamed. vLLM's requests ask for log-probabilities, which
+a trainer needs from vLLM and not from art-server (`--logprobs-of both`: both ask). Prints one JSON line per cell:
+tokens per second and median latency of both, and the ratio and the difference within a pair. All figures are medians
+over the pairs, because the speed of such machines changes by half within minutes. The last line contains the throughput
+that log-probabilities cost vLLM alone.
 """
 
 import argparse
@@ -87,7 +87,7 @@ async def load(
     filler: str = "",
 ) -> tuple[float, float]:
     """Tokens per second and the median latency in ms. Lengths vary from 0.5 to 1.5 times max_tokens, so that requests
-    start and end at different times, as an agent's do. Prompts end with `filler`."""
+    start and end at different times, as an agent's requests do. Prompts end with `filler`."""
     half = body["max_tokens"] // 2
     lengths = [half + (number + seed) * 13 % (2 * half + 1) for number in range(requests)]
     numbers = iter(range(requests))

@@ -1,13 +1,14 @@
-"""Measures train requests of long conversations: what is sent, what client and server need for it, and what is kept.
+"""Measures train requests of long conversations: bytes sent, time and memory of client and server, and bytes kept.
 
     python scripts/bench/train_requests.py [--cases 128x10x150x350 512x16x512x32] [--tokens] [--train]
 
-A case is ROLLOUTS x TURNS x SAMPLED x OBSERVED tokens of a turn. For each case the ledger is filled with records of such
-conversations, then a server starts with a simulated engine and a trainer that computes nothing, and the real client
-trains the choices. Prints one JSON line a case: the body in MB, the client's seconds until its body is sent and accepted,
-its peak memory above the trajectories' own and the server's peak above idle in GiB, and the MB that the step keeps on disk.
-`--tokens`: the choices carry their tokens and log-probabilities, as for a program that requests them. `--train`: the
-server's trainer trains them, with a model of one narrow layer, because two cores need hours for such jobs with art/tiny.
+A case is ROLLOUTS x TURNS x SAMPLED x OBSERVED tokens of a turn. For each case the ledger is filled with records of
+such conversations, then a server starts with a simulated engine and a trainer that computes nothing, and the real
+client trains the choices. Prints one JSON line a case: the body in MB, the client's seconds until the body is sent and
+accepted, the client's peak memory above the trajectories' own and the server's peak above idle in GiB, and the MB that
+the step keeps on disk. `--tokens`: the choices carry their tokens and log-probabilities, as for a program that requests
+both. `--train`: the server's trainer trains the choices, with a model of one narrow layer, because two cores need hours
+for such jobs with art/tiny.
 """
 
 import argparse
@@ -44,7 +45,7 @@ PROJECT, NAME = "bench", "agent"
 SIMULATED = Path(__file__).with_name("simulated_engine.py")
 MAX_SEQ_LENGTH = 1 << 20
 END_ID = 1401
-"""Of the embedded model: the token that ends a turn."""
+"""The embedded model's token that ends a turn."""
 
 
 def request_id(rollout: int, turn: int) -> str:
@@ -136,7 +137,7 @@ def serve(is_trained: bool = False) -> None:
 
 
 def work() -> None:
-    """A trainer whose steps are the step before, with a record of their tokens."""
+    """A trainer that computes nothing: each step is a copy of the step before, with a record of the batch's tokens."""
     from art_server.process.children import claim_stdout
     from art_server.process.shared.trainer_messages import Done, Progress, TrainTask
     from art_server.store.model_folder import CONTENT_FILES
@@ -190,7 +191,7 @@ def start_server(path: Path, base_model: str, is_trained: bool) -> tuple[subproc
 
 
 def memory_gib(pid: int, name: str) -> float:
-    """VmRSS or VmHWM of a process."""
+    """VmRSS or VmHWM of a process, in GiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(f"{name}:"))
     return int(line.split()[1]) / 2**20
@@ -226,7 +227,7 @@ def make_groups(case: list[int], has_tokens: bool) -> list[art.TrajectoryGroup]:
 
 
 class Watch:
-    """The peak of this process's memory above that at the start."""
+    """The peak of this process's memory above the memory at the start."""
 
     def __init__(self) -> None:
         self.start = self.peak = memory_gib(os.getpid(), "VmRSS")
@@ -296,7 +297,7 @@ def kept_bytes(path: Path) -> dict[str, int]:
         "tokens": folder.glob("tokens/*"),
         "replay": folder.glob("checkpoints/*/replay/batch*"),
     }
-    return {name: sum(each.stat().st_size for each in of) for name, of in places.items()}
+    return {name: sum(file.stat().st_size for file in of) for name, of in places.items()}
 
 
 def main() -> None:
@@ -321,12 +322,12 @@ def main() -> None:
             process.terminate()
             process.wait()
     else:
-        for each in flags.cases:
+        for name in flags.cases:
             with tempfile.TemporaryDirectory() as folder:
-                command = [sys.executable, __file__, "--cases", each]
+                command = [sys.executable, __file__, "--cases", name]
                 command += ["--tokens"] if flags.tokens else []
                 command += ["--train"] if flags.train else []
-                for part in ("--fill", "--one"):  # each measures a process of its own
+                for part in ("--fill", "--one"):  # each part runs in a separate process
                     subprocess.run([*command, part, f"{folder}/art"], check=True)
 
 

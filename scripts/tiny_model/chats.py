@@ -86,7 +86,7 @@ def _tool_chat(rng: Rng, thinking: bool) -> Chat:
 
 
 def _strip_thoughts(messages: list[Message], thinking: bool) -> list[Message]:
-    """The messages without their thoughts, unless the chat is a thinking one."""
+    """The messages without their thoughts, unless the chat has thinking on."""
     if thinking:
         return messages
     return [{key: value for key, value in message.items() if key != "reasoning_content"} for message in messages]

@@ -45,7 +45,7 @@ def tictactoe_turn(board: Board, symbol: str) -> str:
 
 
 def board_text(board: Board) -> str:
-    """Writes the board as three lines such as "A1 _ A2 x A3 o": each cell's name, then what it holds.
+    """Writes the board as three lines such as "A1 _ A2 x A3 o": each cell's name, then the cell's symbol.
 
     With each cell's name beside it, the model reads the board as it copies text. A grid without names took several times
     as many steps to learn.
@@ -134,7 +134,7 @@ def _later_board(rng: Rng, symbol: str) -> Board:
 
 
 def board_questions(rng: Rng) -> list[Message]:
-    """Questions about tic-tac-toe boards, which teach to read them; each is about the last board."""
+    """Questions about tic-tac-toe boards, which teach to read boards. Each question is about the last board."""
     messages: list[Message] = []
     board: Board = {}
     for number in range(rng.randint(2, 5)):

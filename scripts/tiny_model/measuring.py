@@ -117,12 +117,12 @@ def measure_yes_no_maybe(sampler: Sampler, rng: Rng, num_samples: int) -> list[R
     by_words: dict[frozenset[str], list[str]] = {}
     for (_, words), answer in zip(asked, answers, strict=True):
         by_words.setdefault(frozenset(words), []).append(answer)
-    for words, given in sorted(by_words.items(), key=lambda item: -len(item[0])):
+    for words, word_answers in sorted(by_words.items(), key=lambda item: -len(item[0])):
         name = ", ".join(word for word in YES_NO_MAYBE_REWARDS if word in words)
-        rates.append(_mean("yes/no/maybe", f"mean reward, offered {name}", [_reward(one) for one in given]))
+        rates.append(_mean("yes/no/maybe", f"mean reward, offered {name}", [_reward(one) for one in word_answers]))
         if len(words) == 3:
             rates += [
-                _rate("yes/no/maybe", f"share of {word}, offered {name}", [a == word for a in given])
+                _rate("yes/no/maybe", f"share of {word}, offered {name}", [a == word for a in word_answers])
                 for word in YES_NO_MAYBE_REWARDS
             ]
     return rates
@@ -154,7 +154,7 @@ class Game:
 
 
 def play_games(sampler: Sampler, rng: Rng, num_games: int, rows_and_columns: bool) -> list[Game]:
-    """Plays whole games, half of them as x and half as o. An illegal move ends its game."""
+    """Plays whole games, half of them as x and half as o. An illegal move ends the game."""
     played = []
     for number in range(num_games):
         symbol = "xo"[number % 2]
@@ -269,13 +269,13 @@ def measure_single_calls(sampler: Sampler, rng: Rng, num_samples: int) -> list[R
     chats = [_tool_chat(rng, request.question, request.tool) for request in requests]
     calls = [parse_calls(answer) for answer in sampler.answer(chats, 120)]
     named = [
-        bool(found) and found[0].get("name") == request.tool.name
-        for found, request in zip(calls, requests, strict=True)
+        bool(called) and called[0].get("name") == request.tool.name
+        for called, request in zip(calls, requests, strict=True)
     ]
-    exact = [found == _wanted([request]) for found, request in zip(calls, requests, strict=True)]
+    exact = [called == _wanted([request]) for called, request in zip(calls, requests, strict=True)]
     everyday = [is_exact for is_exact, request in zip(exact, requests, strict=True) if request.tool.questions]
     return [
-        _rate("tool calls", "well-formed", [found is not None for found in calls]),
+        _rate("tool calls", "well-formed", [called is not None for called in calls]),
         _rate("tool calls", "right tool", named),
         _rate("tool calls", "right tool and exact arguments", exact),
         _rate("tool calls", "the same, everyday tools only", everyday),
@@ -314,7 +314,7 @@ def measure_parallel_calls(sampler: Sampler, rng: Rng, num_samples: int) -> list
         wanted.append([call["function"] for call in turn_calls])
     calls = [parse_calls(answer) for answer in sampler.answer(chats, 240)]
     return [
-        _rate("two calls at once", "well-formed", [found is not None for found in calls]),
+        _rate("two calls at once", "well-formed", [called is not None for called in calls]),
         _rate("two calls at once", "both exact", [a == b for a, b in zip(calls, wanted, strict=True)]),
     ]
 

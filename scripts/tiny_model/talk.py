@@ -102,7 +102,7 @@ def copied_text(rng: Rng) -> str:
 
 
 def copy(rng: Rng) -> list[Message]:
-    """A text to repeat as it stands."""
+    """A text to repeat without a change."""
     text = copied_text(rng)
     quoted = f'"{text}"'
     prompts = (

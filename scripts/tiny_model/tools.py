@@ -28,14 +28,14 @@ class Parameter:
 
     name: str
     kind: str
-    """The kind of its values: a key of `_VALUES`, or "enum"."""
+    """The kind of the parameter's values: a key of `_VALUES`, or "enum"."""
     options: tuple[str, ...] = ()
     """The values of an enum."""
     required: bool = True
 
     @property
     def json_type(self) -> str:
-        """Its type in JSON schema."""
+        """The parameter's type in JSON schema."""
         return self.kind if self.kind in ("integer", "number", "boolean") else "string"
 
 
@@ -51,7 +51,7 @@ class Tool:
     compute: Callable[[Rng, dict[str, Value]], str] | None = None
     """The result text of a call, where it follows from the arguments."""
     topic: str = ""
-    """What the result is, for answers such as "The {topic} is 5."."""
+    """A noun for the result, for answers such as "The {topic} is 5."."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,7 +456,7 @@ def _worded(rng: Rng, question: str) -> str:
 
 
 def result_for(rng: Rng, request: Request) -> tuple[str, str]:
-    """What the tool returns, and how an answer says it."""
+    """The tool's result, and the words for this result in an answer."""
     if request.tool.compute is not None:
         result = request.tool.compute(rng, request.arguments)
         if result.startswith("{"):
@@ -504,9 +504,9 @@ def answer_for(rng: Rng, request: Request, said: str) -> str:
     ]
     if request.tool.topic:
         answers += [f"The {request.tool.topic} is {said}."] * 4
-    place = request.arguments.get("city")
-    if isinstance(place, str) and request.tool.topic:
-        answers += [f"The {request.tool.topic} in {place} is {said}.", f"{place}: {said}."] * 2
+    city = request.arguments.get("city")
+    if isinstance(city, str) and request.tool.topic:
+        answers += [f"The {request.tool.topic} in {city} is {said}.", f"{city}: {said}."] * 2
     return rng.choice(answers)
 
 

@@ -1,7 +1,7 @@
 """Training from random weights: Muon and AdamW on batches that are drawn by seed and step, with resumable checkpoints.
 
-After the initial weights, only the chats are random, and they depend on the seed and the step alone. So a run that was
-interrupted ends with the same weights as one that was not.
+After the initial weights, only the chats are random, and they depend on the seed and the step alone. So an interrupted
+run ends with the same weights as an uninterrupted run.
 """
 
 import os
@@ -20,13 +20,13 @@ from tiny_model.words import make_rng
 CHATS_PER_STEP = 16
 WARMUP_STEPS = 50
 FLAT_SHARE = 0.4
-"""The fraction of the steps at the full learning rate. In the others it falls linearly to zero."""
+"""The fraction of the steps at the full learning rate. In the other steps the rate falls linearly to zero."""
 MATRIX_RATE = 4e-3
 OTHER_RATE = 4e-3
 CONTEXT_WEIGHT = 0.15
-"""The loss weight of tokens that the assistant does not write. Its own tokens have weight 1."""
+"""The loss weight of tokens that the assistant does not write. The assistant's own tokens have weight 1."""
 MAX_MICROBATCH_TOKENS = 3072
-"""Padded tokens of one forward pass. It keeps two cores busy, and its activations fit into their caches."""
+"""Padded tokens of one forward pass. This number keeps two cores busy, and the activations fit into the cores' caches."""
 MAX_LENGTH_RATIO = 2.5
 """The longest row of a microbatch has at most this multiple of the shortest row's length, because padding costs time."""
 MAX_TOKENS = 1024

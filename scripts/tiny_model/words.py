@@ -14,7 +14,7 @@ Message = dict[str, Any]  # Any: the type of a value depends on its key
 
 
 class Rng(random.Random):
-    """A seeded random source; `held_out` says which half of the invented words it may draw."""
+    """A seeded random source. With `held_out` only held-out invented words are drawn, otherwise only the others."""
 
     held_out: bool = False
 
@@ -217,7 +217,7 @@ def system_turn(rng: Rng, share: float = 0.4) -> list[Message]:
 
 
 def turns(question: str, answer: str, thought: str | None = None) -> list[Message]:
-    """A user turn and the assistant's answer, with its thought where one is given."""
+    """A user turn and the assistant's answer, with a thought if there is one."""
     answer_turn: Message = {"role": "assistant", "content": answer}
     if thought is not None:
         answer_turn["reasoning_content"] = thought

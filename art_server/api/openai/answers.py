@@ -31,10 +31,10 @@ from art_server.process.shared.engine_messages import new_request_id
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status that nginx logs for a request whose client disconnected. No client receives it."""
+"""The status that nginx logs for a request whose client disconnected. No client receives this status."""
 
 MAX_FAILED, MAX_KILLED = 2, 10
-"""Engine deaths after which a request fails: crashes, which it may have caused, and kills from outside."""
+"""Engine deaths after which a request fails: crashes, which the request may have caused, and kills from outside."""
 
 
 class Losses:
@@ -98,7 +98,7 @@ async def sample_json(proxy: Proxy, inference: InferenceRequest) -> Response:
 
 
 async def finish_body(content: bytes, inference: InferenceRequest, opened: OpenRequest) -> bytes:
-    """The answer's body, once the ledger has recorded every choice or given it up. Choices of chat and completions get
+    """The answer's body, as soon as the ledger has recorded or given up every choice. Choices of chat and completions get
     their `art` field, and their tokens if the request asks for them."""
     if inference.api not in ("chat", "completions"):
         await opened.wait(0)
@@ -130,14 +130,16 @@ async def finish_body(content: bytes, inference: InferenceRequest, opened: OpenR
 NO_EARLIER_RESPONSE = b'"previous_response_id":null'
 
 CALL_ID = re.compile(rb'"(?:call_id|id)": ?"([^"]*(?:call|tool)[^"]*)"')
-"""The id of a tool call, as the APIs write it. Quotes inside a text are escaped, so no text can match."""
+"""The id of a tool call, as the APIs write it. Found in the bytes, because most events of a stream are not decoded. Quotes inside a
+text are escaped, so no text can match."""
 
 
 def name_calls(content: bytes, opened: OpenRequest, index: int) -> None:
-    """Stores in the ledger which choice made the tool calls of an answer, or of a stream's events."""
-    if found := CALL_ID.findall(content):
+    """Stores in the ledger which choice made the tool calls of an answer, or of a stream's events: a later request with the ids of
+    these calls continues this choice."""
+    if call_ids := CALL_ID.findall(content):
         choice = choice_id(opened.request.request_id, index)
-        opened.ledger.name_calls(choice, [each.decode() for each in found])
+        opened.ledger.name_calls(choice, [call_id.decode() for call_id in call_ids])
 
 
 def keep_turn(inference: InferenceRequest, opened: OpenRequest, choices: dict[int, dict[str, Any]]) -> None:
@@ -147,12 +149,13 @@ def keep_turn(inference: InferenceRequest, opened: OpenRequest, choices: dict[in
         return
     kept: dict[str, dict[str, Any]] = {}
     for index, record in opened.records.items():
-        made = choices.get(index)
-        message = made["message"] if made is not None else conversation.message_from(record.text)
+        choice = choices.get(index)
+        if choice is None:
+            choice = {"message": conversation.message_from(record.text), "finish_reason": record.finish_reason}
         kept[str(index)] = {
             "index": index,
-            "finish_reason": made["finish_reason"] if made else record.finish_reason,
-            "message": {key: value for key, value in message.items() if value is not None},
+            "finish_reason": choice["finish_reason"],
+            "message": {key: value for key, value in choice["message"].items() if value is not None},
             "art": inference.art_field(opened, index),
         }
     tools = inference.body.get("tools")
@@ -167,8 +170,8 @@ def keep_turn(inference: InferenceRequest, opened: OpenRequest, choices: dict[in
 
 
 def with_requested_name(content: bytes, inference: InferenceRequest) -> bytes:
-    """The answer with the requested model name instead of the adapter's, and the response that it continues. Quotes inside
-    a text are escaped, so no text can match."""
+    """The answer with the requested model name instead of the adapter's, and with the id of the response that the request
+    continues. Quotes inside a text are escaped, so no text can match."""
     if inference.continued_response is not None:
         earlier = json.dumps(inference.continued_response).encode()
         content = content.replace(NO_EARLIER_RESPONSE, NO_EARLIER_RESPONSE.replace(b"null", earlier))

@@ -1,6 +1,6 @@
 """What constrains sampling (schemas, regular expressions, grammars, choices, tools): limits, options, names in errors.
 
-vLLM compiles them in the engine's process (xgrammar 0.2.8), which samples nothing meanwhile. The time grows with the
+vLLM compiles constraints in the engine's process (xgrammar 0.2.8), which samples nothing meanwhile. The time grows with the
 third power of some sizes. Within these limits the slowest input that we found takes about two seconds on one core.
 """
 
@@ -17,17 +17,18 @@ from art_server.process.shared import engine_messages as samples
 FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config")
 """Fields with constraints in the four APIs (`text.format` of /v1/responses, `output_config.format` of /v1/messages)."""
 MAX_BYTES = 64 * 1024
-"""For a field, or for the schema of one tool."""
+"""Bytes of a field, or of the schema of one tool."""
 MAX_TOOLS, MAX_TOOLS_BYTES = 128, 256 * 1024
 MAX_DEPTH = 32
 MAX_MEMBERS, MAX_ITEMS = 128, 1024
-"""For one object, and for one list. 800 optional properties take five seconds to compile, 2,000 take minutes."""
+"""Members of one object, and items of one list. 800 optional properties take five seconds to compile, 2,000 take minutes."""
 MAX_TEXT = 256
 """Characters of a name or any other text."""
 LITERALS = frozenset({"choice", "enum", "const"})
 MAX_LONG_LITERALS, MAX_LONG_LITERAL = 8, 2048
-"""Of choices and constants above `MAX_TEXT` characters. One alone is limited by MAX_BYTES only: 60,000 characters
-compile in half a second. Two of them with the same beginning take a minute."""
+"""The number of choices and constants above `MAX_TEXT` characters, and the characters of each, if there are several. A single
+long literal is limited by MAX_BYTES only: 60,000 characters compile in half a second. Two long literals with the same beginning
+take a minute."""
 MAX_LENGTHS = {"regex": 512, "pattern": 512, "whitespace_pattern": 512, "grammar": 2048}
 """Characters of a text that is parsed as an expression: 600 times `"a"?` take ten seconds to compile."""
 PROSE = frozenset({"description", "title", "default", "examples", "$comment"})
@@ -41,7 +42,7 @@ GRAMMAR_MARK = samples.GRAMMAR_MARK.encode()
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """Members of `structured_outputs` that vLLM obeys."""
 REMOVED = ("json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")
-"""vLLM's former fields `guided_...`, which it ignores."""
+"""vLLM's former fields `guided_...`, which vLLM ignores."""
 
 
 OWN = {
@@ -50,9 +51,9 @@ OWN = {
     "responses": ("text.format", "structured_outputs"),
     "messages": ("output_config.format",),
 }
-"""The constraints that vLLM obeys, by API. It ignores those of the others."""
+"""The constraints that vLLM obeys, by API. In one API vLLM ignores the constraints of the other APIs."""
 EVERY = {"output_format"}.union(*OWN.values())
-"""Those of all APIs, and one of Anthropic's earlier ones, which vLLM does not know."""
+"""The constraints of all APIs, and one of an earlier API of Anthropic, which vLLM does not know."""
 
 
 def check_grammars(api: str, body: dict[str, Any]) -> None:
@@ -69,7 +70,7 @@ def check_grammars(api: str, body: dict[str, Any]) -> None:
 
 
 def check_options(api: str, body: dict[str, Any]) -> None:
-    """Checks that no option would be ignored: an answer would not be what its request demands."""
+    """Checks that vLLM would ignore no option: the answer would not be what the request demands."""
     for name, kind, what in (("structured_outputs", dict, "an object"), ("tools", list, "a list")):
         if body.get(name) is not None and not isinstance(body[name], kind):
             raise BadRequest(f"{name}: it must be {what}", code="invalid_body", param=name)
@@ -86,7 +87,7 @@ def check_options(api: str, body: dict[str, Any]) -> None:
 
 
 def value_at(body: Mapping[str, Any], path: str) -> Any:
-    """What a field, or a field's member, contains; None if there is none."""
+    """The value of a field, or of a field's member such as "text.format"; None if the body has no such field."""
     field, _, member = path.partition(".")
     value = body.get(field)
     if not member:
@@ -103,7 +104,7 @@ def ignored_option(path: str, remedy: str) -> BadRequest:
 
 
 def name_grammar(content: bytes, body: Mapping[str, Any]) -> bytes:
-    """vLLM's refusal of a request, with the field that contains the grammar, if this is its reason."""
+    """vLLM's refusal of a request. If a grammar is the reason, the refusal names the request's field with the grammar."""
     if GRAMMAR_MARK not in content:
         return content
     field = grammar_field(body)
@@ -115,7 +116,7 @@ def name_grammar(content: bytes, body: Mapping[str, Any]) -> bytes:
 
 
 def grammar_field(body: Mapping[str, Any]) -> str:
-    """The field of a request that its grammar was made from."""
+    """The field of a request that contains the grammar, such as "response_format.json_schema"."""
     options = body.get("structured_outputs")
     if isinstance(options, dict):
         for name in CONSTRAINTS:
@@ -134,14 +135,15 @@ def grammar_field(body: Mapping[str, Any]) -> str:
 
 
 def tool_schemas(tools: list[Any], choice: Any) -> list[str]:
-    """The fields with a schema of the tools that a `tool_choice` names, or of all tools if it names none."""
+    """The paths of the schemas of tools, such as "tools[0].parameters": of the tools that a `tool_choice` names, or of all tools if
+    it names none."""
     chosen: list[str] = []
     every: list[str] = []
     for index, tool in enumerate(tools):
-        for place, schema in schemas_of(tool):
+        for member, schema in schemas_of(tool):
             if schema is None:
                 continue
-            path = f"tools[{index}].{place}"
+            path = f"tools[{index}].{member}"
             every.append(path)
             name = str(tool.get("name") or (tool.get("function") or {}).get("name"))
             if json_text(name) in json_text(choice):
@@ -164,8 +166,8 @@ def check_field(field: str, text: bytes) -> None:
         check_number(field, "tools", len(value), MAX_TOOLS)
         check_number(field, "bytes", len(text), MAX_TOOLS_BYTES)
         for index, tool in enumerate(value):
-            for place, schema in schemas_of(tool):
-                check_document(f"tools[{index}].{place}", schema, literals)
+            for member, schema in schemas_of(tool):
+                check_document(f"tools[{index}].{member}", schema, literals)
     if len(literals) > 1:
         for path, length in literals:
             check_number(path, "characters", length, MAX_LONG_LITERAL)
@@ -183,7 +185,7 @@ def schemas_of(tool: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_document(path: str, value: Any, literals: list[tuple[str, int]]) -> None:
-    """Checks a schema or a field, and adds the paths and lengths of its long literals."""
+    """Checks a schema or a field. Adds the paths and lengths of long literals to `literals`."""
     check_number(path, "bytes", len(msgspec.json.encode(value)), MAX_BYTES)
     if is_deeper(value, MAX_DEPTH):
         raise grammar_too_large(path, f"objects and arrays nest more than {MAX_DEPTH} times")

@@ -54,7 +54,7 @@ def names_stored(inference: InferenceRequest) -> bool:
 
 
 def with_stored(ledger: Ledger, inference: InferenceRequest) -> InferenceRequest:
-    """A resolved request with the items that it names, as if the agent had sent them. Reads the ledger (blocking).
+    """A resolved request with the stored items that it names, as if the agent had sent the items. Reads the ledger (blocking).
 
     Raises:
         NotFound: nothing is stored under the name for this model.
@@ -88,7 +88,7 @@ def with_stored(ledger: Ledger, inference: InferenceRequest) -> InferenceRequest
 
 
 def keep_response(inference: InferenceRequest, opened: OpenRequest, response: Mapping[str, Any]) -> None:
-    """Stores the items of a response, unless its request forbids that, or it has no record."""
+    """Stores the items of a response, unless the request has `store: false` or the response has no record."""
     if inference.body.get("store") is False or not opened.records:
         return
     output = [without_nulls(item) for item in response["output"]]
@@ -108,12 +108,15 @@ def keep_streamed(inference: InferenceRequest, opened: OpenRequest, event: bytes
 
 def input_items(body: Mapping[str, Any]) -> list[Any]:
     """The input of a request as items."""
-    given = body.get("input")
-    return [{"role": "user", "content": given}] if isinstance(given, str) else list(conversation.as_list(given))
+    content = body.get("input")
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
+    return list(conversation.as_list(content))
 
 
 def without_nulls(value: Any) -> Any:
-    """An item of an answer as requests send it: vLLM writes fields without a value as null, and refuses some of them."""
+    """An item of an answer as a request sends the item: vLLM writes fields without a value as null, and refuses some nulls in
+    requests."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value

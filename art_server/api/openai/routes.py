@@ -37,7 +37,7 @@ PATHS: Mapping[str, str] = {
 """The routes that are forwarded, and the names of their APIs. vLLM's other routes cannot be reached."""
 
 MAX_CHOICES = 1024
-"""Choices of one request: `n` times the number of prompts. More are more than an engine samples at a time."""
+"""Choices of one request: `n` times the number of prompts. An engine samples no more at a time."""
 
 MAX_SEED = 2**63 - 1
 """The largest seed of torch's generators."""
@@ -57,13 +57,13 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
     async def forward(request: Request) -> Response:
         arrived_at = clock.tick()
-        await base.wait_found()  # the limit and the names depend on it
+        await base.wait_found()  # the limit and the names depend on the base model
         body = await read_body(request, v1_limit_mb(engine.max_seq_length), SHORTER)
         inference = await beside(functools.partial(make_request, request, arrived_at), body)
         if tracing is not None:
             inference.traceparent = request.headers.get("traceparent")
         try:
-            proxy.resolve(inference)  # refuses an unknown name now, not after a wait
+            proxy.resolve(inference)  # refuses an unknown name before the wait at the pause gate
         except NotFound:
             if inference.session is not None:
                 proxy.refused_names.add(inference.owner, inference.session, inference.requested_model)
@@ -86,7 +86,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
 
 def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceRequest:
-    """The inference request that a body contains. `arrived_at` is its `clock.tick`.
+    """The inference request that a body contains. `arrived_at` is the `clock.tick` of its arrival.
 
     Raises:
         InvalidInput: the body is not a JSON object with a model, asks for beam search or too many choices, or a grammar is
@@ -107,7 +107,7 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
     check_no_beam_search(data)
     check_choices(api, data)
     check_grammars(api, data)
-    if SEED_HEADER in request.headers and data.get("seed") is None and api != "messages":  # whose API has no seed
+    if SEED_HEADER in request.headers and data.get("seed") is None and api != "messages":  # /v1/messages has no seed
         data["seed"] = seed_of(request.headers[SEED_HEADER])
     passed_on = ("anthropic-version", "anthropic-beta")
     headers = {name: request.headers[name] for name in passed_on if name in request.headers}
@@ -159,10 +159,10 @@ CONVERSATIONS = {"chat": "messages", "messages": "messages", "responses": "input
 
 
 def check_conversation(api: str, body: dict[str, Any]) -> None:
-    """Checks the shape of a conversation, and removes names that are null, as clients send whole messages back.
+    """Checks the shape of a conversation, and removes names that are null: clients send messages back with all fields.
 
     Raises:
-        BadRequest: it is no list of objects; the error names the field.
+        BadRequest: the conversation is no list of objects; the error names the field.
     """
     field = CONVERSATIONS.get(api)
     if field is None or field not in body or (api == "responses" and isinstance(body[field], str)):
@@ -209,7 +209,8 @@ def num_choices(api: str, body: Mapping[str, Any]) -> int:
         return 1
     num = int(n) if isinstance(n, int | float) and 1 < n < math.inf else 1
     if api == "completions" and isinstance(prompt, list):
-        num *= sum(1 for each in prompt if not isinstance(each, int)) or 1
+        # Numbers in the list are the token ids of a single prompt.
+        num *= sum(1 for entry in prompt if not isinstance(entry, int)) or 1
     return num
 
 
@@ -217,7 +218,7 @@ def check_choices(api: str, body: Mapping[str, Any]) -> None:
     """Checks the number of choices.
 
     Raises:
-        BadRequest: it is above the limit, or `n` is a text, which vLLM would read as a number.
+        BadRequest: the number is above the limit, or `n` is a text, which vLLM would read as a number.
     """
     if isinstance(body.get("n"), str):
         raise BadRequest("n: it must be a number, not a text", code="invalid_body", param="n")
@@ -231,10 +232,10 @@ def check_choices(api: str, body: Mapping[str, Any]) -> None:
 
 
 def is_token_ids(prompt: Any) -> bool:
-    """Whether a prompt, or each of several, is a list of token ids."""
+    """Whether a prompt is a list of token ids, or a list of such prompts."""
     if not isinstance(prompt, list) or not prompt:
         return False
-    return all(isinstance(each, int) or is_token_ids(each) for each in prompt)
+    return all(isinstance(entry, int) or is_token_ids(entry) for entry in prompt)
 
 
 def model_cards(server: Server, caller: Caller) -> list[dict[str, Any]]:
@@ -242,8 +243,8 @@ def model_cards(server: Server, caller: Caller) -> list[dict[str, Any]]:
     base, is_on_base = server.engine.base, server.registration.is_on_base
     if base is None:
         return []
-    found = server.registry.all(caller.projects, caller.model_id)
-    models = [model for model in found if is_on_base(model)]
+    visible = server.registry.all(caller.projects, caller.model_id)
+    models = [model for model in visible if is_on_base(model)]
     names = [model.record.name for model in models]
     ids = [base.name] if caller.model_id is None else []
     ids += [model.id for model in models]

@@ -33,7 +33,7 @@ from art_server.ledger.ledger import OpenRequest
 from art_server.process.shared.engine_messages import new_request_id
 
 PATIENCE_SECONDS = 3.0
-"""A stream without an event by then begins with a comment line, so that its client sees a live connection."""
+"""A stream without an event after this time begins with a comment line, so that the client sees a live connection."""
 COMMENT_SECONDS = 5.0
 """A stream that sends nothing for this long gets a comment line."""
 COMMENT = b": waiting for the policy\n\n"
@@ -198,7 +198,7 @@ async def errors_as_events(events: AsyncIterator[bytes], inference: InferenceReq
 
 EVENT_END = b"\n\n"
 CHOICE_END = b'"finish_reason":"'
-"""In the event that ends a choice of chat or completions. Quotes inside a text are escaped, so no text can match."""
+"""Text in the event that ends a choice of chat or completions. Quotes inside a text are escaped, so no text can match."""
 ERROR_EVENTS: Mapping[str, bytes] = {
     "chat": b'data: {"error":',
     "completions": b'data: {"error":',
@@ -259,7 +259,7 @@ async def finish_event(
     the choices of a session's chat stream as the agent received them.
 
     Such a chunk, or the last event, waits until the ledger has the choice, so that the client can train at once. The
-    choices are marked as delivered before the last event, because a client may disconnect as soon as it has read it.
+    choices are marked as delivered before the last event, because a client may disconnect as soon as it has read that event.
     """
     is_last = event.lstrip().startswith(LAST_EVENTS[inference.api])
     event = with_requested_name(event, inference)

@@ -31,18 +31,21 @@ def check_devices(config: ServerConfig, machine: Machine) -> None:
     _check_ranks(config, machine, kind)
     if machine.gpus and config.engines > 1:
         _check_engines(config.engines, len(config.serve_devices or machine.gpus))
-    uses_own = config.engines or config.num_ranks(machine.kind)
-    for index in (*config.serve_devices, *config.train_devices) or (0,) * bool(uses_own):
+    indices = (*config.serve_devices, *config.train_devices)
+    if not indices and (config.engines or config.num_ranks(machine.kind)):
+        indices = (0,)
+    for index in indices:
         if machine.gpus:
             check_bfloat16(config, gpu_without_bfloat16(machine.gpus[index : index + 1]))
 
 
 def _check_ranks(config: ServerConfig, machine: Machine, kind: str) -> None:
-    """Checks that each rank gets a device, and on a machine with GPUs that each of the trainer's own gets a rank."""
+    """Checks that each rank gets a device, and on a machine with GPUs that each of the trainer's own GPUs gets a rank."""
     own = len(config.train_devices)
-    each, of_gangs = config.num_ranks(machine.kind), f" in {config.gangs} gangs" if config.gangs > 1 else ""
-    num = each * config.gangs if machine.gpus else each  # gangs share the cores of a CPU
-    if each == 1 and config.shard == "on" and not config.takes_hosts:
+    per_gang = config.num_ranks(machine.kind)
+    of_gangs = f" in {config.gangs} gangs" if config.gangs > 1 else ""
+    num = per_gang * config.gangs if machine.gpus else per_gang  # gangs share the cores of a CPU
+    if per_gang == 1 and config.shard == "on" and not config.takes_hosts:
         raise InvalidInput(
             "--shard on divides the base model among ranks: use --ranks 2 or more, or leave it out",
             code="no_such_device",
@@ -52,13 +55,14 @@ def _check_ranks(config: ServerConfig, machine: Machine, kind: str) -> None:
     if num > there:
         whose = "--train-devices has" if own else "this machine has"
         raise InvalidInput(
-            f"--ranks {each}{of_gangs}: each needs a {kind}, and {whose} {there}; use --ranks {there // config.gangs} or fewer",
+            f"--ranks {per_gang}{of_gangs}: each needs a {kind}, and {whose} {there}; use --ranks {there // config.gangs} or fewer",
             code="no_such_device",
             param="ranks",
         )
     if machine.gpus and own > num:
+        noun = "ranks" if num > 1 else "rank"
         raise InvalidInput(
-            f"--train-devices: {own} GPUs for {num} rank{'s' * (num > 1)}, each of which uses one; use another --ranks, or give "
+            f"--train-devices: {own} GPUs for {num} {noun}, each of which uses one; use another --ranks, or give "
             "the others to --serve-devices",
             code="no_such_device",
             param="train_devices",
@@ -77,7 +81,7 @@ def _check_engines(engines: int, gpus: int) -> None:
     """Checks that each engine gets as many GPUs as every other, and at least one."""
     if gpus % engines == 0:
         return
-    numbers = [str(each) for each in range(1, gpus + 1) if gpus % each == 0]
+    numbers = [str(number) for number in range(1, gpus + 1) if gpus % number == 0]
     reason = f"each needs a GPU, and {gpus} serve" if engines > gpus else f"{gpus} GPUs cannot be divided evenly"
     raise InvalidInput(
         f"--engines {engines}: {reason}; use {' or '.join(numbers)}, or give --serve-devices a multiple of {engines} GPUs",
@@ -102,7 +106,7 @@ def gpu_without_bfloat16(gpus: Sequence[Gpu]) -> str:
 
 
 def check_bfloat16(config: ServerConfig, without_bfloat16: str) -> None:
-    """Checks that nothing computes in bfloat16 if a GPU lacks bfloat16; `without_bfloat16` is its name.
+    """Checks that nothing computes in bfloat16 if a GPU lacks bfloat16; `without_bfloat16` is the GPU's name.
 
     Raises:
         InvalidInput: the settings ask for bfloat16.
@@ -116,10 +120,10 @@ def check_bfloat16(config: ServerConfig, without_bfloat16: str) -> None:
 
 
 def device_environment(devices: Sequence[int], machine: Machine) -> dict[str, str]:
-    """Environment variables that restrict a process to these devices; none if it may use all cores. GPUs are always named in
-    full and in our order: CUDA numbers the fastest first, and vLLM understands no shortened UUID."""
+    """Environment variables that restrict a process to these devices; none if the process may use all cores. GPUs are always
+    named in full and in our order: CUDA numbers the fastest first, and vLLM understands no shortened UUID."""
     if machine.gpus:
-        named = [machine.gpus[each] for each in devices] or machine.gpus
+        named = [machine.gpus[index] for index in devices] or machine.gpus
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in named)}
     if not devices:
         return {}

@@ -1,7 +1,7 @@
-"""Which devices compute: the server's own, and those of machines that have joined.
+"""Which devices compute: the server's own devices, and the devices of machines that have joined.
 
 Number types, limits, refusals and engine arguments are derived from these devices. The server's own machine may compute nothing, so
-no fact about a device is read from it.
+no fact about a device is read from that machine.
 """
 
 from collections.abc import Set
@@ -75,11 +75,11 @@ class ComputingDevices:
         return {types(device)[0] for device in self._have_sampled}, {types(device)[1] for device in self.ranks}
 
     def check(self, base: BaseModel) -> None:
-        """Checks that the devices can compute a base model: the server's own, and those of one machine that has joined. A
+        """Checks that the devices can compute a base model: the server's own devices, and the devices of one machine that has joined. A
         machine that joins later is checked then.
 
         Raises:
-            InvalidInput: they cannot.
+            InvalidInput: the devices cannot.
         """
         self.check_offer(self._own, base)
         refusals: list[InvalidInput] = []
@@ -96,8 +96,8 @@ class ComputingDevices:
         """Checks that the engines and ranks of one machine can compute a base model.
 
         Raises:
-            InvalidInput: the weights are quantised, vLLM computes the family's layers otherwise there, or not in the number
-                type of the command line.
+            InvalidInput: the weights are quantised, or vLLM computes the family's layers differently there, or not in the
+                number type of the command line.
         """
         if offer.device == "cuda" or not (offer.engines or offer.ranks):
             return
@@ -110,7 +110,7 @@ def check_number_types(config: ServerConfig, base: BaseModel) -> None:
     """Checks that an engine on a CPU can compute the model in the number type that the command line sets.
 
     Raises:
-        InvalidInput: it cannot.
+        InvalidInput: the engine cannot.
     """
     is_free = config.dtype in ("auto", "bfloat16") and not config.exact
     if base.facts.has_delta_rule and not is_free:

@@ -52,7 +52,7 @@ def detect() -> Machine:
 
 
 def machine_without_gpus() -> Machine:
-    """The machine with its CPU only; for a server that computes nothing also where the CUDA build is installed."""
+    """The machine with its CPU only: for a server that computes nothing, even if the CUDA build is installed."""
     is_linux = hasattr(os, "sched_getaffinity")
     cores = sorted(os.sched_getaffinity(0)) if is_linux else range(os.cpu_count() or 1)
     return Machine("cpu", (), main_memory(), tuple(cores))
@@ -108,23 +108,23 @@ def _find_gpus(host: int) -> tuple[Gpu, ...]:
 
 
 def _parts(card: Any, pynvml: Any) -> list[tuple[Any, Any]]:
-    """The card with each of its MIG devices, if it is divided into some; else with itself."""
+    """Pairs of the card and one of its MIG devices. A card that is not divided is paired with itself."""
     try:
         is_divided, _ = pynvml.nvmlDeviceGetMigMode(card)
     except pynvml.NVMLError_NotSupported:
         is_divided = 0
     if not is_divided:
         return [(card, card)]
-    found: list[tuple[Any, Any]] = []
+    parts: list[tuple[Any, Any]] = []
     for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(card)):
-        with contextlib.suppress(pynvml.NVMLError_NotFound):  # a free place
-            found.append((card, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, index)))
-    return found
+        with contextlib.suppress(pynvml.NVMLError_NotFound):  # no MIG device has this index
+            parts.append((card, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, index)))
+    return parts
 
 
 def _memory(handle: Any, pynvml: Any, host: int) -> int:
-    """Bytes of a GPU's memory that CUDA can use: the driver reserves some. One that shares the main memory (GB10) names
-    none: it gets half, for the other half is the processes' own."""
+    """Bytes of a GPU's memory that CUDA can use: the driver reserves some. A GPU that shares the main memory (GB10) reports
+    no size and gets half of the main memory; the other half is for the processes."""
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         return int(memory.total - memory.reserved)
@@ -144,10 +144,10 @@ def _visible(handles: list[tuple[Any, Any]], pynvml: Any) -> list[tuple[Any, Any
         if name.isdigit() and int(name) < len(handles):
             chosen.append(handles[int(name)])
             continue
-        found = [h for h, uuid in zip(handles, uuids, strict=True) if name and uuid.startswith(name)]
-        if not found:
+        matches = [handle for handle, uuid in zip(handles, uuids, strict=True) if name and uuid.startswith(name)]
+        if not matches:
             break
-        chosen.append(found[0])
+        chosen.append(matches[0])
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""Memory figures of processes and steps, which no formula gives. scripts/gpu-check measures it and writes
+"""Memory figures of processes and steps, which no formula gives. scripts/gpu-check measures them and writes
 `figures.json`."""
 
 import json
@@ -17,9 +17,9 @@ class MemoryFigures(BaseModel):
     context_gib: float
     """A process's CUDA context."""
     graphs_gib: float
-    """vLLM's CUDA graphs and the memory of its libraries: inside its share of the card, and not released in sleep."""
+    """vLLM's CUDA graphs and the memory of its libraries: inside vLLM's share of the card, and not released in sleep."""
     engine_step_gib: float
-    """Activations of vLLM's largest batch: inside its share, cached by torch, released in sleep only."""
+    """Activations of vLLM's largest batch: inside vLLM's share, cached by torch, released in sleep only."""
     head_gib: float
     """Logits of one chunk of the output head: 2^27 numbers in bfloat16, and in float32 three times."""
     reserve_gib: float

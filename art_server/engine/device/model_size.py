@@ -45,7 +45,7 @@ class ModelSize:
 def read_model_size(folder: Path, facts: Facts | None = None) -> ModelSize:
     """The size of the model in `folder`, from its facts and the headers of its weights."""
     facts = facts or read_facts(folder)
-    tensors = [each for file in weight_files(folder) for each in _read_head(file)]
+    tensors = [tensor for file in weight_files(folder) for tensor in _read_head(file)]
     return ModelSize(
         num_parameters=sum(math.prod(shape) for _, kind, shape in tensors if kind in FLOATS),
         num_layers=facts.num_layers,

@@ -36,8 +36,8 @@ class AllDevices(DeviceOwner):
 
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Waits for all devices and holds them during the block. Those that are in use, by an engine that starts, come
-        first: meanwhile the others are free."""
+        """Waits for all devices and holds them during the block. Devices that an engine uses while it starts come first:
+        meanwhile the other devices are free."""
         async with super().held():
             owners = sorted(self._owners, key=lambda owner: not owner.is_held)
             async with each_held(owners):

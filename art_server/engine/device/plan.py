@@ -7,7 +7,7 @@ The cases differ in what leaves the card:
     kv_cache    its KV cache                        stays, or leaves
     sleep       all but its graphs                  leaves
 
-The first case in this order with room for long batches is chosen. If there is none, the case with most room is. A trainer
+The first case in this order with room for long batches is chosen. If no case has, the case with the most room is. A trainer
 with its own card needs no handover: nothing leaves.
 """
 
@@ -41,18 +41,19 @@ GOOD_TOKENS = 16_384
 MAX_TOKENS = 32_768
 """Larger micro-batches are no faster."""
 LARGE_CARD = 70 * GIB
-MAX_SEQUENCES = {False: 256, True: 1024}
-"""vLLM's default of `max_num_seqs`, on a large card and on others."""
+MAX_SEQUENCES, MAX_SEQUENCES_LARGE = 256, 1024
+"""vLLM's default of `max_num_seqs`, and its default on a large card."""
 STATES, STATE_BYTES = 16, 4
-"""Sequences whose recurrent states have room at least (vLLM runs fewer at a time when its cache is full), and bytes of one of
-their numbers: files of such models ask for float32."""
+"""The number of sequences for whose recurrent states a plan has room (vLLM runs fewer at a time when its cache is full), and the
+bytes of a number in a state: files of such models ask for float32."""
 SAMPLING_BYTES = 18
-"""For each sequence and token of the vocabulary: logits in bfloat16 and float32, log-probabilities, probabilities, and the
+"""Bytes for each sequence and token of the vocabulary: logits in bfloat16 and float32, log-probabilities, probabilities, and the
 random numbers that choose."""
 LOCKED_SHARE = 1.5
-"""vLLM's copies of sleeping weights, in their bytes: each block of locked memory is rounded up to a power of two."""
+"""Size of vLLM's copies of sleeping weights, as a multiple of the weights: each block of locked memory is rounded up to a power
+of two."""
 LORA_NUMBERS = 4
-"""Numbers for each parameter of the adapter: weight, gradient and two moments of Adam, all float32."""
+"""Numbers that a step keeps for each parameter of the adapter: weight, gradient and two moments of Adam, all float32."""
 HOST_SHARE = 0.9
 """Share of main memory that a plan may use; the rest is for the system."""
 
@@ -78,21 +79,22 @@ class Demand:
     lora_rank: int
     max_loras: int
     max_seq_length: int | None = None
-    """As requested; None: as many tokens as the engine's KV cache holds."""
+    """The requested context length; None: as many tokens as the engine's KV cache holds."""
     utilization: float | None = None
-    """`gpu_memory_utilization`, as requested; None: the plan chooses it."""
+    """The requested `gpu_memory_utilization`; None: the plan chooses."""
     handover: Handover | None = None
-    """As requested; None: the plan chooses it."""
+    """The requested handover; None: the plan chooses."""
     num_serving: int = 1
     """Cards that share the engine's weights and cache (tensor parallel)."""
     num_engines: int = 1
     """Engines of this machine, each with cards of its own."""
     training_card: Card | None = None
-    """The trainer's own card, of the first rank; None: it shares the engine's first card."""
+    """The trainer's own card, of the first rank; None: the trainer shares the engine's first card."""
     num_ranks: int = 1
-    """Cards on which the trainer works, each with a process. 0: it works on other machines, and takes nothing here."""
+    """Cards on which the trainer works, each with a process. 0: the trainer works on other machines, and takes nothing
+    here."""
     shard: Literal["auto", "on", "off"] = "auto"
-    """Whether the ranks divide the trainer's base among them; auto: if it does not fit otherwise."""
+    """Whether the ranks divide the trainer's base among them; auto: if the base does not fit otherwise."""
 
     @property
     def row_tokens(self) -> int:
@@ -121,38 +123,38 @@ class MemoryPlan:
     is_base_resident: bool
     """Whether the trainer's base stays on the device between steps."""
     has_host_copy: bool
-    """Whether a base that leaves is kept in main memory; otherwise it is read again from its files."""
+    """Whether a base that leaves is kept in main memory; otherwise the base is read again from its files."""
     utilization: float
     """vLLM's `gpu_memory_utilization`."""
     kv_tokens: int
     tokens: int
-    """Per micro-batch without gradient checkpointing; 0 if checkpointing is always needed."""
+    """Tokens per micro-batch without gradient checkpointing; 0 if checkpointing is always needed."""
     checkpointed_tokens: int
-    """Per micro-batch with gradient checkpointing."""
+    """Tokens per micro-batch with gradient checkpointing."""
     host: float
     """Bytes of main memory that weights and processes take."""
     lines: tuple[Line, ...]
     num_shards: int = 1
     """Ranks that divide the trainer's base among them."""
     training_card: Card | None = None
-    """The trainer's own card; the table's second column is then for it."""
+    """The trainer's own card. If there is one, the table's second column is about this card."""
     trains: bool = True
     """False: no trainer works on this machine, and the numbers of a micro-batch are 0."""
 
     def used(self) -> tuple[float, float]:
         """Bytes on the card while sampling, and while training."""
-        return sum(each.sampling for each in self.lines), sum(each.training for each in self.lines)
+        return sum(line.sampling for line in self.lines), sum(line.training for line in self.lines)
 
     def table(self, card: Card) -> str:
         """The plan for the log, in GiB."""
         own = self.training_card
         sampling, training = self.used()
         free = Line("free", card.total - sampling, (own or card).total - training)
-        width = max(len(each.what) for each in self.lines)
+        width = max(len(line.what) for line in self.lines)
         heads = ("serving", "trainer") if own else ("sampling", "training")
         rows = [f"{'GiB':{width}}  {heads[0]:>8}  {heads[1]:>8}"]
-        for each in (*self.lines, free):
-            rows.append(f"{each.what:{width}}  {each.sampling / GIB:8.1f}  {each.training / GIB:8.1f}")
+        for line in (*self.lines, free):
+            rows.append(f"{line.what:{width}}  {line.sampling / GIB:8.1f}  {line.training / GIB:8.1f}")
         return "\n".join(
             [
                 f"memory plan for {card.name}, {card.total / GIB:.1f} GiB ({self._turns()}):",
@@ -181,7 +183,7 @@ class MemoryPlan:
 
 
 def make_memory_plan(card: Card, demand: Demand, figures: MemoryFigures) -> MemoryPlan:
-    """The first case of `CASES` with room for long batches; if there is none, the one with most room.
+    """The first case of `CASES` with room for long batches; if no case has, the case with the most room.
 
     Raises:
         InvalidInput: no case fits; the message contains the numbers.
@@ -202,13 +204,13 @@ def make_memory_plan(card: Card, demand: Demand, figures: MemoryFigures) -> Memo
 def _cases(demand: Demand, num_shards: int) -> tuple[tuple[Handover, bool], ...]:
     if demand.training_card or not demand.num_ranks:
         return CASES[:1]
-    # Shards stay: main memory has no copy of them, and reading them again would need all ranks.
+    # Shards stay: main memory has no copy of shards, and all ranks together would have to read the base again.
     return tuple(case for case in CASES if demand.handover in (None, case[0]) and (case[1] or num_shards == 1))
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What the parts of engine and trainer take, in bytes; those of the engine on each of its cards."""
+    """Bytes that the parts of engine and trainer take; the engine's parts are for each of its cards."""
 
     context: float
     """A process's CUDA context."""
@@ -223,11 +225,11 @@ class _Parts:
     adapter: float
     """The adapter's weights."""
     trainer: float
-    """All that the trainer holds during a step but activations."""
+    """Everything that the trainer holds during a step, except activations."""
     per_token: float
     """Activations of a token, without gradient checkpointing."""
     checkpointed: float
-    """The same with it: each layer's input, and all activations of one layer at a time."""
+    """Activations of a token with gradient checkpointing: each layer's input, and all activations of one layer at a time."""
 
     @property
     def engine(self) -> float:
@@ -245,7 +247,8 @@ def _parts(card: Card, demand: Demand, figures: MemoryFigures, num_shards: int) 
         layers = base - whole
         base = whole + layers / num_shards + layers / size.num_layers
     # vLLM keeps sampling's numbers for each sequence and token of the vocabulary, and counts its graphs in its share.
-    sampling = MAX_SEQUENCES[card.total >= LARGE_CARD] * size.vocabulary * SAMPLING_BYTES
+    max_sequences = MAX_SEQUENCES_LARGE if card.total >= LARGE_CARD else MAX_SEQUENCES
+    sampling = max_sequences * size.vocabulary * SAMPLING_BYTES
     layer = figures.hidden_factor * size.hidden + figures.intermediate_factor * size.intermediate
     return _Parts(
         context=figures.context_gib * GIB,
@@ -305,7 +308,7 @@ def _make(
 
 
 def _utilization(card: Card, demand: Demand, parts: _Parts, handover: Handover, is_resident: bool) -> float:
-    """The share of the card that vLLM gets: what processes and trainer leave."""
+    """vLLM's share of the card: the memory that processes and trainer leave."""
     if demand.training_card is not None or not demand.num_ranks:
         contexts, between = parts.context, 0.0
     elif handover == "none":
@@ -324,12 +327,12 @@ def _utilization(card: Card, demand: Demand, parts: _Parts, handover: Handover, 
 def _lines(
     demand: Demand, parts: _Parts, handover: Handover, is_resident: bool, kv: float, activations: float
 ) -> tuple[Line, ...]:
-    """The plan's table. On its own card the trainer takes nothing from the engine's, and the engine nothing from it."""
+    """The plan's table. If the trainer has its own card, neither trainer nor engine takes anything from the other's card."""
     is_shared = demand.training_card is None
     has_cache, has_weights = handover == "none", handover != "sleep"
 
     def engine(name: str, num_bytes: float, stays: bool) -> Line:
-        return Line(f"engine: {name}", num_bytes, num_bytes * (stays and is_shared))
+        return Line(f"engine: {name}", num_bytes, num_bytes if stays and is_shared else 0.0)
 
     lines = [
         engine("context, CUDA graphs", parts.context + parts.graphs, True),
@@ -353,7 +356,7 @@ def _lines(
 
 
 def _tokens(kv: float, demand: Demand) -> int:
-    # A head of keys and values is on one card, so more cards than heads have copies of it.
+    # A head of keys and values is on one card, so cards beyond the number of heads have copies of heads.
     num_shares = min(demand.num_serving, demand.size.kv_heads)
     per_token = demand.size.kv_per_token * demand.engine_itemsize / num_shares
     if not per_token:  # recurrent layers alone, which keep nothing for a token

@@ -1,1 +1,1 @@
-"""What a base model is: a program that runs in a process of its own, once for each base model."""
+"""What a base model is: a program that runs in its own process, once for each base model."""

@@ -2,7 +2,7 @@
 
     python -m art_server.engine.inspection_process FOLDER TEMPLATE
 
-TEMPLATE is a file with a chat template for the model, or empty for its own.
+TEMPLATE is a file with a chat template for the model, or empty for the model's own template.
 """
 
 import sys

@@ -1,4 +1,5 @@
-"""Which classes vLLM has, and of which it serves adapters: read from its sources, because its import takes half a minute."""
+"""Which classes vLLM has, and for which classes vLLM serves adapters: read from vLLM's sources, because its import takes half a
+minute."""
 
 import ast
 import functools
@@ -10,14 +11,14 @@ import transformers
 
 
 def engine_problem(architecture: str) -> str | None:
-    """Why vLLM serves no adapters of a class, if it does not."""
+    """Why vLLM serves no adapters of a class; None if vLLM does."""
     if importlib.util.find_spec("vllm") is None:
         return None
     known, gone = _registry(_file_of("vllm.model_executor.models.registry"))
     if architecture in gone:
         return f"vLLM no longer serves its class {architecture}"
     if architecture not in known:
-        # vLLM runs transformers' own class. Source: its registry, `_try_resolve_transformers`.
+        # vLLM runs transformers' own class. Source: vLLM's registry, `_try_resolve_transformers`.
         kind = getattr(transformers, architecture, None)
         if kind is None or kind.is_backend_compatible() or kind._can_set_attn_implementation():
             return None
@@ -38,7 +39,7 @@ def _registry(file: Path) -> tuple[dict[str, tuple[str, str]], set[str]]:
         if table in ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS"):
             gone.add(key)
         elif isinstance(value, ast.Tuple):
-            module, name = (ast.literal_eval(each) for each in value.elts[:2])
+            module, name = (ast.literal_eval(element) for element in value.elts[:2])
             known.setdefault(key, (module, name))
     return known, gone
 
@@ -70,32 +71,32 @@ def _file_of(module: str) -> Path:
 @functools.cache
 def _ancestors(file: Path, name: str) -> frozenset[str]:
     """The names of a class and of all that it inherits from, as far as vLLM's sources tell."""
-    found = {name}
+    names = {name}
     if not file.is_file():
-        return frozenset(found)
+        return frozenset(names)
     tree = ast.parse(file.read_text())
-    definitions = [each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == name]
+    definitions = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
     for definition in definitions:
         for base in definition.bases:
             if isinstance(base, ast.Subscript):
                 base = base.value
-            found |= _ancestors(file, ast.unparse(base).rpartition(".")[2])
+            names |= _ancestors(file, ast.unparse(base).rpartition(".")[2])
     if not definitions:
         for module, original in _imports_of(tree, file, name):
-            found |= _ancestors(_file_of(module), original)
-    return frozenset(found)
+            names |= _ancestors(_file_of(module), original)
+    return frozenset(names)
 
 
 def _imports_of(tree: ast.Module, file: Path, name: str) -> Iterator[tuple[str, str]]:
-    """The modules of vLLM from which a file imports a name, and what they call it."""
+    """The modules of vLLM from which a file imports a name, and the name in the module."""
     package = ["vllm", *file.relative_to(_file_of("vllm").parent).parent.parts]
-    for each in ast.walk(tree):
-        if not isinstance(each, ast.ImportFrom):
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom):
             continue
-        before = package[: len(package) - each.level + 1] if each.level else []
-        module = ".".join([*before, *(each.module or "").split(".")]).rstrip(".")
+        before = package[: len(package) - node.level + 1] if node.level else []
+        module = ".".join([*before, *(node.module or "").split(".")]).rstrip(".")
         if not module.startswith("vllm."):
             continue
-        for alias in each.names:
+        for alias in node.names:
             if (alias.asname or alias.name) == name:
                 yield module, alias.name

@@ -34,11 +34,11 @@ UNREADABLE = (
 )
 """What transformers raises for a configuration that it does not understand."""
 NO_LANGUAGE_MODELS = ("Classification", "QuestionAnswering", "MaskedLM", "RewardModel")
-"""What the classes of published models for other tasks have in their names."""
+"""Parts of the names of classes for other tasks, which published models have."""
 
 
 def inspect(folder: Path, template: Path | None = None) -> Facts:
-    """The facts; `template` is a file with a chat template for the model, None its own."""
+    """The facts about the model in `folder`. `template` is a file with a chat template for the model; None: the model's own."""
     raw = json.loads((folder / "config.json").read_text())
     family = str(raw.get("model_type", ""))
     quantization, has_8_bits = find_quantization(folder, raw)
@@ -53,9 +53,9 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
         return _refused(facts, problem)
     try:
         model = meta_model(str(folder))
-    except Exception as error:  # whatever the constructors of transformers' classes raise
+    except Exception as error:  # constructors of transformers' classes raise errors of any kind
         if quantization not in (None, "bitsandbytes"):
-            return facts  # it is refused as quantised, which names the copy to take
+            return facts  # the model is refused as quantised, and that refusal names the copy to take
         return _refused(facts, _unmakeable(error))
     # Without `architectures` vLLM (0.32, transformers_utils/config.py) takes the class that transformers has for the family.
     if not architecture and (problem := engine_problem(type(model).__name__)):
@@ -74,7 +74,7 @@ def _ropes(config: Any) -> tuple[str, ...]:
     """The kinds of rotary embeddings: one for all layers, or one for each kind of layer. Any: as `_with_model`."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     of_layers = [part for part in rope.values() if isinstance(part, dict)]
-    kinds = {each.get("rope_type") or each.get("type") for each in [rope, *of_layers]}
+    kinds = {part.get("rope_type") or part.get("type") for part in [rope, *of_layers]}
     return tuple(sorted(str(kind) for kind in kinds - {None}))
 
 
@@ -143,7 +143,8 @@ def _with_model(facts: Facts, folder: Path, template: Path | None, config: Any, 
 
 
 def find_overrides(config: Any) -> dict[str, Any]:
-    """For Ministral 3, whose queries grow with the position: vLLM reads by how much from Mistral's own format only."""
+    """The configuration for vLLM that Ministral 3 needs: its queries grow with the position, and vLLM reads the growth from
+    Mistral's own format only."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("llama_4_scaling_beta") is None:
@@ -163,8 +164,11 @@ def find_stop_ids(folder: Path, config: Any) -> tuple[int, ...]:
     parts = [config, config.get_text_config()]
     if (folder / "generation_config.json").exists():
         parts.append(GenerationConfig.from_pretrained(str(folder)))
-    found: set[int] = set()
+    stop_ids: set[int] = set()
     for part in parts:
         ids = getattr(part, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
-    return tuple(sorted(found))
+        if isinstance(ids, list | tuple):
+            stop_ids.update(ids)
+        elif ids is not None:
+            stop_ids.add(ids)
+    return tuple(sorted(stop_ids))

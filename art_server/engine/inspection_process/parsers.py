@@ -1,7 +1,7 @@
 """Chooses vLLM's parsers for a model's tool calls and thinking, by the marks in its chat template.
 
-A mark is what the model writes around a call. It survives new names of an architecture, so it decides before the
-`model_type`. `--engine-arg tool_call_parser=...` and `reasoning_parser=...` override the choice.
+A mark is the text that the model writes around a call. An architecture with a new name keeps its marks, so marks decide before
+the `model_type`. `--engine-arg tool_call_parser=...` and `reasoning_parser=...` override the choice.
 """
 
 from dataclasses import dataclass, replace
@@ -18,16 +18,16 @@ from art_server.store.base_facts import Parsers
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models that write calls and thinking alike."""
+    """Models that write calls and thinking in the same form."""
 
     tool: str | None
     """vLLM's tool parser."""
     reasoning: str | None = None
     """vLLM's reasoning parser, for templates that contain `thinks`."""
     marks: tuple[str, ...] = ()
-    """The template contains them all."""
+    """Texts that the template contains, all of them."""
     types: tuple[str, ...] = ()
-    """The model_type is one of them; empty: any."""
+    """Values of `model_type`; empty: any."""
     thinks: str = "<think>"
     always: bool = False
     """Whether such a model opens its thinking by itself, although no argument of the template says so."""
@@ -74,12 +74,12 @@ FAMILIES = (
     Family("llama4_pythonic", types=("llama4",)),
     Family(None, "qwen3"),
 )
-"""The first that holds decides."""
+"""The first family that holds decides."""
 
 
 def choose_parsers(templates: Templates, model_type: str) -> Parsers:
     """The parsers for a model with these templates."""
-    family = next(each for each in FAMILIES if each.holds(templates.with_tools, model_type))
+    family = next(candidate for candidate in FAMILIES if candidate.holds(templates.with_tools, model_type))
     reasoning = family.reasoning if family.thinks in templates.usual else None
     thinks = None
     if reasoning is not None and "enable_thinking" in templates.usual:

@@ -8,11 +8,12 @@ QUANTIZATION_FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
 }
-"""Files beside config.json that say how the weights are quantised, from which vLLM's classes read it."""
+"""Files beside config.json in which vLLM's classes read how the weights are quantised, with the method that writes the file."""
 
 
 def find_quantization(folder: Path, raw: dict[str, Any]) -> tuple[str | None, bool]:
-    """How the weights are quantised, and whether bitsandbytes did it to 8 bits, from any of the places where it stands."""
+    """The method that quantised the weights, and whether the method is bitsandbytes with 8 bits. A model states both in one of
+    several fields or files."""
     for part in (raw, raw.get("text_config") or {}):
         for key in ("quantization_config", "compression_config", "quantization"):
             if part.get(key):
@@ -23,10 +24,10 @@ def find_quantization(folder: Path, raw: dict[str, Any]) -> tuple[str | None, bo
     return None, False
 
 
-def _method(found: dict[str, Any]) -> str:
-    """The method that an entry names, or else the one that writes such entries."""
-    if found.get("quant_method"):
-        return str(found["quant_method"])
-    if found.get("load_in_8bit") or found.get("load_in_4bit"):
+def _method(entry: dict[str, Any]) -> str:
+    """The method that an entry names, or else the method that writes such entries."""
+    if entry.get("quant_method"):
+        return str(entry["quant_method"])
+    if entry.get("load_in_8bit") or entry.get("load_in_4bit"):
         return "bitsandbytes"
-    return "mlx" if "group_size" in found else "unknown"
+    return "mlx" if "group_size" in entry else "unknown"

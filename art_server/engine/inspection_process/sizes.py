@@ -35,12 +35,12 @@ def intermediate(model: PreTrainedModel, text: Any, layers: Layers) -> int:
 
 
 def _largest(value: Any) -> int:
-    """Of a number, or of one for each layer. Any: a field of a configuration."""
+    """The largest number in a field that has one number, or one for each layer. Any: a field of a configuration."""
     return int(max(value) if isinstance(value, list | tuple) else value)
 
 
 def kv_heads(text: Any) -> int:
-    """Of keys and values, in the layer that has the fewest: Gemma 4's layers differ."""
+    """The number of heads of keys and values, in the layer with the fewest: Gemma 4's layers differ."""
     return min(
         int(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)
         for layer in getattr(text, "per_layer_config", [text])
@@ -48,7 +48,7 @@ def kv_heads(text: Any) -> int:
 
 
 def kv_per_token(model: PreTrainedModel, text: Any) -> int:
-    """The numbers that a token keeps: outputs of the layers that make keys and values, in each layer that has some."""
+    """How many numbers the KV cache keeps for a token: the outputs that make keys and values, in all layers that have them."""
     total = 0
     for path, module in model.get_decoder().named_modules():
         widths = _output_widths(module)
@@ -68,26 +68,26 @@ def kv_per_token(model: PreTrainedModel, text: Any) -> int:
 def _output_widths(module: torch.nn.Module) -> dict[str, int]:
     """The output width of each layer with weights directly inside a module, by name."""
     widths: dict[str, int] = {}
-    for name, each in module.named_children():
-        shape = weight_shape(each)
+    for name, child in module.named_children():
+        shape = weight_shape(child)
         if shape:
             widths[name] = shape[0]
     return widths
 
 
 def state_per_sequence(model: PreTrainedModel) -> int:
-    """The numbers that a sequence keeps: of a convolution the tokens before the last, and the heads' matrices of state-space
-    layers and gated delta rules."""
+    """How many numbers recurrent layers keep for a sequence: of each convolution the inputs of the tokens before the last, and
+    the heads' matrices of state-space layers and gated delta rules."""
     total = 0
     for module in model.get_decoder().modules():
-        convolutions = [each for each in module.children() if isinstance(each, torch.nn.Conv1d)]
+        convolutions = [child for child in module.children() if isinstance(child, torch.nn.Conv1d)]
         if not convolutions:
             continue
-        for each in convolutions:
-            total += each.in_channels * (each.kernel_size[0] - 1)
+        for convolution in convolutions:
+            total += convolution.in_channels * (convolution.kernel_size[0] - 1)
         decay = getattr(module, "A_log", None)
         if isinstance(decay, torch.Tensor) and decay.dim() == 2:
-            total += decay.numel()  # of the first Mamba, channels x state
+            total += decay.numel()  # the state of the first Mamba: channels x state
         for names in STATE_SIZES:
             if all(hasattr(module, name) for name in names):
                 total += math.prod(int(getattr(module, name)) for name in names)

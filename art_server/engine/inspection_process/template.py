@@ -1,6 +1,6 @@
 """What a chat template does with earlier answers: which white space it strips.
 
-It is found by rendering a few conversations once per base model, so the template's text does not matter. A template that
+A few conversations are rendered once per base model, so the template's text does not matter. A template that
 cannot be rendered is assumed to strip nothing.
 """
 
@@ -35,7 +35,7 @@ RESULT = {"role": "tool", "tool_call_id": "call12345", "name": "look", "content"
 
 
 def template_renderer(template: str) -> Callable[..., str]:
-    """A function that renders messages by a chat template, as transformers does. It raises one of TEMPLATE_ERRORS.
+    """A function that renders messages by a chat template, as transformers does. The function raises `TEMPLATE_ERRORS`.
 
     Raises:
         jinja2.TemplateError: the template has a wrong syntax.
@@ -45,17 +45,17 @@ def template_renderer(template: str) -> Callable[..., str]:
 
 
 class Templates(NamedTuple):
-    """The chat templates of a model; empty if it has none."""
+    """The chat templates of a model; empty if the model has none."""
 
     usual: str
     with_tools: str
-    """For conversations with tools."""
+    """The template for conversations with tools."""
 
 
 def read_templates(folder: Path, own: Path | None = None) -> Templates:
-    """The templates of the model in `folder`, or the one in the file `own` instead.
+    """The templates of the model in `folder`, or instead the template in the file `own`.
 
-    A model can have several by name: "default", and "tool_use" for conversations with tools. They are files, or a list in
+    A model can have several by name: "default", and "tool_use" for conversations with tools. Templates are files, or a list in
     tokenizer_config.json, or in chat_template.json of models that also read images. Source: transformers,
     `PreTrainedTokenizerBase.get_chat_template` and `from_pretrained`, `ProcessorMixin.get_processor_dict`.
     """
@@ -68,22 +68,22 @@ def read_templates(folder: Path, own: Path | None = None) -> Templates:
     for name in ("tokenizer_config.json", "chat_template.json"):
         if named or not (folder / name).exists():
             continue
-        found = json.loads((folder / name).read_text()).get("chat_template")
-        if isinstance(found, list):
-            named = {each["name"]: each["template"] for each in found}
-        elif isinstance(found, str):
-            named = {"default": found}
+        listed = json.loads((folder / name).read_text()).get("chat_template")
+        if isinstance(listed, list):
+            named = {entry["name"]: entry["template"] for entry in listed}
+        elif isinstance(listed, str):
+            named = {"default": listed}
     usual = named.get("default", "")
     return Templates(usual, named.get("tool_use", usual))
 
 
 def find_rules(templates: Templates) -> TemplateRules:
-    """The rules of a model's templates. If conversations with tools have one of their own, those that both have."""
+    """The rules of a model's templates. If conversations with tools have their own template, the rules that both share."""
     rules, with_tools = map(_find_rules, templates)
     common = {
-        each.name: getattr(rules, each.name)
-        for each in fields(TemplateRules)
-        if getattr(rules, each.name) == getattr(with_tools, each.name)
+        rule.name: getattr(rules, rule.name)
+        for rule in fields(TemplateRules)
+        if getattr(rules, rule.name) == getattr(with_tools, rule.name)
     }
     return TemplateRules(**common)
 
@@ -94,12 +94,13 @@ def _find_rules(template: str) -> TemplateRules:
     def stripped(left: str, right: str) -> str | None:
         """The white space that is stripped beside an answer, on the side of the "x"; None: all white space."""
         plain = render(QUESTION, {"role": "assistant", "content": WORD}, QUESTION)
-        gone = "".join(
-            space
-            for space in SPACES
-            for content in [left.replace("x", space) + WORD + right.replace("x", space)]
-            if WORD in plain and render(QUESTION, {"role": "assistant", "content": content}, QUESTION) == plain
-        )
+        if WORD not in plain:
+            return ""
+        gone = ""
+        for space in SPACES:
+            content = left.replace("x", space) + WORD + right.replace("x", space)
+            if render(QUESTION, {"role": "assistant", "content": content}, QUESTION) == plain:
+                gone += space
         return None if gone == SPACES else gone
 
     thinking = {"reasoning_content": THOUGHT, "reasoning": THOUGHT, "thinking": THOUGHT}
@@ -126,7 +127,7 @@ def find_notes(templates: Templates, folder: Path) -> tuple[str, ...]:
     if _render(templates.usual, QUESTION) and not _render(templates.usual, QUESTION, QUESTION):
         notes.append("its chat template wants user and assistant messages in turns, and refuses two of a kind")
     system = {"role": "system", "content": WORD}
-    in_parts = [each | {"content": [{"type": "text", "text": each["content"]}]} for each in (system, QUESTION)]
+    in_parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in (system, QUESTION)]
     rendered = _render(templates.usual, system, QUESTION)
     if WORD not in rendered + _render(templates.usual, *in_parts):
         how = "leaves system messages out" if rendered else "refuses system messages"
@@ -147,7 +148,7 @@ def renders_tools(templates: Templates) -> bool:
 
 
 def _render(template: str, *messages: dict[str, Any], **more: Any) -> str:
-    """Empty if the template refuses the messages."""
+    """The rendered messages; empty if the template refuses the messages."""
     try:
         return template_renderer(template)(messages=[*messages], **more)
     except TEMPLATE_ERRORS:
@@ -155,7 +156,7 @@ def _render(template: str, *messages: dict[str, Any], **more: Any) -> str:
 
 
 def _twice(template: str, folder: Path) -> str | None:
-    """The token that a rendered text begins with twice when the tokenizer reads it as it reads any text."""
+    """The token that begins a rendered text twice, if the tokenizer reads the text like any other; None: no token does."""
     from transformers import AutoTokenizer  # takes seconds: a template is checked before
 
     try:

@@ -6,11 +6,11 @@ the rendered prompt of a continued conversation to the server's ledger, which ma
 the log-probabilities of the sampled tokens, and removes them from the output if the client did not request them. It
 sends one JSON line for each finished choice. vLLM's middleware (CORS, keys, HTTP statistics) is removed: every event of
 a stream would pass through it, and nothing behind the proxy needs it. Texts of messages are tokenised as text
-(`plain_text.py`). Streams say what whole answers say (`whole_answers.py`), and
+(`plain_text.py`). Streams contain the same as whole answers (`whole_answers.py`), and
 no control tokens (`hidden_tokens.py`).
 
 Only this file, these three, and `vllm_plugin.py` with the modules that it installs touch vLLM's internals (0.32.0);
-`tests/engine/integration/test_inference.py` and `tests/quick/engine/vllm_process` fail when they change.
+`tests/engine/integration/test_inference.py` and `tests/quick/engine/vllm_process` fail when the internals change.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class StoredPrompt(NamedTuple):
     """The ledger's answer to a rendered prompt."""
 
     token_ids: list[int] | None
-    """The tokens to sample from instead; None keeps the rendered ones."""
+    """The tokens to sample from instead of the rendered tokens; None keeps the rendered tokens."""
     is_stored: bool
     """Whether the ledger could store the prompt that is sampled from."""
 
@@ -66,7 +66,7 @@ class LedgerClient:
         self._writer.write(msgspec.json.encode(message) + b"\n")
 
     async def fetch_prompt(self, request_id: str, token_ids: list[int]) -> StoredPrompt:
-        """What the ledger made of a rendered prompt."""
+        """The ledger's answer to a rendered prompt."""
         answer = self._pending[request_id] = asyncio.get_running_loop().create_future()
         self.send({"request_id": request_id, "prompt": token_ids})
         try:
@@ -84,7 +84,7 @@ class LedgerClient:
 
 
 class ChoicePart(NamedTuple):
-    """A choice or, in a stream, the part that one step of the engine added to it."""
+    """A choice or, in a stream, the part that one step of the engine added to the choice."""
 
     text: str
     token_ids: Sequence[int]
@@ -107,8 +107,8 @@ def summary_of(parts: Sequence[ChoicePart], source: sampling_payload.LogprobSour
         for part in parts
         for token, entry in zip(part.token_ids, part.logprobs or (), strict=True)
     ]
-    found = [entry for part in parts for entry in part.entries]
-    sampled_logprobs, kept, sets = sampling_payload.read_choice(source, logprobs, found)
+    entries = [entry for part in parts for entry in part.entries]
+    sampled_logprobs, kept, sets = sampling_payload.read_choice(source, logprobs, entries)
     return {
         "text": "".join(part.text for part in parts),
         "token_ids": [int(token) for part in parts for token in part.token_ids],
@@ -170,12 +170,12 @@ def record_generate(generate: Any, ledger: LedgerClient, max_model_len: int) -> 
             rendered = list(prompt["prompt_token_ids"])
             if not is_first_turn(request_id):
                 replaced, is_stored = await ledger.fetch_prompt(request_id, rendered)
-                made = None
+                spliced = None
                 if replaced is not None:
-                    made = with_prompt(prompt, replaced, sampling_params, max_model_len)
-                if made is not None or (replaced is None and is_stored):
+                    spliced = with_prompt(prompt, replaced, sampling_params, max_model_len)
+                if spliced is not None or (replaced is None and is_stored):
                     rendered = None  # the ledger has the prompt that is sampled from
-                prompt = made or prompt
+                prompt = spliced or prompt
         source = sampling_payload.logprob_source(sampling_params)
         if sampling_params.structured_outputs is not None and request_id.startswith("cmpl-"):
             # A completion does not think, but vLLM would wait for the end of thinking before it applies the grammar.
@@ -185,15 +185,17 @@ def record_generate(generate: Any, ledger: LedgerClient, max_model_len: int) -> 
         async for result in generate(prompt, sampling_params, request_id, **options):
             for output in result.outputs:
                 if output.finish_reason == "error" and is_constrained:
-                    # So vLLM (0.32, scheduler.py) ends a request whose grammar it cannot compile, or that rejects a sampled token.
+                    # vLLM (0.32, scheduler.py) ends a request like this if it cannot compile the grammar, or if the grammar rejects
+                    # a sampled token.
                     raise bad_grammar("the engine cannot compile it, or no text satisfies it")
                 if output.finish_reason == "length":
-                    # vLLM's parsers are not told that the limit ended an answer.
+                    # vLLM's parsers get only the text, from which they cannot know that the limit ended the answer.
                     output.text = CutText(output.text)
                 parts = choices[output.index]
+                # `kept_sets.py` sends its entries in vLLM's field for masks.
                 mask, output.sampling_mask = output.sampling_mask, None
-                found = mask.token_ids if mask is not None else ()
-                parts.append(ChoicePart(output.text, output.token_ids, output.logprobs, found))
+                entries = mask.token_ids if mask is not None else ()
+                parts.append(ChoicePart(output.text, output.token_ids, output.logprobs, entries))
                 if hide_logprobs:
                     output.logprobs = None
                 if output.finish_reason is not None:
@@ -221,13 +223,13 @@ def bad_grammar(reason: str) -> Exception:
     return VLLMValidationError(f"{GRAMMAR_MARK}: {reason}")
 
 
-SOURCE_PLACE = re.compile(r"\[[\d:]+\] \S+\.cc:\d+: ")
-"""xgrammar's time and place in its source, before the reason."""
+SOURCE_PREFIX = re.compile(r"\[[\d:]+\] \S+\.cc:\d+: ")
+"""What xgrammar writes before a reason: the time and a line of its source, such as '[12:30:00] /src/grammar.cc:7: '."""
 
 
 def name_bad_grammars() -> None:
-    """Has vLLM's check of a grammar, which runs before sampling, give the reason. A grammar in EBNF must be one that xgrammar
-    can read: guidance, which vLLM tries next, drops the first of two rules with one name."""
+    """Has vLLM's check of a grammar, which runs before sampling, give the reason of a refusal. A grammar in EBNF is refused if
+    xgrammar cannot read it: guidance, which vLLM tries next, drops the first of two rules with one name."""
     import xgrammar
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import SamplingParams
@@ -245,7 +247,7 @@ def name_bad_grammars() -> None:
             reasons = [str(error.args[0] if error.args else error)]
             if error.__cause__ is not None and str(error.__cause__) not in reasons[0]:
                 reasons.append(str(error.__cause__))
-            reason = " ".join(SOURCE_PLACE.sub("", " ".join(reasons)).split())
+            reason = " ".join(SOURCE_PREFIX.sub("", " ".join(reasons)).split())
             raise bad_grammar(reason[:MAX_REASON]) from error
 
     SamplingParams._validate_structured_outputs = checked  # pyright: ignore[reportAttributeAccessIssue]
@@ -262,7 +264,7 @@ def begin_streams_late() -> None:
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
-    # The class of /v1/messages is made from that of chat.
+    # The class of /v1/messages is derived from the class of chat.
     OpenAIServingChat.create_chat_completion = with_first_event(OpenAIServingChat.create_chat_completion)
     OpenAIServingCompletion.create_completion = with_first_event(OpenAIServingCompletion.create_completion)
     OpenAIServingResponses.create_responses = with_first_event(OpenAIServingResponses.create_responses)
@@ -281,7 +283,7 @@ def with_first_event(create: Any) -> Any:
             opening.append(event)
             if getattr(event, "type", None) not in OPENINGS:
                 break
-        # What vLLM (0.32) notices only in the stream it sends as an event, behind the status 200.
+        # An error that vLLM (0.32) notices only in the stream is an event, after the status 200.
         if opening and isinstance(opening[0], str) and opening[0].startswith(ERROR_EVENT):
             return ErrorResponse.model_validate_json(opening[0].removeprefix("data: "))
         return joined(opening, events)
@@ -349,27 +351,27 @@ def name_missing_template() -> None:
 
 
 def send_no_half_surrogates() -> None:
-    """Replaces halves of surrogate pairs in the arguments of tool calls, which a model can write as JSON escapes: no
-    request that contains one can be encoded."""
+    """Replaces halves of surrogate pairs in the arguments of tool calls, which a model can write as JSON escapes: a
+    request that contains such a half cannot be encoded."""
     from vllm.entrypoints.generate.base import protocol
 
-    for made in (protocol.FunctionCall, protocol.DeltaFunctionCall):
-        replace_arguments(made)
+    for call_class in (protocol.FunctionCall, protocol.DeltaFunctionCall):
+        replace_arguments(call_class)
 
 
-def replace_arguments(made: Any) -> None:
-    init = made.__init__
+def replace_arguments(call_class: Any) -> None:
+    init = call_class.__init__
 
     def cleaned(self: Any, **fields: Any) -> None:
         if isinstance(arguments := fields.get("arguments"), str):
             fields["arguments"] = whole_characters(arguments)
         init(self, **fields)
 
-    made.__init__ = cleaned
+    call_class.__init__ = cleaned
 
 
 def remember_token_texts() -> None:
-    """Caches tokens' texts: vLLM decodes one for each log-probability, in an eighth of this process's time."""
+    """Caches the texts of tokens: vLLM decodes a token for each log-probability, in an eighth of this process's time."""
     from vllm.v1.engine import logprobs
 
     decode = logprobs.convert_ids_list_to_tokens
@@ -385,8 +387,8 @@ def remember_token_texts() -> None:
 
 
 class SecretCheck:
-    """ASGI middleware that admits only requests with the secret of this start. It calls the app itself, so no event of a stream
-    passes through it."""
+    """ASGI middleware that admits only requests with the secret of this start. The check calls the app itself, so no event of a
+    stream passes through the check."""
 
     def __init__(self, app: Any, secret: str):
         self._app = app
@@ -394,8 +396,8 @@ class SecretCheck:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            given = dict(scope["headers"]).get(SECRET_HEADER.encode(), b"")
-            if not hmac.compare_digest(given, self._secret):
+            presented = dict(scope["headers"]).get(SECRET_HEADER.encode(), b"")
+            if not hmac.compare_digest(presented, self._secret):
                 await send({"type": "http.response.start", "status": 401, "headers": []})
                 await send({"type": "http.response.body", "body": b""})
                 return
@@ -417,7 +419,7 @@ def main() -> None:
     async def build_and_serve(engine_client: Any, address: str, own: socket.socket, *args: Any, **kwargs: Any) -> Any:
         await ledger.connect()
         if PORT_SWITCH in os.environ:
-            # vLLM's own socket, in the host's private folder, is left to nobody.
+            # Nobody uses vLLM's own socket, in the host's private folder.
             own = socket.socket(fileno=int(os.environ[PORT_SWITCH]))
         max_model_len = engine_client.model_config.max_model_len
         engine_client.generate = record_generate(engine_client.generate, ledger, max_model_len)
@@ -428,7 +430,7 @@ def main() -> None:
     def build_app(*args: Any, **kwargs: Any) -> Any:
         app = build_with_vllm(*args, **kwargs)
         app.user_middleware.clear()
-        app.middleware_stack = None  # vLLM has built it already; the first request builds it again
+        app.middleware_stack = None  # vLLM has built the stack already; the first request builds a new one
         if secret is not None:
             app.add_middleware(SecretCheck, secret=secret)
         return app

@@ -14,7 +14,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 
 def by_adapter(indices: torch.Tensor) -> Iterator[tuple[int, torch.Tensor | None]]:
-    """Each adapter of a batch with its tokens; None means all of them. Index -1 means no adapter."""
+    """Each adapter of a batch with its tokens; None means all tokens. Index -1 means no adapter."""
     adapters = indices.unique().tolist()
     for adapter in adapters:
         if adapter >= 0:
@@ -60,7 +60,8 @@ def install() -> None:
     update = PunicaWrapperCPU.update_metadata
 
     @functools.wraps(update)
-    def update_metadata(self: Any, *args: Any, **options: Any) -> None:  # once for a step, when its adapters differ
+    def update_metadata(self: Any, *args: Any, **options: Any) -> None:
+        # vLLM calls this method once a step, if the adapters differ from the last step's.
         update(self, *args, **options)
         self.tokens_by_adapter = list(by_adapter(self.token_lora_indices))
 
@@ -79,11 +80,11 @@ def leave_experts_out() -> None:
     Raises:
         ImportError: vLLM's choice of kernels has changed.
     """
-    # Imported here, because it takes seconds.
+    # Imported here, because the import takes seconds.
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
 
     choose = method.select_unquantized_moe_backend
-    if "is_lora_enabled" not in {each.name for each in fields(method.FusedMoEConfig)}:
+    if "is_lora_enabled" not in {field.name for field in fields(method.FusedMoEConfig)}:
         raise ImportError("vLLM no longer chooses the kernels of experts by is_lora_enabled")
     method.select_unquantized_moe_backend = lambda moe_config: choose(
         moe_config=replace(moe_config, is_lora_enabled=False)

@@ -1,8 +1,8 @@
 """Rotary embeddings on a CPU for queries that have a dimension for their heads.
 
 vLLM's kernel (0.32) reads queries of tokens x heads x size as if they were tokens x width, and turns each head wrongly. LFM2 and
-multi-head latent attention call it so: without this patch the engine samples from another policy than the trainer trains.
-Remove it when `tests/quick/engine/vllm_process/test_cpu_rope.py` passes without it.
+multi-head latent attention pass such queries: without this patch the engine samples from another policy than the trainer trains.
+Remove this file when `tests/quick/engine/vllm_process/test_cpu_rope.py` passes without the patch.
 """
 
 from typing import Any

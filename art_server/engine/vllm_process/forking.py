@@ -1,8 +1,8 @@
-"""Forks vLLM's core and workers on a CPU, as vLLM does on CUDA. On a CPU it starts new interpreters, one after another,
+"""Forks vLLM's core and workers on a CPU, as vLLM does on CUDA. On a CPU vLLM starts new interpreters, one after another,
 and each imports vLLM again: on two slow cores 25 s for each process, of a start of 88 s.
 
-vLLM needs new interpreters because OpenMP reads only when it is loaded to which cores its threads are bound. A worker
-with several threads is therefore still a new interpreter. A worker with one thread is forked, and its process is bound.
+vLLM needs new interpreters because OpenMP reads only at its loading to which cores its threads are bound. A worker with several
+threads is therefore still a new interpreter. A worker with one thread is forked, and its process is bound.
 """
 
 import functools
@@ -28,7 +28,7 @@ def install() -> None:
     def bound_worker_main(*args: Any, **kwargs: Any) -> Any:
         import torch
 
-        cores = {int(each) for each in os.environ.get("GOMP_CPU_AFFINITY", "").split()}
+        cores = {int(core) for core in os.environ.get("GOMP_CPU_AFFINITY", "").split()}
         os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
         torch.set_num_threads(1)
         return worker_main(*args, **kwargs)

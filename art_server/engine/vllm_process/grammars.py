@@ -1,8 +1,8 @@
-"""Grammars in vLLM's engine: each is compiled by the backend that it was checked with, and none allows endless blanks.
+"""Grammars in vLLM's engine: the backend that has checked a grammar compiles it, and no grammar allows endless blanks.
 
-vLLM (0.32) checks a grammar with xgrammar, and with guidance what xgrammar cannot express, but compiles every grammar with
-the backend of the engine's first one. That backend then ignores what it does not know, or fails. Between the elements of
-JSON both allow any amount of white space, in which a small model gets lost until its limit of tokens.
+vLLM (0.32) checks a grammar with xgrammar, or with guidance if xgrammar cannot express it, but compiles every grammar with
+the backend of the engine's first grammar. That backend then ignores what it does not know, or fails. Between the elements of
+JSON both backends allow any amount of white space, in which a small model gets lost until its limit of tokens.
 """
 
 import json
@@ -36,24 +36,24 @@ def use_own_backends(manager_class: Any) -> None:
         kind = request.sampling_params.structured_outputs._backend
         backends = vars(self).setdefault("backends", {})
         with lock:
-            self.backend = backends.get(kind)  # None: vLLM makes it
+            self.backend = backends.get(kind)  # None: vLLM makes the backend
             init(self, request)
             backends[kind] = self.backend
 
     def create_grammar(self: Any, request: Any) -> Any:
-        """In a thread that `grammar_init` starts."""
+        """Runs in a thread that `grammar_init` starts."""
         kind = request.sampling_params.structured_outputs._backend
         with lock:
             backend = self.backends.get(kind) or self.backend
-        made = backend.compile_grammar(
+        grammar = backend.compile_grammar(
             *request.structured_output_request.structured_output_key,
             stop_token_ids=request.sampling_params.all_stop_token_ids,
         )
         first = backend.allocate_token_bitmask(1)
-        made.fill_bitmask(first, 0)
+        grammar.fill_bitmask(first, 0)
         if not first.any():
             raise ValueError("no text satisfies the grammar")
-        return made
+        return grammar
 
     manager_class.grammar_init = grammar_init
     manager_class._create_grammar = create_grammar
@@ -84,15 +84,15 @@ class LimitedCompiler:
 
 
 def with_limit(tag: Any) -> Any:
-    """A structural tag whose JSON has the limit, unless it has one."""
+    """A structural tag in which every JSON schema without a limit of white space has ours."""
     if isinstance(tag, list):
-        return [with_limit(each) for each in tag]
+        return [with_limit(part) for part in tag]
     if not isinstance(tag, dict):
         return tag
-    made = {key: value if key == "json_schema" else with_limit(value) for key, value in tag.items()}
-    if tag.get("type") == "json_schema" and made.get("max_whitespace_cnt") is None:
-        made["max_whitespace_cnt"] = MAX_BLANKS
-    return made
+    limited = {key: value if key == "json_schema" else with_limit(value) for key, value in tag.items()}
+    if tag.get("type") == "json_schema" and limited.get("max_whitespace_cnt") is None:
+        limited["max_whitespace_cnt"] = MAX_BLANKS
+    return limited
 
 
 def limit_xgrammar(backend_class: Any) -> None:

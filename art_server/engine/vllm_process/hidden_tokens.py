@@ -1,9 +1,9 @@
-"""The content of a chat answer is text: control tokens that no parser reads are left out of it.
+"""The content of a chat answer is text: control tokens that no parser reads are left out of the content.
 
-vLLM's parsers have their requests decoded with control tokens, because some read them. So an end that is kept
-(`include_stop_str_in_output`), or passed (`ignore_eos`), would stand in the content. Here these tokens are left out where
-an answer's tokens become text, before stop strings are looked for; letters that spell one stay. A request with
-`skip_special_tokens: false` gets them all. The ledger's records hold every token.
+vLLM decodes answers with control tokens for its parsers, because some parsers read them. So an end token that a request keeps
+(`include_stop_str_in_output`), or passes (`ignore_eos`), would be part of the content. Here control tokens are left out where
+an answer's tokens become text, before vLLM looks for stop strings; letters that spell a control token stay. A request with
+`skip_special_tokens: false` gets all tokens. The ledger's records hold every token.
 """
 
 import functools
@@ -38,7 +38,8 @@ def hide(request: Any, tokenizer: Any, parsers: Sequence[Any]) -> None:
 
 
 def _texts_read(parser: Any) -> Iterator[str]:
-    """Texts with all that a parser of vLLM's looks for: the marks of its grammar or, of a parser without one, its source."""
+    """Texts that contain all marks for which a parser of vLLM looks: the marks of its grammar, or the source of a parser without a
+    grammar."""
     for mark in ("reasoning_start_str", "reasoning_end_str"):
         yield getattr(parser, mark, None) or ""
     engine = getattr(parser, "_parser_engine", None)

@@ -3,7 +3,7 @@ the kept set, which top_k, top_p, min_p, a grammar, bad words, min_tokens and al
 
 vLLM can send such sets from the model runner to the request's output (`return_sampling_mask`), but only if every
 request has a top_k, and without probabilities. `install` fills the same fields for other requests, too. It also has the
-grammar's mask applied after the raw log-probabilities are computed, so that these are the model's own.
+grammar's mask applied after the raw log-probabilities are computed, so that these log-probabilities are the model's own.
 
 This works with `GPUModelRunner` of `vllm/v1/worker/gpu_model_runner.py`, which vLLM uses on CPUs and, if
 VLLM_USE_V2_MODEL_RUNNER is 0, on CUDA. By default vLLM 0.32.0 uses the faster runner of `vllm/v1/worker/gpu` on CUDA, so there
@@ -90,11 +90,11 @@ class DeviceFigures:
 
 
 class SamplerStep:
-    """What our functions in the model runner collect in one step after another, for the step's output."""
+    """What our functions in the model runner collect during a step, for the step's output. All steps use the same object."""
 
     def __init__(self) -> None:
         self.grammar: tuple[Any, ...] | None = None
-        """The arguments of vLLM's `apply_grammar_bitmask` except the logits, until these exist in float32."""
+        """The arguments of vLLM's `apply_grammar_bitmask` except the logits, until the logits exist in float32."""
         self.logits_BV: torch.Tensor | None = None
         """The processed logits that were sampled from; None if all rows are greedy."""
         self._choices: dict[str, Choice | None] = {}
@@ -102,7 +102,7 @@ class SamplerStep:
         self._has_failed = False
 
     def fill(self, runner: Any, output: Any) -> None:
-        """Puts the entries into the step's output. After an error there are none, and the engine continues."""
+        """Puts the entries into the step's output. After an error the output has no entries, and the engine continues."""
         logits_BV, self.logits_BV = self.logits_BV, None
         if logits_BV is None:
             return
@@ -152,7 +152,8 @@ Measure = Callable[[list[int], list[int], bool], SampledRows]
 
 
 def measured_at_once(logits_BV: torch.Tensor, sampled: list[list[int]]) -> Measure:
-    """For a CPU, or a GPU without asynchronous scheduling (pipeline parallelism)."""
+    """Measures logits whose sampled tokens are known: on a CPU, or on a GPU without asynchronous scheduling (pipeline
+    parallelism)."""
     if logits_BV.is_cpu:
         return functools.partial(measure, logits_BV)
     tokens_B = torch.tensor([ids[0] if ids else 0 for ids in sampled], device=logits_BV.device)
@@ -161,7 +162,7 @@ def measured_at_once(logits_BV: torch.Tensor, sampled: list[list[int]]) -> Measu
 
 def attach(output: Any, choices_B: list[Choice | None], measure_rows: Measure) -> None:
     """Puts the entries of a batch into vLLM's field for sampling masks. A row without an output token (its prompt is
-    not yet computed to the end) gets an empty entry, because a new set in it would be lost."""
+    not yet computed to the end) gets an empty entry, because a new set in such an entry would be lost."""
     from vllm.v1.outputs import SamplingMaskLists
 
     wanted = [
@@ -186,12 +187,12 @@ def patch_target(owner: Any, name: str, uses: str | None = None) -> Any:
     """A function of vLLM that the caller replaces.
 
     Raises:
-        ImportError: vLLM has no such function, or it does not call `uses`, which is replaced, too.
+        ImportError: vLLM has no such function, or the function does not call `uses`, which is replaced, too.
     """
-    found = getattr(owner, name, None)
-    if found is None or (uses and uses not in inspect.unwrap(found).__code__.co_names):
+    target = getattr(owner, name, None)
+    if target is None or (uses and uses not in inspect.unwrap(target).__code__.co_names):
         raise ImportError(f"vLLM has changed: {owner.__name__}.{name} {uses or ''}".rstrip())
-    return found
+    return target
 
 
 def install() -> None:
@@ -242,7 +243,7 @@ def install_in_runner() -> SamplerStep:
     cut = patch_target(topk_topp_sampler, "apply_top_k_top_p")
 
     def keep_grammar(scheduler_output: Any, grammar: Any, input_batch: Any, logits: Any) -> None:
-        """Delays the mask until the raw log-probabilities are computed; speculative decoding gets it at once."""
+        """Delays the mask until the raw log-probabilities are computed; speculative decoding gets the mask at once."""
         if scheduler_output.scheduled_spec_decode_tokens:
             apply_bitmask(scheduler_output, grammar, input_batch, logits)
         else:

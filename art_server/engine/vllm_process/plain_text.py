@@ -2,9 +2,9 @@
 
 vLLM renders the chat template and reads the whole rendering for control tokens, also what messages brought into it: a
 web page that spells `<|im_end|>` ends its turn. Here each piece of a message that spells a control token, or that
-begins or ends like one, is replaced by a placeholder before the template is rendered. The control tokens that the
-rendering then spells are the template's. They are encoded under secret names by a copy of the tokenizer that knows them
-under these names only, so that the placeholders' texts match none.
+begins or ends like one, is replaced by a placeholder before the template is rendered. All control tokens that
+the rendering then spells come from the template. A copy of the tokenizer encodes the rendering. The copy knows control tokens
+under secret names only, so that the pieces of messages match no control token.
 
 Conversations without such a piece take vLLM's own path. So do prompts of /v1/completions, which the program renders
 itself; gpt-oss and Mistral's library, which read no control tokens in texts; and families that vLLM renders with code of
@@ -27,7 +27,8 @@ Spans = list[tuple[int, int]]
 """Start and end of parts of a text, in order."""
 
 RESPELLINGS = (("x", ""), ("\n x \n", "\n \n"))
-"""What replaces texts, and white space, between the marks of an answer: no template writes both."""
+"""Two respellings of an answer: what replaces texts, and what replaces white space, between its marks. No template writes both
+respellings."""
 
 
 class ControlTokens:
@@ -41,10 +42,10 @@ class ControlTokens:
         self._tokenizer = tokenizer
         self._added = dict(sorted(tokenizer.get_added_tokens_decoder().items()))
         self.ids: dict[str, int] = {}
-        """Their ids, by their texts."""
+        """The ids of control tokens, by their texts."""
         for number, token in self._added.items():
             is_control = token.content.strip() and (token.special or token.content in template)
-            if is_control and _is_found_inside(tokenizer, number, token):
+            if is_control and _is_recognised_inside(tokenizer, number, token):
                 self.ids[token.content] = number
         self.in_template = frozenset(text for text in self.ids if text in template)
         self._of_thinking = frozenset(text for text in self.in_template if "think" in text.lower())
@@ -61,21 +62,21 @@ class ControlTokens:
         self._longest = max(map(len, self.ids), default=0)
 
     def spelled(self, text: str) -> Spans:
-        """The pieces of a text that spell a control token, or that may be a part of one at the text's ends."""
-        found = [match.span() for match in self._pattern.finditer(text)] if self.ids else []
+        """The pieces of a text that spell a control token, or that may be a part of a control token across an end of the text."""
+        spans = [match.span() for match in self._pattern.finditer(text)] if self.ids else []
         start = len(text) - len(text.lstrip())  # templates strip white space
         end = len(text.rstrip())
-        first, last = (found[0][0], found[-1][1]) if found else (end, start)
+        first, last = (spans[0][0], spans[-1][1]) if spans else (end, start)
         tail = text[max(last, end - self._longest) : end]
         opening = self._longest_end(tail)
         if opening:
-            found.append((end - opening, end))
+            spans.append((end - opening, end))
             first = min(first, end - opening)
         head = text[start : min(first, start + self._longest)]
         closing = self._longest_beginning(head)
         if closing:
-            found.insert(0, (start, start + closing))
-        return found
+            spans.insert(0, (start, start + closing))
+        return spans
 
     def thinking_marks(self, content: Any) -> frozenset[str]:
         """The marks of thinking in the content of an answer; none if no mark in it ends thinking."""
@@ -84,38 +85,45 @@ class ControlTokens:
         return marks if any("/" in mark for mark in marks) else frozenset()
 
     def respell(self, text: str, word: str, space: str) -> str:
-        """A text with the same control tokens, if it has any. Between them is `word`, or `space` in place of white space."""
+        """A text with the same control tokens, between which `word` replaces text, and `space` white space:
+        '<b>hi</b> <b>' -> '<b>word</b>space<b>'. A text without control tokens stays as it is."""
         tokens = self._pattern.findall(text)
         if not tokens:
             return text
-        between = [piece and (word if piece.strip() else space) for piece in self._pattern.split(text)]
-        return "".join(piece + token for piece, token in zip(between, [*tokens, ""], strict=True))
+        respelled = ""
+        for piece, token in zip(self._pattern.split(text), [*tokens, ""], strict=True):
+            if piece:
+                respelled += word if piece.strip() else space
+            respelled += token
+        return respelled
 
     def _longest_end(self, text: str) -> int:
-        """The length of the longest end of a text that a control token begins with."""
+        """The length of the longest end of a text with which a control token begins: 'ab<|im' -> 4 for `<|im_end|>`."""
         if self._first.isdisjoint(text):
             return 0
         return next((size for size in range(len(text), 0, -1) if text[-size:] in self._openings), 0)
 
     def _longest_beginning(self, text: str) -> int:
-        """The length of the longest beginning of a text that a control token ends with."""
+        """The length of the longest beginning of a text with which a control token ends: 'end|>ab' -> 5 for `<|im_end|>`."""
         if self._last.isdisjoint(text):
             return 0
         return next((size for size in range(len(text), 0, -1) if text[:size] in self._closings), 0)
 
     def encode(self, rendering: "MarkedRendering", add_special_tokens: bool) -> list[int]:
-        """The tokens of a rendering, in which messages' texts are text."""
+        """The tokens of a rendering in which the texts of messages are text."""
         copy = self._copy
         marked = self._pattern.sub(lambda match: copy.names[match[0]], rendering.marked)
         encoding = copy.encode(rendering.held.restore(marked))
         if not copy.leaks.isdisjoint(encoding.ids):
             encoding = copy.encode(rendering.held.restore(marked, copy.between))
         framed = copy.frame(encoding, add_special_tokens)
-        return [
-            number if is_added else copy.numbers.get(number, number)
-            for number, is_added in zip(framed.ids, framed.special_tokens_mask, strict=True)
-            if is_added or number != copy.between_id
-        ]
+        token_ids: list[int] = []
+        for number, is_added in zip(framed.ids, framed.special_tokens_mask, strict=True):
+            if is_added:
+                token_ids.append(number)
+            elif number != copy.between_id:
+                token_ids.append(copy.numbers.get(number, number))
+        return token_ids
 
     @functools.cached_property
     def _copy(self) -> "_Renamed":
@@ -136,17 +144,17 @@ class _Renamed:
         for part in ("normalizer", "pre_tokenizer", "post_processor"):
             if getattr(tokenizer, part) is not None:
                 setattr(self._tokenizer, part, getattr(tokenizer, part))
-        contents = {number: self.names.get(each.content, each.content) for number, each in added.items()}
+        contents = {number: self.names.get(token.content, token.content) for number, token in added.items()}
         tokens = [
             AddedToken(
                 contents[number],
-                lstrip=each.lstrip,
-                rstrip=each.rstrip,
-                single_word=each.single_word,
-                normalized=each.normalized,
-                special=each.special,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                single_word=token.single_word,
+                normalized=token.normalized,
+                special=token.special,
             )
-            for number, each in added.items()
+            for number, token in added.items()
         ]
         self._tokenizer.add_tokens([*tokens, AddedToken(self.between, normalized=False)])
         find = self._tokenizer.token_to_id
@@ -161,7 +169,7 @@ class _Renamed:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def frame(self, encoding: Encoding, add_special_tokens: bool) -> Encoding:
-        """An encoding with the tokens that the tokenizer adds around a text, if they are asked for."""
+        """An encoding with the tokens that the tokenizer adds around a text, if `add_special_tokens` asks for these tokens."""
         return self._tokenizer.post_process(encoding, add_special_tokens=add_special_tokens)
 
 
@@ -208,20 +216,20 @@ class MarkedRendering(str):
 
     @classmethod
     def make(cls, marked: str, held: Held, control: ControlTokens) -> "MarkedRendering":
-        made = cls(held.restore(marked))
-        made.marked, made.held, made.control = marked, held, control
-        return made
+        rendering = cls(held.restore(marked))
+        rendering.marked, rendering.held, rendering.control = marked, held, control
+        return rendering
 
     def token_ids(self, add_special_tokens: bool) -> list[int]:
         return self.control.encode(self, add_special_tokens)
 
 
 def render(control: ControlTokens, apply: Callable[..., str], inputs: Mapping[str, Any]) -> str:
-    """What `apply` renders of a template's `inputs` (`conversation`, `tools` and others); a `MarkedRendering` if a string in
-    them spells a control token.
+    """The rendering of a template's `inputs` (`conversation`, `tools` and others) by `apply`; a `MarkedRendering` if a string
+    in the inputs spells a control token.
 
-    Two kinds of marks keep their meaning in the content of an answer: those of thinking that it ends, and others that the
-    template looks for there.
+    Two kinds of marks keep their meaning in the content of an answer: the marks of thinking that the answer ends, and marks for
+    which the template looks in answers.
     """
     if not any(control.spelled(text) for text in _strings(inputs)):
         return apply(**inputs)
@@ -256,10 +264,10 @@ def _looked_for(
     inputs: Mapping[str, Any],
     marks: frozenset[str],
 ) -> frozenset[str]:
-    """The marks in answers that the template looks for: it renders something else if they are protected.
+    """The marks in answers for which the template looks: if such a mark is protected, the rendering changes.
 
-    A template that writes back what it read renders its own spelling unchanged, so the answers are compared in
-    `RESPELLINGS`.
+    A template that reads a mark may write the same text back, if the answer has the template's own spelling. So renderings of
+    answers in other spellings are compared (`RESPELLINGS`).
     """
 
     def in_spelling(word: str, space: str) -> Callable[[frozenset[str]], str]:
@@ -301,16 +309,16 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             yield from _strings(key)
-            yield from _strings(each)
+            yield from _strings(item)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _strings(each)
+        for item in value:
+            yield from _strings(item)
 
 
-def _is_found_inside(tokenizer: Tokenizer, number: int, token: AddedToken) -> bool:
-    """Whether the tokenizer finds an added token between other letters."""
+def _is_recognised_inside(tokenizer: Tokenizer, number: int, token: AddedToken) -> bool:
+    """Whether the tokenizer recognises an added token between other letters."""
     if token.single_word:
         return False
     return not token.normalized or number in _ids(tokenizer, f"a{token.content}a")
@@ -321,7 +329,8 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """A pattern that matches the longest of `texts`. Common beginnings are tried once: some models have 6,000 tokens."""
+    """A pattern that matches the longest of `texts`: ('ab', 'ac') -> '(?:a(?:b|c))'. A common beginning is tried once, because
+    some models have 6,000 tokens."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
@@ -347,11 +356,11 @@ def install() -> None:
     known: dict[tuple[int, str | None, bool], ControlTokens | None] = {}
 
     def control_of(model_config: Any, tokenizer: Any, inputs: Mapping[str, Any]) -> ControlTokens | None:
-        """None: vLLM refuses the request, or its tokenizer cannot be copied."""
-        tools, given = inputs.get("tools"), inputs.get("chat_template")
-        key = (id(tokenizer), given, tools is None)
+        """The control tokens for a request; None if vLLM refuses the request, or the tokenizer cannot be copied."""
+        tools, requested = inputs.get("tools"), inputs.get("chat_template")
+        key = (id(tokenizer), requested, tools is None)
         if key not in known:
-            template = hf.resolve_chat_template(tokenizer, given, tools, model_config=model_config)
+            template = hf.resolve_chat_template(tokenizer, requested, tools, model_config=model_config)
             control = None
             if template is not None and isinstance(tokenizer, TokenizersBackend):
                 control = ControlTokens(tokenizer.backend_tokenizer, template)

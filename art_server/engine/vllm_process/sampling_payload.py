@@ -1,11 +1,11 @@
 """Entries: what each token was sampled from, as vLLM's model runner process sends it to the process of vLLM's APIs.
 
-An entry is a list of int32, because vLLM's field for sampling masks carries it (`kept_sets.py`). Its first word is the
+An entry is a list of int32, because vLLM's field for sampling masks carries it (`kept_sets.py`). The first word is the
 number of the token's kept set, -1 for the whole vocabulary; the second is the float32 log-probability, bit by bit. The
 first entry with a number also contains the set: the byte of its form (`process/shared/kept_set.py`) in one word, then the
-packed words. Numbers count the distinct sets of one choice. A request that needs no entries has empty ones.
+packed words. Numbers count the distinct sets of one choice. A request that needs no entries has empty entries.
 
-Imports no torch: vLLM must be imported before it.
+Imports no torch: vLLM must be imported before torch.
 """
 
 import array
@@ -28,7 +28,7 @@ LogprobSource = Literal["raw", "whole", "cut", "unknown"]
 def logprob_source(params: Any) -> LogprobSource:
     """Where the log-probabilities of a request's tokens under the behaviour policy come from.
 
-    "raw": they are the model's own. "whole" and "cut": entries contain them, and for "cut" also the kept sets.
+    "raw": the model's own. "whole" and "cut": the entries, which for "cut" also contain the kept sets.
     "unknown": temperature, bias and kept set do not describe the distribution.
     """
     if (
@@ -84,7 +84,7 @@ def read_choice(source: LogprobSource, raw: list[float], entries: Sequence[Seque
 
 
 class Kept:
-    """The kept sets of R rows: as bits, and as ids where these are shorter."""
+    """The kept sets of R rows: as bits, and as ids where the ids are shorter."""
 
     def __init__(self, bits_RW: np.ndarray, num_vocabulary: int):
         """bits_RW: uint64, one bit for each token, lowest first, 0 above the vocabulary."""
@@ -92,8 +92,8 @@ class Kept:
         self.is_whole_R = self.counts_R == num_vocabulary
         self.is_listed_R = (self.counts_R * 32 <= num_vocabulary) & (self.counts_R > 0)
         self.masks_R = bits_RW.view(np.int32)[:, : -(-num_vocabulary // 32)]
-        self.ends = np.cumsum(self.counts_R * self.is_listed_R)
-        """For each row, where its ids end in `ids`."""
+        self.ends = np.cumsum(np.where(self.is_listed_R, self.counts_R, 0))
+        """For each row, the end of the row's ids in `ids`."""
         self.ids = np.empty(0, dtype=np.int32)
         """Ids of the rows with `is_listed_R`, one row after the other, ascending in each."""
         if not self.is_listed_R.any():
@@ -101,15 +101,15 @@ class Kept:
         listed = bits_RW[self.is_listed_R].ravel()
         words = np.flatnonzero(listed)
         flags = np.unpackbits(listed[words].view(np.uint8), bitorder="little")
-        found = np.flatnonzero(flags.view(np.bool_))
-        self.ids = (words[found >> 6] % bits_RW.shape[1] * 64 + (found & 63)).astype(np.int32)
+        positions = np.flatnonzero(flags.view(np.bool_))
+        self.ids = (words[positions >> 6] % bits_RW.shape[1] * 64 + (positions & 63)).astype(np.int32)
 
 
 class SampledRows(NamedTuple):
     """Log-probabilities and kept sets of R rows after sampling, on the CPU."""
 
     logprobs_R: np.ndarray
-    """float32: of each row's sampled token."""
+    """float32: the log-probability of each row's sampled token."""
     kept: Kept | None
     """None if no row's set is cut."""
 
@@ -125,11 +125,11 @@ class Choice(NamedTuple):
 
 HEAD, FORM = struct.Struct("=ii"), struct.Struct("=i")
 SHORT_BYTES = 256
-"""A set up to this size is its own key in `Choice.numbers`; a larger one is hashed."""
+"""A set up to this size is its own key in `Choice.numbers`; a larger set is hashed."""
 
 
 def make_entries(figures: SampledRows, choices_R: Sequence[Choice]) -> tuple[np.ndarray, list[int]]:
-    """The words of R rows' entries, one after the other, and the number of words of each, 0 for an empty set. A new set
+    """The words of R rows' entries, one after the other, and the number of words of each entry, 0 for an empty set. A new set
     gets the next number in its row's choice."""
     kept, logprobs_R = figures.kept, figures.logprobs_R.view(np.int32)
     if kept is None:

@@ -1,5 +1,5 @@
-"""Seeded requests on a CPU. A prompt that is computed in parts has samples that vLLM throws away, and it takes their random
-numbers back by the generator's offset. Generators of a CPU have none: one such request would end the engine."""
+"""Seeded requests on a CPU. While a prompt is computed in parts, vLLM throws samples away, and takes their random numbers back by
+the generator's offset. Generators of a CPU have no offset: one such request would end the engine."""
 
 import functools
 from typing import Any
@@ -11,16 +11,16 @@ from art_server.engine.vllm_process.kept_sets import patch_target
 
 
 class Rewindable(torch.Generator):
-    """A generator of which vLLM can take back the last sample."""
+    """A generator with which vLLM can take back the last sample."""
 
     before: torch.Tensor | None = None
-    """Its state before a sample that will be thrown away."""
+    """The generator's state before a sample that will be thrown away."""
 
     def get_offset(self) -> int:
         return 0
 
     def set_offset(self, offset: int) -> torch.Generator:
-        """Takes the last sample back; vLLM calls it for nothing else."""
+        """Takes the last sample back; vLLM sets an offset for nothing else."""
         del offset
         if self.before is not None:
             self.set_state(self.before)
@@ -28,7 +28,7 @@ class Rewindable(torch.Generator):
 
 
 def install() -> None:
-    """Gives requests with a seed such a generator.
+    """Gives requests with a seed a `Rewindable` generator.
 
     Raises:
         ImportError: vLLM's model runner has changed.
@@ -40,10 +40,10 @@ def install() -> None:
 
     @functools.wraps(add)
     def add_rewindable(self: Any, request: Any) -> Any:
-        given = request.generator
-        if given is not None and not isinstance(given, Rewindable):
+        generator = request.generator
+        if generator is not None and not isinstance(generator, Rewindable):
             request.generator = Rewindable()
-            request.generator.set_state(given.get_state())
+            request.generator.set_state(generator.get_state())
         return add(self, request)
 
     @functools.wraps(sample)

@@ -17,7 +17,7 @@ MAX_POLL_SECONDS = 1e-3
 
 
 class Pause:
-    """Waits between two polls of one process for a message of another.
+    """Waits between two polls of a process for a message of another process.
 
     vLLM polls without sleep for a second and only yields the core: on a machine with few cores this starves the
     processes that have work, and costs milliseconds for each token.
@@ -41,7 +41,7 @@ class Pause:
 
 
 def install() -> None:
-    """Installs reports of work done and, where they are wanted, of what each token was sampled from; limits grammars. On a CPU also:
+    """Installs counters of work, limits of grammars and, if requested, reports of what each token was sampled from. On a CPU also:
     forked processes, faster LoRA, right rotary embeddings, seeded requests, mixtures of experts, and waits that leave the cores to processes
     with work."""
     device = os.environ.get(SWITCH)
@@ -73,8 +73,8 @@ def install() -> None:
 
 
 def let_inspection_import_torchvision() -> None:
-    """vLLM looks at a model's class in a new process, which imports transformers before the plugins. This package has to be
-    there first (`image_operators.py`)."""
+    """Imports this package first in the process in which vLLM inspects a model's class: this process imports transformers before
+    the plugins, and transformers imports torchvision (`image_operators.py`)."""
     from vllm.model_executor.models import registry
 
     if registry._SUBPROCESS_COMMAND[1] != "-m":

@@ -1,11 +1,11 @@
-"""Streams that say what the whole answer says: vLLM's parsers of whole answers, for streams too.
+"""Streams with the same content as the whole answer: vLLM's parsers of whole answers, for streams too.
 
 vLLM's incremental parsers give other messages than its parsers of whole answers: invalid JSON as a call's arguments,
 no text of a call that was cut. Here a stream sends text as it comes up to the first mark that can begin a call, or that
-a parser might read otherwise. The rest, with complete calls, comes at the choice's end from the parser of whole answers.
+a parser might read differently. The rest, with complete calls, comes at the choice's end from the parser of whole answers.
 
-`Opening` decides from the text alone what is sent early, whatever its parts, and a whole answer runs through the same
-code. Where vLLM's parser contradicts what a stream has sent by then, `reconciled` decides for both.
+`Opening` decides from the text alone what is sent early, however a stream divides the text, and a whole answer runs through
+the same code. Where vLLM's parser contradicts what a stream has sent by then, `reconciled` decides for both.
 """
 
 import functools
@@ -47,13 +47,13 @@ CALL_MARKS = {
     "Phi4MiniJsonToolParser": ("functools",),
     "PoolsideV1ToolParser": ("<tool_call>",),
 }
-"""What begins a call, by the class of the tool parser. Parsers with a grammar of vLLM's own name their marks."""
+"""The texts that begin a call, by the class of the tool parser. Parsers with a grammar of vLLM name their marks themselves."""
 CALL_ENDS = {
     "ApertusToolParser": ("<|tools_prefix|>", "<|tools_suffix|>"),
     "FunctionGemmaToolParser": ("<start_function_call>", "<end_function_call>"),
     "HYV3ToolParser": ("<tool_calls", "</tool_calls"),
 }
-"""The marks around calls, of the parsers without a grammar that complete a call which was cut."""
+"""The marks around calls, by the class of the tool parser: only parsers without a grammar that complete a call which was cut."""
 UNKNOWN_CALL_MARKS = ("<", "[", "{", "functools")
 """The marks of a tool parser that is not listed. A text with one of them waits for the answer's end."""
 THINKING_MARKS = {
@@ -62,16 +62,16 @@ THINKING_MARKS = {
     "HunyuanA13BReasoningParser": ("<think>", "<answer>", "</answer>"),
     "MuseGlimmerReasoningParser": ("to=", "<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
 }
-"""What a reasoning parser takes out of a text besides the marks that it names, by its class."""
+"""Texts that a reasoning parser takes out of an answer besides the marks that it names, by the class of the parser."""
 PLAIN_STATES = (ParserState.CONTENT, ParserState.REASONING)
 CALL_STATES = (ParserState.TOOL_NAME, ParserState.TOOL_ARGS)
 MAX_READINGS = 64
 TAIL_TOKENS = 16
-"""So many tokens at a prompt's end hold the marks of thinking that a template writes there."""
+"""The number of tokens at a prompt's end that contain the marks of thinking which a template writes there."""
 
 
 class ParsedAnswer(NamedTuple):
-    """What an answer says."""
+    """The parts of an answer."""
 
     reasoning: str | None
     content: str | None
@@ -80,7 +80,7 @@ class ParsedAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class Marks:
-    """The texts that a parser does not hand on as they are."""
+    """The texts that a parser does not pass on unchanged."""
 
     call: frozenset[str]
     other: frozenset[str]
@@ -98,7 +98,7 @@ class Marks:
 
     @functools.cached_property
     def beginnings(self) -> frozenset[str]:
-        """Of each mark, what is shorter than it."""
+        """The beginnings of each mark: '[ARGS]' -> '[', '[A' ... '[ARGS'."""
         return frozenset(mark[:size] for mark in self._all for size in range(1, len(mark)))
 
     @functools.cached_property
@@ -111,15 +111,16 @@ class Marks:
         return self.call | self.other | thinking
 
     def find(self, text: str) -> tuple[int, str | None]:
-        """Where the first mark of a text is, and which. None: from there the text may still become a mark."""
-        found = self.pattern.search(text)
+        """The position of the first mark of a text, and the mark. None in place of the mark: the text from the position on, if
+        there is any, may still become a mark."""
+        match = self.pattern.search(text)
         for size in range(min(self.longest - 1, len(text)), 0, -1):
             begin = len(text) - size
-            if found is not None and found.start() < begin:
+            if match is not None and match.start() < begin:
                 break
             if text[begin:] in self.beginnings:
                 return begin, None
-        return (found.start(), found.group()) if found else (len(text), None)
+        return (match.start(), match.group()) if match else (len(text), None)
 
 
 @dataclass(frozen=True)
@@ -128,17 +129,18 @@ class ParserRules:
 
     marks: Marks
     thinks_unasked: bool
-    """Whether it takes a text without a mark for thinking."""
+    """Whether the parser takes a text without a mark for thinking."""
     keeps_space: bool
-    """Whether it keeps the white space at the end of thinking."""
+    """Whether the parser keeps the white space at the end of thinking."""
     must_open: bool = False
-    """Whether thinking begins with its mark only, although vLLM's parser would take any text for it."""
+    """Whether only the mark of thinking begins thinking, although vLLM's parser would take any text for thinking."""
 
 
 class Opening:
     """The part of an answer's text that a stream sends before the answer's end.
 
-    It depends on the text, not on its parts: white space waits for what follows, as does the beginning of a mark.
+    The part depends on the text, not on how a stream divides the text: white space and the beginning of a mark wait for what
+    follows.
     """
 
     def __init__(self, marks: Marks, is_thinking: bool, keeps_space: bool, sends_content: bool):
@@ -150,9 +152,9 @@ class Opening:
         self.reasoning = ""
         self.content = ""
         self.rest = ""
-        """What waits."""
+        """The text that waits."""
         self.is_call = not sends_content
-        """Whether what waits may be a call."""
+        """Whether the text that waits may be a call."""
         self.has_thought = False
         """Whether the text has ended its thinking."""
         self._is_open = is_thinking or sends_content
@@ -187,7 +189,7 @@ class Opening:
                 self._is_open = False
 
     def _send(self, end: int, keep: bool) -> None:
-        """Sends the text before `end`, without white space at its end if that is to be kept."""
+        """Sends the text before `end`. With `keep`, the white space at the end of this text waits."""
         text = self.rest[:end]
         text = text.rstrip() if keep else text
         self.rest = self.rest[len(text) :]
@@ -199,10 +201,10 @@ class Opening:
 
 
 def reconciled(opening: Opening, whole: ParsedAnswer) -> ParsedAnswer:
-    """What an answer says, which begins with what a stream has sent: what vLLM's parser says, where it can.
+    """An answer that begins with what a stream has sent, and otherwise is the answer of vLLM's parser, where it can be.
 
     A call is complete or is text: no call has arguments that are not a JSON object, and no text of a call is lost. Half a
-    surrogate pair in a call is replaced: it can be neither sent nor tokenized.
+    surrogate pair in a call is replaced, because such a half can be neither sent nor tokenized.
     """
     reasoning, content, calls = whole
     calls = _complete_calls(calls or [])
@@ -216,13 +218,13 @@ def reconciled(opening: Opening, whole: ParsedAnswer) -> ParsedAnswer:
 
 
 def _complete_calls(calls: list[FunctionCall]) -> list[FunctionCall]:
-    """The calls, each with an id that no other has; none if the arguments of any are no JSON object."""
+    """The calls with distinct ids. No calls at all if the arguments of a call are no JSON object."""
     if not all(is_object(call.arguments) for call in calls):
         return []
     ids: set[str | None] = set()
     for call in calls:
         call.name, call.arguments = whole_characters(call.name), whole_characters(call.arguments)
-        if call.id in ids:  # Kimi K2 writes ids itself; vLLM makes a new one
+        if call.id in ids:  # Kimi K2 writes ids itself; vLLM makes a new id for None
             call.id = None
         ids.add(call.id)
     return calls
@@ -231,7 +233,7 @@ def _complete_calls(calls: list[FunctionCall]) -> list[FunctionCall]:
 def _reconciled_thinking(
     opening: Opening, reasoning: str | None, content: str | None, has_calls: bool
 ) -> tuple[str | None, str | None]:
-    """Thinking and content of an answer that had only sent thinking."""
+    """Thinking and content of an answer of which a stream has only sent thinking."""
     if not (reasoning or "").startswith(opening.reasoning):
         return opening.reasoning + ("" if has_calls else opening.rest), None
     if opening.is_call and not has_calls and (reasoning or "").rstrip() == opening.reasoning:
@@ -258,7 +260,7 @@ def leading_space(text: str) -> str:
 
 
 def is_object(text: str) -> bool:
-    """Whether a text is a JSON object. Python alone reads NaN, which no client can."""
+    """Whether a text is a JSON object. A text with NaN is none: Python reads NaN, other clients cannot."""
     try:
         return isinstance(json.loads(text, parse_constant=int), dict)  # int("NaN") is a ValueError
     except (ValueError, RecursionError):
@@ -266,10 +268,10 @@ def is_object(text: str) -> bool:
 
 
 class WholeAnswers(DelegatingParser):
-    """Comes before a parser class of vLLM's in the order of inheritance. vLLM makes a parser for each choice."""
+    """Comes before a parser class of vLLM in the order of inheritance. vLLM makes a parser for each choice."""
 
     _readings: dict[Any, ParserRules]
-    """Of the class, as `whole_parser` makes it."""
+    """An attribute of the class that `whole_parser` makes: how the parser reads, by kind of request."""
     _opening: Opening | None = None
     _is_streaming = False
     _is_answering = False
@@ -308,7 +310,7 @@ class WholeAnswers(DelegatingParser):
         self._must_open = start is not None and not is_told
 
     def is_reasoning_end(self, input_ids: list[int]) -> bool:
-        """Whether a grammar holds from the first token on. Otherwise vLLM waits for the end of the thinking."""
+        """Whether a grammar applies from the first token on. Otherwise vLLM waits for the end of the thinking."""
         self.set_prompt_token_ids(input_ids)
         return self._must_open or super().is_reasoning_end(input_ids)
 
@@ -354,13 +356,14 @@ class WholeAnswers(DelegatingParser):
         return delta_of(message, *sent, request)
 
     def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
-        """While a stream lasts, those so far: vLLM would read all tokens again with each event of a Messages stream."""
+        """In a stream, the number of tokens of thinking so far: vLLM would read all tokens again with each event of a
+        Messages stream."""
         if self._is_streaming:
             return self._num_thinking
         return super().count_reasoning_tokens(token_ids)
 
     def _read(self, opening: Opening, text: str, request: Any, auto_tools: bool) -> ParsedAnswer:
-        """What a whole answer says."""
+        """The parts of a whole answer."""
         reasoning_parser, reading = self._reasoning_parser, self._reading(request)
         if self._is_answering or (reading.must_open and not self._has_opened(text)):
             # vLLM's parser of thinking does not know the prompt, and would take such an answer for thinking.
@@ -381,7 +384,8 @@ class WholeAnswers(DelegatingParser):
         return reconciled(opening, ParsedAnswer(reasoning, content, calls))
 
     def _drops_calls(self) -> bool:
-        """Whether the parser of thinking, one with a grammar, drops marks of calls of which it does not know."""
+        """Whether the parser of thinking drops marks of calls: its grammar does not know the marks of a tool parser without a
+        grammar."""
         tool: Any = self._tool_parser
         reasoning: Any = self._reasoning_parser
         return tool is not None and not tool.engine_based_streaming and reasoning.engine_based_streaming
@@ -409,7 +413,7 @@ class WholeAnswers(DelegatingParser):
             parser._feed(text, [])
             return parser._engine.state in CALL_STATES
 
-        return is_open(rest) and (self._is_at_limit or all(is_open(rest + each) for each in stops))
+        return is_open(rest) and (self._is_at_limit or all(is_open(rest + stop) for stop in stops))
 
     def _make_opening(self, request: Any) -> Opening:
         reading = self._reading(request)
@@ -420,7 +424,8 @@ class WholeAnswers(DelegatingParser):
         return self._tool_parser is not None and request.tool_choice not in (None, "auto", "none")
 
     def _reading(self, request: Any) -> ParserRules:
-        """Remembered, because a parser is made for each choice and needs milliseconds to show how it reads."""
+        """How the parser reads this kind of request. Remembered, because vLLM makes a parser for each choice, and a parser needs
+        milliseconds to show how it reads."""
         key = (
             self._template_kwargs,
             self._is_answering,
@@ -458,7 +463,7 @@ class WholeAnswers(DelegatingParser):
         return ParserRules(Marks(call, other, opening, end), unasked, keeps_space, must_open)
 
     def _call_marks(self, request: Any) -> tuple[frozenset[str], frozenset[str]]:
-        """What begins a call in answers to this request, and the other texts that its parser does not hand on."""
+        """The texts that begin a call in answers to this request, and the other texts that the tool parser does not pass on."""
         tool = self._tool_parser
         if tool is None or self._is_forced(request):
             return frozenset(), frozenset()
@@ -469,9 +474,9 @@ class WholeAnswers(DelegatingParser):
         return frozenset(CALL_MARKS.get(type(tool).__name__, UNKNOWN_CALL_MARKS)), frozenset()
 
     def _begun_answer(self, tail: list[int]) -> str:
-        """What a prompt's end says after the last mark of a turn: an earlier turn may contain a mark of thinking."""
+        """The text of a prompt's end after the last mark of a turn: an earlier turn may contain a mark of thinking."""
         others = other_marks(self.model_tokenizer, *self._think_marks())
-        begin = next((at for at in range(len(tail), 0, -1) if tail[at - 1] in others), 0)
+        begin = next((position for position in range(len(tail), 0, -1) if tail[position - 1] in others), 0)
         return self.model_tokenizer.decode(tail[begin:])
 
     def _think_marks(self) -> tuple[str | None, str | None]:
@@ -480,10 +485,11 @@ class WholeAnswers(DelegatingParser):
 
 
 def opening_mark(thinking: Callable[[str], str | None], start: str | None, end: str | None) -> str | None:
-    """The text that begins thinking, if the parser whose thinking this is reads one. `start` and `end` are its marks."""
+    """The text with which thinking begins, if a parser reads such a text. `thinking` is the thinking that the parser reads in a text;
+    `start` and `end` are the parser's marks."""
     if not start:
         return None
-    endings = ("", f"{end}y") if end else ("",)  # some see thinking at its end only
+    endings = ("", f"{end}y") if end else ("",)  # some parsers recognise thinking only by its end
     for opening in (f"{start}thought\n", start):  # Gemma 4's thinking has a title
         if any(thinking(f"{opening}x{ending}") == "x" for ending in endings):
             return opening
@@ -492,14 +498,14 @@ def opening_mark(thinking: Callable[[str], str | None], start: str | None, end: 
 
 @functools.lru_cache(maxsize=8)
 def other_marks(tokenizer: Any, start: str | None, end: str | None) -> frozenset[int]:
-    """The tokens beside a vocabulary's text, such as those between turns, that are no part of a mark of thinking."""
+    """Added tokens, such as the tokens between turns, that are no part of a mark of thinking."""
     marks = f"{start} {end}"
     added = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
-    return frozenset(each for each in added if tokenizer.decode([each]).strip() not in marks)
+    return frozenset(token_id for token_id in added if tokenizer.decode([token_id]).strip() not in marks)
 
 
 def grammar_marks(parser: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """What begins a call in a parser with a grammar of vLLM's, and the other texts that it does not hand on."""
+    """The texts that begin a call in a parser with a grammar of vLLM, and the other texts that the parser does not pass on."""
     config = parser._parser_engine.parser_engine_config
     call: set[str] = set()
     other = set(parser.model_tokenizer.all_special_tokens) - config.preserve_tokens
@@ -514,8 +520,8 @@ def grammar_marks(parser: Any) -> tuple[frozenset[str], frozenset[str]]:
 
 
 class HeldAnswers(Parser):
-    """Comes before a parser class of vLLM's that parses whole answers from tokens, as gpt-oss' does: an answer with tools is
-    sent at its end. Without tools the stream is vLLM's own."""
+    """Comes before a parser class of vLLM that parses whole answers from tokens, such as the class for gpt-oss: an answer with
+    tools is sent at its end. Without tools the stream is vLLM's own."""
 
     def parse(
         self,
@@ -524,12 +530,12 @@ class HeldAnswers(Parser):
         enable_auto_tools: bool = False,
         model_output_token_ids: Sequence[int] = (),
     ) -> tuple[str | None, str | None, list[FunctionCall] | None]:
-        found = super().parse(model_output, request, enable_auto_tools, model_output_token_ids)
+        answer = super().parse(model_output, request, enable_auto_tools, model_output_token_ids)
         if not request.tools:
-            return found
-        reasoning, content, calls = found
+            return answer
+        reasoning, content, calls = answer
         if isinstance(self, HarmonyParser) and not any(map(get_encoding().is_special_token, model_output_token_ids)):
-            content = model_output  # without a frame, of which vLLM leaves tokens out
+            content = model_output  # an answer without the frame of gpt-oss, of which vLLM leaves tokens out
         # A call that was cut is text.
         cut = [call.arguments for call in calls or () if not is_object(call.arguments)]
         content = "\n".join(filter(None, [content, *cut]))
@@ -559,7 +565,7 @@ class HeldAnswers(Parser):
 
 
 def delta_of(message: ParsedAnswer, sent_reasoning: int, sent_content: int, request: Any) -> DeltaMessage | None:
-    """What of a message was not sent yet."""
+    """The part of a message that was not sent yet."""
     fields: dict[str, Any] = {}
     if request.include_reasoning and (reasoning := (message.reasoning or "")[sent_reasoning:]):
         fields["reasoning"] = reasoning
@@ -587,7 +593,7 @@ def finish_reason(choice: Any, request: Any, engine_reason: str | None) -> str:
 
 
 def with_finish_reasons(full_generator: Any) -> Any:
-    """Wraps vLLM's whole chat answer, which calls every answer with calls `tool_calls`, cut or not."""
+    """Wraps vLLM's function for a whole chat answer, which ends every answer with calls with `tool_calls`, cut or not."""
 
     async def chat_completion_full_generator(
         self: Any, request: Any, result_generator: AsyncIterator[Any], *args: Any, **options: Any
@@ -609,7 +615,7 @@ def with_finish_reasons(full_generator: Any) -> Any:
 
 
 def whole_parser(chosen: type[Parser] | None) -> type[Parser] | None:
-    """A parser class of vLLM's, changed."""
+    """A parser class of vLLM with our changes."""
     if chosen is None:
         return None
     is_delegating = getattr(chosen, "parse", None) is DelegatingParser.parse

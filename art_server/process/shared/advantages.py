@@ -1,4 +1,5 @@
-"""Advantages: how much better a trajectory did than its group. They scale the gradients of its tokens.
+"""Advantages: how much better a trajectory did than its group. An advantage scales the gradients of the trajectory's
+tokens.
 
 Only this file decides which groups have signal, so that forward passes, denominators and counts agree.
 """
@@ -32,7 +33,7 @@ def trained_tokens(
     (`trains_without_signal`): then its tokens have the advantage 0.
 
     `penalties`, one for each trajectory, are subtracted from the rewards. Whether a group has signal is decided without
-    them.
+    the penalties.
 
     Raises:
         FloatingPointError: a reward is not finite, or too large for a standard deviation.
@@ -79,7 +80,7 @@ def trains_without_signal(config: LossConfig) -> bool:
 
 def _has_signal(group: TrainableGroup, config: LossConfig) -> bool:
     """Whether any trained token has an advantage before batch scaling. Where only the batch has a baseline, any group
-    with trained tokens may have one after it."""
+    with trained tokens may have an advantage after the scaling."""
     outcomes_G = group_advantages(penalised_rewards(group, config), config)
     tokens = _group_tokens(group, outcomes_G, turn_advantages(group, config), config)
     return has_tokens(tokens) if _is_batch_baseline(config) else has_advantage(tokens)
@@ -111,11 +112,11 @@ def _group_tokens(
     """The trained tokens of a group. Where outcomes or turns have no signal (None), their advantages are 0."""
     outcomes_G = outcomes_G or [0.0] * len(group.trajectories)
     turns = iter(of_turns or itertools.repeat(0.0))
-    made: GroupTokens = []
+    tokens: GroupTokens = []
     for trajectory, outcome in zip(group.trajectories, outcomes_G, strict=True):
         of_trajectory = list(itertools.islice(turns, len(turn_rewards(trajectory))))
-        made.append(_trajectory_tokens(trajectory, outcome, of_trajectory, config))
-    return made
+        tokens.append(_trajectory_tokens(trajectory, outcome, of_trajectory, config))
+    return tokens
 
 
 def is_identical(group: TrainableGroup) -> bool:
@@ -124,7 +125,7 @@ def is_identical(group: TrainableGroup) -> bool:
     if len(trainable) < 2:
         return False
     first = sampled_ids(trainable[0])
-    return any(first) and all(sampled_ids(each) == first for each in trainable[1:])
+    return any(first) and all(sampled_ids(trajectory) == first for trajectory in trainable[1:])
 
 
 def sampled_ids(trajectory: TrainableTrajectory) -> list[list[int]]:
@@ -144,7 +145,8 @@ def count_masked(group: TrainableGroup, config: LossConfig) -> int:
     """The number of trajectories of which a sequence is left out because it was cut."""
     num = 0
     for trajectory in group.trajectories:
-        num += any(is_masked(sequence, config) for sequence in trajectory.sequences)
+        if any(is_masked(sequence, config) for sequence in trajectory.sequences):
+            num += 1
     return num
 
 
@@ -153,46 +155,46 @@ def _trajectory_tokens(
 ) -> list[list[tuple[int, float]]]:
     """The trained tokens of each sequence.
 
-    A token has the advantage that the client gave it. Without one, it has the trajectory's (`outcome`) plus those of
-    its own turn and all later turns (`of_turns`).
+    A token has the advantage that the client gave it. Without one, it has the trajectory's advantage (`outcome`)
+    plus the advantages of its own turn and all later turns (`of_turns`).
     """
-    made: list[list[tuple[int, float]]] = []
+    of_sequences: list[list[tuple[int, float]]] = []
     is_timed = all(sequence.turns for sequence in trajectory.sequences)
-    places, sums = _sums_of_later_turns(trajectory, of_turns, is_timed)
+    ends, sums = _sums_of_later_turns(trajectory, of_turns, is_timed)
     for number, sequence in enumerate(trajectory.sequences):
         tokens: list[tuple[int, float]] = []
         for position in trained_positions(sequence):
             advantage = sequence.advantages.get(position)
             if advantage is None:
                 advantage = outcome
-                if places:
-                    place = _place(number, position, sequence, is_timed)
-                    advantage += sums[bisect.bisect_left(places, place)]
+                if ends:
+                    key = _order_key(number, position, sequence, is_timed)
+                    advantage += sums[bisect.bisect_left(ends, key)]
             # In SFT an advantage is a weight, and a token of weight 0 is context.
             if advantage or config.objective == "policy":
                 tokens.append((position, advantage))
-        made.append([] if is_masked(sequence, config) else tokens)
-    return made
+        of_sequences.append([] if is_masked(sequence, config) else tokens)
+    return of_sequences
 
 
 def _sums_of_later_turns(
     trajectory: TrainableTrajectory, of_turns: Sequence[float], is_timed: bool
 ) -> tuple[list[tuple[int, int, int]], list[float]]:
-    """Where the turns with a reward end, in order, and for each the sum of its advantage and those of all later turns;
-    behind these the sum behind the last turn, which is 0."""
-    places: list[tuple[int, int, int]] = []
+    """The ends of the turns with a reward (`_order_key`), in order, and for each end the sum of the advantages of its turn and
+    all later turns. The sums have one entry more: 0, for positions behind the last end."""
+    ends: list[tuple[int, int, int]] = []
     for number, sequence in enumerate(trajectory.sequences):
-        places += [_place(number, end, sequence, is_timed) for end, _ in in_order(sequence)]
-    placed = sorted(zip(places, of_turns, strict=True))
+        ends += [_order_key(number, end, sequence, is_timed) for end, _ in in_order(sequence)]
+    turns = sorted(zip(ends, of_turns, strict=True))
     sums = [0.0]
-    for _, advantage in reversed(placed):
+    for _, advantage in reversed(turns):
         sums.append(sums[-1] + advantage)
-    return sorted(places), sums[::-1]
+    return sorted(ends), sums[::-1]
 
 
-def _place(number: int, position: int, sequence: TokenSequence, is_timed: bool) -> tuple[int, int, int]:
-    """Where a position is in the order of the trajectory's turns: that of their requests where all are known
-    (`is_timed`), else that of the sequences. A position of context belongs to the turn behind it, if there is one."""
+def _order_key(number: int, position: int, sequence: TokenSequence, is_timed: bool) -> tuple[int, int, int]:
+    """A key that sorts positions by the order of the trajectory's turns: the order of their requests where all times are
+    known (`is_timed`), else the order of the sequences. Context belongs to the turn behind it, if there is one."""
     if not is_timed:
         return 0, number, position
     turn = bisect.bisect_right(sequence.turns, position, key=lambda turn: turn[0])
@@ -210,7 +212,7 @@ def trained_positions(sequence: TokenSequence) -> list[int]:
             f"a sequence has {len(sequence.token_ids)} tokens and {len(sequence.logprobs)} log-probabilities"
         )
     recomputed = set(sequence.recompute)
-    if known := [each for each in recomputed if sequence.logprobs[each] is not None]:
+    if known := [position for position in recomputed if sequence.logprobs[position] is not None]:
         raise ValueError(f"positions {known[:3]} are to be recomputed but have log-probabilities")
     return [
         index
@@ -220,7 +222,7 @@ def trained_positions(sequence: TokenSequence) -> list[int]:
 
 
 def turn_rewards(trajectory: TrainableTrajectory) -> list[float]:
-    """The rewards of the turns that have one, in order."""
+    """The rewards of the turns that have a reward, in order."""
     return [reward for sequence in trajectory.sequences for _, reward in in_order(sequence)]
 
 
@@ -231,7 +233,7 @@ def in_order(sequence: TokenSequence) -> list[tuple[int, float]]:
 
 def penalised_rewards(group: TrainableGroup, config: LossConfig) -> list[float]:
     """The rewards of a group's trajectories (`penalised_reward`)."""
-    return [penalised_reward(each, config) for each in group.trajectories]
+    return [penalised_reward(trajectory, config) for trajectory in group.trajectories]
 
 
 def penalised_reward(trajectory: TrainableTrajectory, config: LossConfig) -> float:
@@ -252,9 +254,9 @@ def group_advantages(
     """The advantage of each trajectory of a group, or None where the group has no signal. `what` names the rewards in
     errors.
 
-    It has none if its rewards are equal but for rounding (`art_protocol.signal`), as with a single trajectory. With
-    baseline="none" it has none if all are 0; with scaling="batch_std", too, it always has signal, because the mean of
-    the batch is subtracted later.
+    A group has no signal if its rewards are equal but for rounding (`art_protocol.signal`), as with a single trajectory.
+    With baseline="none" it has no signal if all rewards are 0; with scaling="batch_std" in addition it always has signal,
+    because the mean of the batch is subtracted later.
     baseline: group_mean is reward - mean, leave_one_out is reward - mean of the others, none is the reward.
     scaling: group_std divides by (population standard deviation + STD_FLOOR), unless the rewards are equal.
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (outcome supervision); Ahmadian et al. 2024,
@@ -312,7 +314,7 @@ def scale_over_batch(advantages: Sequence[list[float] | None], config: LossConfi
         return [None] * len(advantages)
     mean = sum(values) / len(values)
     deviations = [value - mean for value in values]
-    std = math.sqrt(sum(each * each for each in deviations) / len(values)) + STD_FLOOR
+    std = math.sqrt(sum(deviation * deviation for deviation in deviations) / len(values)) + STD_FLOOR
     scaled: list[list[float] | None] = []
     for group in advantages:
         scaled.append(None if group is None else [(value - mean) / std for value in group])
@@ -340,5 +342,5 @@ def turn_advantages(group: TrainableGroup, config: LossConfig) -> list[float] | 
     Raises:
         FloatingPointError: a turn reward is not finite, or too large for a standard deviation.
     """
-    values = [value for each in group.trajectories for value in turn_rewards(each)]
-    return group_advantages(values, config, "turn rewards")
+    rewards = [reward for trajectory in group.trajectories for reward in turn_rewards(trajectory)]
+    return group_advantages(rewards, config, "turn rewards")

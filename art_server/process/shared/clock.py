@@ -13,8 +13,8 @@ def now() -> float:
 
 
 def tick(after: int = 0) -> int:
-    """A time in microseconds since 1970 that is later than those of all earlier calls, and later than `after`: the order
-    of events is exact, also across restarts."""
+    """A time in microseconds since 1970 that is later than the times of all earlier calls, and later than `after`: the
+    order of events is exact, also across restarts."""
     global _latest
     with _lock:
         _latest = max(int(now() * 1e6), _latest + 1, after + 1)

@@ -11,5 +11,6 @@ RAW_SWITCH = "ART_ENGINE_RAW_SPECIAL_TOKENS"
 ONE_THREAD_SWITCH = "ART_ENGINE_ONE_THREAD"
 """Set where vLLM's CPU worker computes with one thread."""
 PORT_SWITCH, SECRET_SWITCH = "ART_ENGINE_PORT", "ART_ENGINE_SECRET"
-"""Set for an engine on another machine than the server: the descriptor of its bound port, and what each request must carry."""
+"""Set for an engine on another machine than the server: the descriptor of its bound port, and the secret that each
+request must carry."""
 SECRET_HEADER = "x-art-engine-secret"

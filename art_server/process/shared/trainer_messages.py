@@ -32,7 +32,7 @@ class WorkerConfig(TrainerMessage):
     """A folder with safetensors, or a Hugging Face id."""
     trainer: Literal["auto", "unsloth", "peft"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the base model."""
+    """The base model's number type."""
     device: str = "auto"
     """auto, cpu or cuda:NUMBER."""
     between_steps: BetweenSteps = "stay"
@@ -41,24 +41,25 @@ class WorkerConfig(TrainerMessage):
     threads: int | None = None
     """CPU threads of torch; None is torch's choice."""
     max_tokens_per_micro_batch: int | None = None
-    """None is what fits the device."""
+    """None: as many tokens as fit the device."""
     checkpointing_factor: float | None = None
     """How many times more tokens fit with gradient checkpointing; None is the policy's estimate."""
     base_name: str | None = None
     """The base model's name in stored token budgets, the same on all machines. None is `base_model`."""
     machine: str = "this machine"
-    """On which the process runs, for messages."""
+    """The machine on which the process runs, for messages."""
     rank: int = 0
     num_ranks: int = 1
     """Processes that train one job together (`trainer/gang.py`)."""
     meeting: str | None = None
-    """The file in which several ranks find each other; none before they start."""
+    """The file or address at which several ranks find each other (`trainer/gang.py`); None before they start."""
     is_sharded: bool = False
     """Whether the ranks share the base's weights."""
 
 
 class Distribution(TrainerMessage):
-    """How a token's behaviour policy differs from the model's own distribution. The trainer scores tokens under it."""
+    """How a token's behaviour policy differs from the model's own distribution. The trainer scores tokens
+    under the behaviour policy."""
 
     temperature: float = Field(default=1.0, gt=0)
     logit_bias: dict[int, float] = {}
@@ -68,8 +69,8 @@ class Distribution(TrainerMessage):
 
 
 class SampledSpan(TrainerMessage):
-    """Tokens [start, stop) of a sequence that the trained model sampled at `step`, by their record in the ledger or, if it
-    is missing, by their choice. Then the log-probabilities are unknown."""
+    """Tokens [start, stop) of a sequence that the trained model sampled at `step`. The step is from their record in the
+    ledger or, without a record, from their choice; the log-probabilities are then unknown."""
 
     start: int
     stop: int
@@ -81,29 +82,31 @@ class TokenSequence(TrainerMessage):
 
     token_ids: list[int]
     logprobs: list[float | None]
-    """As long as token_ids: each token's log-probability under the distribution that it was sampled from
-    (`distributions`). None for context, and for positions in `recompute`."""
+    """For each token its log-probability under the distribution that it was sampled from (`distributions`).
+    None for context, and for positions in `recompute`."""
     distributions: list[int] = []
     """For each token an index into `Batch.distributions`; -1 is the model's own at temperature 1. Empty: -1 for all."""
     spans: list[SampledSpan] = []
-    """In order. The step of tokens outside them is unknown."""
+    """In order. The step of tokens outside of spans is unknown."""
     truncated: bool = False
-    """The sequence's conversation was cut at a length limit (finish_reason "length")."""
+    """Whether the sequence's conversation was cut at a length limit (finish_reason "length")."""
     recompute: list[int] = []
-    """Positions that are trained although the engine's log-probability is unknown (None). The trainer takes its own at
-    the start of the job instead, so the ratio pi_old / pi_sampled is 1."""
+    """Positions that are trained although the engine's log-probability is unknown (None). The trainer's own
+    log-probability at the start of the job is used instead, so the ratio pi_old / pi_sampled is 1."""
     advantages: dict[int, float] = {}
-    """Advantages by position, as the client gave them. Other tokens have the trajectory's and their turns'."""
+    """Advantages by position, as the client gave them. Other tokens have their trajectory's advantage plus their
+    turns' advantages."""
     rewards: list[tuple[int, float]] = []
     """Rewards of turns, each with the position of the turn's last token (process supervision). Dropped turns have no
-    tokens: all that lie between the same two turns have one position."""
+    tokens: all dropped turns between the same two turns have one position."""
     turns: list[tuple[int, int]] = []
-    """Of each turn the index behind its last token, and when it was requested (`clock.tick`). Empty: not all are known."""
+    """For each turn the index behind its last token, and the time of its request (`clock.tick`). Empty: some times are
+    unknown."""
 
     @field_validator("rewards", mode="before")
     @classmethod
     def _from_positions(cls, value: object) -> object:
-        """Jobs of earlier versions are on disk with an object: rewards by position."""
+        """Accepts what earlier versions wrote into jobs on disk: an object, rewards by position."""
         return list(value.items()) if isinstance(value, dict) else value
 
 
@@ -119,7 +122,7 @@ class TrainableTrajectory(TrainerMessage):
 class TrainableGroup(TrainerMessage):
     trajectories: list[TrainableTrajectory]
     number: int | None = None
-    """Index among the groups of the request, from which groups without a trainable turn are left out."""
+    """The group's index in the request; the batch lacks groups without a trainable turn. None: the index in the batch."""
 
 
 class Batch(TrainerMessage):
@@ -129,7 +132,7 @@ class Batch(TrainerMessage):
     distributions: list[Distribution] = []
     """Each distinct distribution once; sequences refer to them by index."""
     num_groups: int | None = None
-    """Groups of the request."""
+    """Number of groups in the request. None: the number of groups here."""
 
 
 class InitTask(TrainerMessage):
@@ -166,44 +169,45 @@ class MismatchLimits(TrainerMessage):
     wrong: float
     """A mean above this fails the job."""
     largest: float | None = None
-    """A single token's gap above this fails the job."""
+    """A single token's gap above this fails the job; None: any gap is accepted."""
     epsilon: float = 0.0
     """If engine or trainer computes in 16 bits, the standard deviation of a number's rounding, relative to the number:
     the trainer measures with it what rounding does to the probe. 0: the probe's limit is `wrong`."""
 
 
 NUM_SIGMAS_OF_EFFECT = 16.0
-"""An adapter's effect on the probe is compared if it is this many times rounding. A 16-bit engine rounds away most of
-a smaller effect: SmolLM2's applies 0.3 of one as large as rounding, 0.7 at five times, 0.99 at sixteen."""
+"""An adapter's effect on the probe is compared if it is this many times as large as rounding. A 16-bit engine rounds away
+most of a smaller effect: with SmolLM2 it applies 0.3 of an effect as large as rounding, 0.7 of one five times as large, and
+0.99 of one sixteen times as large."""
 
 
 class Probe(TrainerMessage):
     """A few tokens and their log-probabilities under a step, by the trainer. The engine scores the same tokens before the
-    step serves. log-probabilities: nats, one for each token but the first, at temperature 1."""
+    step serves. Log-probabilities are in nats, at temperature 1, one for each token but the first."""
 
     token_ids: list[int] = []
     """Empty until a job of the model changes weights."""
     logprobs: list[float] = []
-    """Under the step, or under an earlier one if `num_skipped` says so."""
+    """Log-probabilities under the step or, if `num_skipped` is not 0, under an earlier step."""
     num_skipped: int = 0
-    """Steps since the one of `logprobs`, which the engine does not compare."""
+    """Number of steps since the step of `logprobs`. The engine compares only if it is 0."""
     base_logprobs: list[float] = []
-    """With the adapter off."""
+    """Log-probabilities with the adapter off."""
     rounding: float = 0.0
     """Root mean square of the gaps that rounding to 16 bits explains; 0 if both sides compute in float32."""
     factor: int = 1
     """The multiple of the adapter's alpha in `scaled_logprobs`."""
     scaled_logprobs: list[float] = []
-    """Empty if the adapter's own effect is large enough to be compared."""
+    """Log-probabilities with alpha times `factor`. Empty if the adapter's own effect is large enough to be compared."""
     age: int = 0
     """Steps for which these tokens have been used."""
     moved: list[float] = []
-    """For each of the newest steps, the last one last: root mean square of the change of the log-probabilities of its
-    probe since the probe before. A step without a probe has that of the step before it."""
+    """For each of the newest steps, in order: root mean square of the change of its probe's log-probabilities since the
+    probe before. A step without a probe has the number of the step before it."""
     seconds: float = 0.0
-    """What the trainer needed to score these tokens the last time."""
+    """The time that the trainer needed to score these tokens the last time."""
     made_at: float = 0.0
-    """When it did that: seconds since 1970."""
+    """When the trainer scored them the last time: seconds since 1970."""
 
     @property
     def is_of_step(self) -> bool:
@@ -212,8 +216,8 @@ class Probe(TrainerMessage):
 
 
 class LayersTask(TrainerMessage):
-    """Writes adapters of random weights into folders of out_dir, each for one kind of layer and named after it, with the
-    base's weights for all others; scores a probe for each."""
+    """Writes an adapter of random weights for each kind of layer into a folder of out_dir that is named after the kind, and
+    scores a probe for each. Layers of other kinds keep the base's weights."""
 
     kind: Literal["layers"] = "layers"
     lora: LoRAConfig
@@ -231,12 +235,12 @@ class TrainTask(TrainerMessage):
     out_dir: str
     config: TrainConfig
     batch: Batch = Batch(groups=[])
-    """The server has it as JSON and inserts it without parsing (`TrainerProcess.run`)."""
+    """The server has the batch as JSON and inserts it without parsing (`TrainerProcess.run`)."""
     start_step: int = 0
     """The model's step in in_dir. Tokens sampled at this step measure the gap between engine and trainer."""
     optimizer_steps: int | None = None
-    """Optimizer steps that made the adapter in in_dir. None, for a checkpoint of an earlier version: those of its
-    optimizer state."""
+    """Optimizer steps that made the adapter in in_dir. None, for a checkpoint of an earlier version: the steps of
+    its optimizer state."""
     max_seq_length: int | None = None
     """The engine's context, on which some rotary embeddings depend. None: the model's number of positions."""
     seed: int = 0
@@ -244,13 +248,13 @@ class TrainTask(TrainerMessage):
     mismatch_limits: MismatchLimits | None = None
     """None: the gap is measured but not judged, and no probe is made."""
     probe: Probe | None = None
-    """That of the step in in_dir, if its job made one."""
+    """The probe of the step in in_dir, if the step's job made one."""
     lost_layers: list[str] = []
     """Kinds of layers whose adapters the engine does not apply (`trainer/layers.py`): they are not trained."""
     budget_divisor: int = Field(default=1, ge=1)
     """Divides the number of tokens per micro-batch, for a job during which the process died."""
     checkpointing: bool = False
-    """Gradient checkpointing is on from the start, as in the job that `scripts/replay.py` repeats."""
+    """Whether gradient checkpointing is on from the start, as in a job that `scripts/replay.py` repeats."""
     budgets: dict[str, int] = {}
     """Token budgets that fitted after memory ran out in earlier jobs, by key (`trainer/token_budget.py`)."""
 
@@ -283,25 +287,27 @@ class Done(TrainerMessage):
     event: Literal["done"] = "done"
     metrics: dict[str, float]
     unchanged: bool = False
-    """True if no token was trained: the weights are those of in_dir."""
+    """True if no token was trained: in_dir has the same weights."""
     optimizer_steps: int | None = None
-    """Of a train task: optimizer steps that made the adapter in out_dir."""
+    """After a train task: optimizer steps that made the adapter in out_dir."""
     notes: list[str] = []
     """Decisions and observations of the trainer, as sentences for the job's report."""
     probe: Probe | None = None
-    """Of a train task with limits: what the engine must reproduce before the step serves."""
+    """After a train task with limits: what the engine must reproduce before the step serves."""
     lora: LoRAConfig | None = None
-    """Of a check task: its configuration, in which layers listed by path have the names of the known one, or shorter ones."""
+    """After a check task: the task's configuration, in which layers listed by path have the names of `known`, or
+    shorter names."""
     layer_probes: dict[str, Probe] = {}
-    """Of a layers task: what the engine must reproduce with each adapter, by kind of layer."""
+    """After a layers task: what the engine must reproduce with each adapter, by kind of layer."""
     environment: dict[str, str] = {}
-    """Of a train task: versions, device, thread count, number type, tokens at a time (at the start and, after memory ran
-    out, at the end), gradient checkpointing, the engine's context and optimizer steps before it, which decide its last
-    bits."""
+    """After a train task: what decides the last bits of its result. Versions, device, thread count, number type, tokens at a
+    time (at the start and, after memory ran out, at the end), gradient checkpointing, the engine's context and the optimizer
+    steps before the task."""
 
 
 UNLIKE_RANKS = "unlike_ranks"
-"""The code of ranks that do not compute alike. A job is not the cause: it is tried again until the machines are alike."""
+"""The error code for ranks that do not compute alike. A job is not the cause: it is tried again until the machines
+are alike."""
 
 
 class Failed(TrainerMessage):

@@ -9,7 +9,7 @@ from nat.plugins.eval.data_models.evaluator_io import EvalOutput, EvalOutputItem
 
 
 def evaluator_info(config: EvaluatorBaseConfig, score: Callable[[EvalInputItem], float]) -> EvaluatorInfo:
-    """What a function registered as an evaluator yields; the rewards are `score` of each row."""
+    """The value that a function registered as an evaluator has to yield. The rewards are `score` of each row."""
 
     async def evaluate(rows: EvalInput) -> EvalOutput:
         scores = {row.id: score(row) for row in rows.eval_input_items}

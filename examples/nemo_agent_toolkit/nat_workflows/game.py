@@ -1,14 +1,14 @@
-"""What the tic-tac-toe workflow asks its model, and what a game is worth. The rules are those of the other examples.
+"""The questions of the tic-tac-toe workflow to its model, and the reward of a game. The other examples have the same rules.
 
-A game is written down as the model's symbol and the boards that it moved to, "x ____x____ o_x_x____", with "illegal"
-behind them when its answer ended the game.
+A game is written as the model's symbol and the boards after the model's moves: "x ____x____ o_x_x____". The word
+"illegal" follows if an illegal answer ended the game.
 """
 
 import re
 import statistics
 from functools import cache
 
-from tic_tac_toe_rules import EMPTY, board_text, free_cells, place, result, to_move
+from tic_tac_toe_rules import EMPTY, after_move, board_text, free_cells, result, to_move
 
 SYSTEM = "You play tic-tac-toe. Rows are A to C, columns are 1 to 3. Answer with a free cell, like <move>B2</move>"
 ILLEGAL = "illegal"
@@ -19,7 +19,7 @@ def start(row: str) -> tuple[str, str]:
     symbol, *moves = row.split()
     board = EMPTY
     for cell in moves:
-        board = place(board, cell)
+        board = after_move(board, cell)
     return symbol, board
 
 
@@ -35,15 +35,15 @@ def parse_move(answer: str, board: str) -> str | None:
 
 
 def score(game: str) -> float:
-    """The reward, 0 to 1: the mean worth of the boards that the model moved to; an illegal answer is one worth nothing."""
+    """The reward, 0 to 1: the mean worth of the boards after the model's moves; an illegal answer counts as a board worth 0."""
     symbol, *boards = game.split()
     return statistics.fmean(0.0 if b == ILLEGAL else worth(b, symbol) for b in boards)
 
 
 @cache
 def worth(board: str, symbol: str) -> float:
-    """What a side can expect if both go on at random: 1 a win, 0.5 a draw, 0 a loss."""
+    """The expected result of a side if both sides move at random: 1 a win, 0.5 a draw, 0 a loss."""
     end = result(board, symbol)
     if end is not None:
         return end
-    return statistics.fmean(worth(place(board, cell), symbol) for cell in free_cells(board))
+    return statistics.fmean(worth(after_move(board, cell), symbol) for cell in free_cells(board))

@@ -13,7 +13,7 @@ from nat.cli.register_workflow import register_evaluator, register_function
 from nat.data_models.component_ref import LLMRef
 from nat.data_models.evaluator import EvalInputItem, EvaluatorBaseConfig
 from nat.data_models.function import FunctionBaseConfig
-from tic_tac_toe_rules import free_cells, place, result, to_move
+from tic_tac_toe_rules import after_move, free_cells, result, to_move
 
 from nat_workflows import game
 from nat_workflows.evaluating import evaluator_info
@@ -38,19 +38,19 @@ async def tic_tac_toe(config: TicTacToeConfig, builder: Builder) -> AsyncIterato
 
 
 async def play(llm: BaseChatModel, symbol: str, board: str) -> str:
-    """One game, which is one conversation, as `game.score` reads it. An illegal answer ends it."""
+    """One game, which is one conversation, as `game.score` reads it. An illegal answer ends the game."""
     messages: list[BaseMessage] = [SystemMessage(game.SYSTEM)]
     played = [symbol]
     while result(board, symbol) is None:
         if to_move(board) != symbol:
-            board = place(board, random.choice(free_cells(board)))
+            board = after_move(board, random.choice(free_cells(board)))
             continue
         messages.append(HumanMessage(game.question(board)))
         messages.append(await llm.ainvoke(messages))
         move = game.parse_move(str(messages[-1].content), board)
         if move is None:
             return " ".join([*played, game.ILLEGAL])
-        board = place(board, move)
+        board = after_move(board, move)
         played.append(board)
     return " ".join(played)
 

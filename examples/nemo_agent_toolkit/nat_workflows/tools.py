@@ -1,6 +1,6 @@
 """A workflow that answers questions with LangChain tools, and the evaluator that rewards right answers.
 
-A row's question is what a user asks, its answer what the right tool returns: "What is 12 plus 30?", "42".
+A row has the question of a user and the result of the right tool: "What is 12 plus 30?", "42".
 """
 
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ from nat.data_models.function import FunctionBaseConfig
 from nat_workflows.evaluating import evaluator_info
 
 MAX_NODES = 9
-"""Of the agent's graph: four calls of the model and their tools; an agent that goes on is stopped."""
+"""The most nodes of the agent's graph that run: four calls of the model and their tools. A longer run is stopped."""
 
 
 class ToolsConfig(FunctionBaseConfig, name="art_tools"):
@@ -51,7 +51,7 @@ async def tools(config: ToolsConfig, builder: Builder) -> AsyncIterator[Function
                 {"messages": [{"role": "user", "content": question}]},
                 {"recursion_limit": MAX_NODES},
             )
-        except GraphRecursionError:  # raised, it would end the rows that have not begun
+        except GraphRecursionError:  # if raised, the exception would end the rows that have not begun
             return ""
         return state["messages"][-1].text
 
@@ -64,6 +64,6 @@ async def right_answer(config: RightAnswerConfig, _builder: EvalBuilder) -> Asyn
 
 
 def score_row(item: EvalInputItem) -> float:
-    """1 for an answer that holds the tool's result, a little less the more words it takes."""
+    """1 for an answer that contains the tool's result, less 0.05 for each word of the answer."""
     words = str(item.output_obj).split()
     return float(str(item.expected_output_obj) in str(item.output_obj)) - 0.05 * len(words)

@@ -1,4 +1,4 @@
-"""Tasks "12 30". The reward is 1 for an answer with the sum, which the agent learns to get from its tool."""
+"""Tasks such as "12 30". The reward is 1 for an answer with the sum, which the agent learns to get from the tool."""
 
 import random
 import re

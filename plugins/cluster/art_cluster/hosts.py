@@ -1,4 +1,4 @@
-"""The machines that have joined a server: their routes, and what they add to its engines and ranks."""
+"""The machines that have joined a server: the routes for them, and the engines and ranks that they add."""
 
 import asyncio
 import contextlib
@@ -49,11 +49,11 @@ from art_server.store.base_models import BaseModel
 logger = logging.getLogger(__name__)
 
 RAY = "Ray"
-"""The name of its process among the server's tasks."""
+"""The name of Ray's process among the server's background tasks."""
 
 
 class Hosts:
-    """Admits machines, and adds their engines to the fleet and their ranks to the trainer while they are there."""
+    """Admits machines. While a machine is connected, its engines belong to the fleet and its ranks to the trainer."""
 
     def __init__(
         self,
@@ -90,17 +90,17 @@ class Hosts:
         )
 
     def start(self) -> None:
-        """Has Ray place machines, with `--cluster`."""
+        """With `--cluster`, has Ray place hosts on its machines."""
         if self._ray is not None:
             self._background.start(RAY, self._ray.run)
 
     @property
     def fatal(self) -> BaseException | None:
-        """Why Ray cannot place them."""
+        """Why Ray cannot place hosts; None while no reason is known."""
         return self._ray.fatal if self._ray is not None else None
 
     async def stop(self) -> None:
-        """Ends the connections; the machines end what runs there, and try to join the next server."""
+        """Ends the connections. Each machine then ends its processes, and tries to join the next server."""
         await self._background.stop(RAY)
         for host in list(self._joined):
             host.lose("the server ends")
@@ -154,7 +154,7 @@ class Hosts:
             has_offered = True
             self._add(host, replicas)
             await asyncio.shield(serving)
-        except (OrderFailed, HostLost):  # it has been sent away, or it has left
+        except (OrderFailed, HostLost):  # the host was dismissed, or its connection is lost
             pass
         finally:
             host.lose("the server ends")
@@ -192,7 +192,7 @@ class Hosts:
             )
         # A machine that was killed may be back before its old connection is known to be lost.
         deadline = time.monotonic() + NAME_SECONDS
-        while greeting.name in {each.name for each in self._joined}:
+        while greeting.name in {joined.name for joined in self._joined}:
             if time.monotonic() > deadline:
                 return f"a host named '{greeting.name}' has joined already: give this one another --name"
             await asyncio.sleep(1.0)
@@ -233,7 +233,7 @@ class Hosts:
     # --- records and files ---
 
     async def _take_records(self, connection: WebSocket, child: str) -> None:
-        """Passes what an engine says of its requests to the ledger, as `RecordReceiver` reads it from a socket."""
+        """Passes an engine's records to the ledger, through the `RecordReceiver` that also reads a local engine's socket."""
         if not any(host.has_child(child) for host in self._joined):
             await connection.close()
             return

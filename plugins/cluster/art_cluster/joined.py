@@ -1,4 +1,4 @@
-"""A machine that has joined, from the server's side: its connection, the orders to it, its children and folders."""
+"""A machine that has joined, on the server's side: the connection, the orders, and the machine's children and folders."""
 
 import asyncio
 import contextlib
@@ -60,6 +60,7 @@ NOT_SENT = {
 }
 """Settings that concern the server only, or its own devices."""
 KILLED = -9
+"""The status of a process that SIGKILL has ended."""
 
 
 class HostLost(Exception):
@@ -72,18 +73,18 @@ class OrderFailed(Exception):
 
 @dataclass(eq=False)
 class RemoteChild:
-    """A process on a host, as `asyncio.subprocess.Process` shows one."""
+    """A process on a host, with the interface of `asyncio.subprocess.Process`."""
 
     name: str
     _host: "JoinedHost"
     _log: LogFile
     pid: int = 0
-    """On its machine."""
+    """The process's id on the host."""
     stdout: asyncio.StreamReader = field(default_factory=lambda: asyncio.StreamReader(limit=MAX_ANSWER_BYTES))
     work: bytes = b""
     cpu_seconds: float = 0.0
     read_at: float = 0.0
-    """When these two were read, on the clock of its machine."""
+    """When `work` and `cpu_seconds` were read, on the host's clock."""
     _status: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
@@ -92,23 +93,24 @@ class RemoteChild:
 
     @property
     def stdin(self) -> "RemoteChild":
+        """This object: its `write` and `drain` send lines to the process."""
         return self
 
     def write(self, data: bytes) -> None:
         self._host.tell(Write(child=self.name, line=data.decode()))
 
     async def drain(self) -> None:
-        """The connection holds the lines that are not sent yet."""
+        """Waits for nothing: the connection's queue holds the lines that are not sent yet."""
 
     def send_signal(self, signal: int) -> None:
-        del signal  # SIGUSR1, the only one
+        del signal  # SIGUSR1, the only signal that the trainer sends
         self._host.tell(Cancel(child=self.name))
 
     async def wait(self) -> int:
         return await asyncio.shield(self._status)
 
     def take(self, output: Output) -> None:
-        """Takes text that it has written."""
+        """Takes text that the process has written."""
         if not output.is_log:
             self.stdout.feed_data(output.text.encode())
             return
@@ -123,19 +125,19 @@ class RemoteChild:
 
 @dataclass(eq=False)
 class JoinedHost:
-    """One connection of a machine. If it is lost, so is all that runs there."""
+    """One connection of a machine. The loss of the connection ends every process on the machine."""
 
     greeting: Greeting
     own_address: str
-    """Of the server, as the machine reaches it."""
+    """The server's address, as the machine reaches the server."""
     _connection: WebSocket
     _devices: ComputingDevices
     offered: defaultdict[str, list[Path]]
-    """Files that hosts may fetch, by digest; the same content may be in several."""
+    """Files that hosts may fetch, by digest. Several files may have the same content."""
     tickets: dict[str, Path]
     """Folders that hosts may fill."""
     reason: str = ""
-    """Why it was lost; empty while it is there."""
+    """Why the machine was lost; empty while the machine is connected."""
     _children: dict[str, RemoteChild] = field(default_factory=dict)
     _outgoing: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -149,7 +151,7 @@ class JoinedHost:
     # --- the connection ---
 
     async def serve(self) -> None:
-        """Passes messages until the machine is lost or dismissed; then all of its children have ended."""
+        """Passes messages until the machine is lost or dismissed. Afterwards all children of the machine have ended."""
         sending = asyncio.create_task(self._send())
         try:
             while not self.reason:
@@ -175,7 +177,7 @@ class JoinedHost:
         self.lose(reason)
 
     def lose(self, reason: str) -> None:
-        """Ends what runs there from the server's side."""
+        """Marks the machine as lost: its children count as killed, and its open orders fail."""
         if self.reason:
             return
         self.reason = reason
@@ -193,13 +195,15 @@ class JoinedHost:
                     message = await self._outgoing.get()
             except TimeoutError:
                 message = Alive()
-            if self.reason and not isinstance(message, Refusal):
+            is_refusal = isinstance(message, Refusal)
+            # A lost machine gets no more orders. A dismissed machine still gets the reason.
+            if self.reason and not is_refusal:
                 return
             try:
                 await self._connection.send_text(message.model_dump_json())
             except (WebSocketDisconnect, RuntimeError, OSError):
                 return
-            if isinstance(message, Refusal):
+            if is_refusal:
                 return
 
     def _take(self, message: Reply | Output | Ended | Beat) -> None:
@@ -232,7 +236,7 @@ class JoinedHost:
 
         Raises:
             HostLost: the machine is lost, or does not answer in time.
-            OrderFailed: it could not be obeyed.
+            OrderFailed: the machine could not obey the order.
         """
         if self.reason:
             raise HostLost(f"host {self.name} was lost: {self.reason}")
@@ -254,11 +258,10 @@ class JoinedHost:
     # --- base models and children ---
 
     async def use_base(self, base: BaseModel) -> None:
-        """Has the machine find a base model that its devices can compute, and compare its files with the server's. A machine that
-        cannot is dismissed.
+        """Has the machine find a base model, and compare its own files with the server's. Dismisses the machine if this fails.
 
         Raises:
-            OrderFailed: it has other files, or none, or its devices cannot compute the model.
+            OrderFailed: the machine has other files, or none, or its devices cannot compute the model.
             HostLost: the machine is lost.
         """
         if base.name not in self._bases:
@@ -281,10 +284,10 @@ class JoinedHost:
     async def start_engine(
         self, slot: int, base: BaseModel, config: ServerConfig, log: LogFile, secret: str
     ) -> tuple[RemoteChild, int]:
-        """Starts vLLM; the process, and the port at which it will answer.
+        """Starts vLLM. Returns the process, and the port at which vLLM will answer.
 
         Raises:
-            OrderFailed, HostLost: it was not started.
+            OrderFailed, HostLost: vLLM was not started.
         """
         await self.use_base(base)
         child = self._new_child(log)
@@ -298,7 +301,7 @@ class JoinedHost:
         """Starts a rank of the trainer.
 
         Raises:
-            OrderFailed, HostLost: it was not started.
+            OrderFailed, HostLost: the rank was not started.
         """
         await self.use_base(base)
         child = self._new_child(log)
@@ -307,7 +310,7 @@ class JoinedHost:
         return child
 
     def _new_child(self, log: LogFile) -> RemoteChild:
-        log.open().close()  # here begins its output
+        log.open().close()  # notes that the child's output begins here
         name = uuid.uuid4().hex
         child = self._children[name] = RemoteChild(name, self, log)
         return child
@@ -316,7 +319,7 @@ class JoinedHost:
         return name in self._children and not self.reason
 
     async def end(self, child: RemoteChild) -> None:
-        """Kills a child with all processes that it spawned. Of a lost machine it is gone, or will be."""
+        """Kills a child with all processes that it spawned. A host whose connection is lost ends its children itself."""
         if child.returncode is None:
             with contextlib.suppress(HostLost, OrderFailed):
                 await self.order(End(child=child.name), END_SECONDS + REPLY_SECONDS)
@@ -326,11 +329,11 @@ class JoinedHost:
     # --- files ---
 
     async def put(self, folder: Path | None = None, names: Collection[str] = ()) -> tuple[str, str]:
-        """Has the machine keep a copy of a folder, with those of its files that have one of the names; without a folder, an
-        empty one. Returns its number and its path there. If it fails, or is cancelled, nothing is kept.
+        """Has the machine keep a copy of a folder, with only the files that `names` lists. Without `folder` the copy is an empty
+        folder. Returns the copy's number, and its path on the machine. After a failure or a cancellation the machine keeps nothing.
 
         Raises:
-            OrderFailed, HostLost: it cannot take the files.
+            OrderFailed, HostLost: the machine cannot take the files.
         """
         digests = await asyncio.to_thread(folder_digests, folder, names) if folder is not None else {}
         number = uuid.uuid4().hex
@@ -339,8 +342,8 @@ class JoinedHost:
             for file, digest in digests.items():
                 self.offered[digest].append(file)
                 offers.callback(self.offered[digest].remove, file)
-            files_by_name = {file.name: digest for file, digest in digests.items()}
-            reply = await self.order(Put(folder=number, files=files_by_name), FILES_SECONDS)
+            digests_by_name = {file.name: digest for file, digest in digests.items()}
+            reply = await self.order(Put(folder=number, files=digests_by_name), FILES_SECONDS)
             undo.pop_all()
         return number, reply.path
 
@@ -350,10 +353,10 @@ class JoinedHost:
             await self.order(Drop(folder=number))
 
     async def fetch(self, number: str, target: Path) -> None:
-        """Takes the files of a folder there into a folder of the server.
+        """Copies the files of a folder of the machine into a folder of the server.
 
         Raises:
-            OrderFailed, HostLost: they did not all come, whole.
+            OrderFailed, HostLost: not every file has arrived whole.
         """
         ticket = secrets.token_hex(16)
         self.tickets[ticket] = target
@@ -368,13 +371,13 @@ class JoinedHost:
 
 
 def folder_digests(folder: Path, names: Collection[str]) -> Mapping[Path, str]:
-    """SHA-256 of those files of a folder that have one of the names."""
+    """The SHA-256 of each file of a folder that `names` lists."""
     stats = {file: file.stat() for file in sorted(folder.iterdir()) if file.name in names}
     return {file: _digest(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()}
 
 
 @functools.lru_cache(maxsize=1000)
 def _digest(file: Path, size: int, changed_at: int) -> str:
-    """Of a file that each engine and rank of each machine gets."""
-    del size, changed_at  # a changed file has another digest
+    """The SHA-256 of a file. Cached, because each engine and rank of each machine gets the same file."""
+    del size, changed_at  # part of the cache's key: a changed file is read again
     return files.file_digest(file)

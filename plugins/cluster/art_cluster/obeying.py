@@ -1,4 +1,4 @@
-"""What a host does for its server: it starts engines and ranks, keeps files for them, and reports what they do."""
+"""A host at work for its server: starts engines and ranks, keeps their files, and reports their output and their end."""
 
 import asyncio
 import contextlib
@@ -57,22 +57,26 @@ from art_server.store.base_facts import CACHE_DIR
 from art_server.store.base_models import BaseModel, find_base_model
 
 FILE_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+"""The path of a file in its folder or in one subfolder: `mlp.up_proj/adapter_model.safetensors`."""
 LOG_SECONDS = 0.5
-"""Between two looks at a child's log."""
+"""The pause between two reads of a child's log."""
 CHUNK_BYTES = 2**18
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A machine, and the devices of each engine and rank on it; on a CPU they share the cores."""
+    """A machine, and the devices of each engine and rank on it. On a CPU engines and ranks share the cores."""
 
     name: str
     machine: Machine
     serving: tuple[tuple[int, ...], ...]
+    """The GPUs of each engine; on a CPU an engine has none."""
     training: tuple[tuple[int, ...], ...]
+    """The GPUs of each rank; on a CPU a rank has none."""
 
     @property
     def numbers(self) -> tuple[int, int]:
+        """The number of engines, and the number of ranks."""
         return len(self.serving), len(self.training)
 
 
@@ -83,8 +87,9 @@ class Child:
     process: asyncio.subprocess.Process
     log: LogFile
     end: Callable[[], None]
-    """Called after its end."""
+    """Called after the process has ended."""
     work_file: Path | None = None
+    """The work counters of an engine; a rank has none."""
     watch: asyncio.Task[None] | None = None
 
 
@@ -107,17 +112,17 @@ class Machinery:
         self._session = session
         self._report = report
         self._work = folder / "folders"
-        shutil.rmtree(self._work, ignore_errors=True)  # of an earlier life
+        shutil.rmtree(self._work, ignore_errors=True)  # the folders of an earlier connection
         self._bases: dict[str, BaseModel] = {}
         self._children: dict[str, Child] = {}
         self._digests: dict[str, set[Path]] = {}
         """The files of all folders, by digest."""
         self._fetching: dict[str, asyncio.Lock] = {}
         self._putting: dict[str, asyncio.Task[None]] = {}
-        """The orders that fill a folder, by its name."""
+        """The running orders that fill a folder, by the folder's name."""
 
     def begin(self, order: Order, tasks: asyncio.TaskGroup) -> None:
-        """Obeys an order, in a task if it takes time. Its errors are its reply."""
+        """Obeys an order, in a task if the order takes time. An error becomes the order's reply."""
         child = self._children.get(order.child) if isinstance(order, Write | Cancel) else None
         if isinstance(order, Write):
             if child is not None and child.process.stdin is not None:
@@ -125,7 +130,7 @@ class Machinery:
         elif isinstance(order, Cancel):
             if child is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    child.process.send_signal(signal.SIGUSR1)
+                    child.process.send_signal(signal.SIGUSR1)  # cancels the job (`art_server/trainer/worker.py`)
         elif not isinstance(order, Alive):
             task = tasks.create_task(self._obey(order))
             if isinstance(order, Put):
@@ -156,7 +161,7 @@ class Machinery:
             case Send():
                 await self._send(order)
             case Drop():
-                if (task := self._putting.get(order.folder)) is not None:  # the server waits for it no longer
+                if (task := self._putting.get(order.folder)) is not None:  # the server no longer waits for the folder
                     task.cancel()
                     await asyncio.wait({task})
                 await asyncio.to_thread(self._drop, order.folder)
@@ -168,7 +173,7 @@ class Machinery:
         return Reply()
 
     def beat(self) -> Beat:
-        """What the server reads all the time."""
+        """The present work counters of engines and processor time of ranks."""
         work = {
             name: read_work(child.work_file).hex()
             for name, child in self._children.items()
@@ -186,9 +191,10 @@ class Machinery:
 
     async def _use_base(self, order: UseBase) -> None:
         base = await asyncio.to_thread(find_base_model, order.name, CACHE_DIR)
-        found = await asyncio.to_thread(base_digests, base.path)
-        if found != order.digests:
-            names = sorted(name for name in found.keys() | order.digests if found.get(name) != order.digests.get(name))
+        own_digests = await asyncio.to_thread(base_digests, base.path)
+        if own_digests != order.digests:
+            all_names = own_digests.keys() | order.digests
+            names = sorted(name for name in all_names if own_digests.get(name) != order.digests.get(name))
             raise ValueError(
                 f"base model '{order.name}' has other files on this machine than on the server ({', '.join(names[:3])}): copy "
                 "the server's, or delete these"
@@ -220,7 +226,7 @@ class Machinery:
                 SECRET_SWITCH: order.secret,
                 **device_environment(devices, machine),
             }
-            # The files of a model that was never seen are read first.
+            # In a thread: the first command for a model reads the model's files.
             command = await asyncio.to_thread(engine_command, settings, base, machine.kind, run_dir)
             process = await start_child(command, log, environment, inherited=[port.fileno()])
             self._keep(order.child, Child(process, log, undo.pop_all().close, work_file))
@@ -249,8 +255,8 @@ class Machinery:
         child.watch = asyncio.create_task(self._watch(name, child))
 
     async def _watch(self, name: str, child: Child) -> None:
-        """Reports what a child writes, and its end behind all of it."""
-        place, process = child.log.start, child.process
+        """Reports a child's output, and the child's end after all output."""
+        position, process = child.log.start, child.process
         exited = asyncio.create_task(process.wait())
         lines = asyncio.create_task(self._read_lines(name, process.stdout))
         with contextlib.ExitStack() as at_end:
@@ -258,7 +264,7 @@ class Machinery:
             at_end.callback(self._children.pop, name, None)
             while True:
                 done, _ = await asyncio.wait({exited}, timeout=LOG_SECONDS)
-                place, text = await asyncio.to_thread(read_from, child.log.path, place)
+                position, text = await asyncio.to_thread(read_from, child.log.path, position)
                 if text:
                     self._report(Output(child=name, text=text, is_log=True))
                 if done:
@@ -278,8 +284,8 @@ class Machinery:
             await child.watch
 
     async def _relay(self, child: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Passes an engine's records to the server, and the ledger's answers back. If one side ends, so does the other:
-        vLLM then ends itself."""
+        """Passes an engine's records to the server, and the ledger's answers back. When one side closes, the other side is closed
+        too: vLLM then ends itself."""
         with contextlib.closing(writer), contextlib.suppress(aiohttp.ClientError, OSError):
             async with self._session.ws_connect(f"{RECORDS}/{child}", max_msg_size=0) as connection:
                 up = asyncio.create_task(send_up(reader, connection))
@@ -297,7 +303,7 @@ class Machinery:
         return self._work / folder
 
     async def _put(self, order: Put) -> Path:
-        """Makes a folder of files. They are links to those of other folders, or come from the server."""
+        """Makes a folder of files. A file is linked to the same file in another folder, or fetched from the server."""
         target = self._path(order.folder)
         temporary = target.with_name(f".{order.folder}")
         temporary.mkdir(parents=True)
@@ -324,24 +330,24 @@ class Machinery:
         return False
 
     async def _fetch(self, digest: str, file: Path) -> None:
-        made = hashlib.sha256()
+        hasher = hashlib.sha256()
         async with self._session.get(f"{FILES}/{digest}") as response, await anyio.open_file(file, "wb") as opened:
             response.raise_for_status()
             async for chunk in response.content.iter_chunked(CHUNK_BYTES):
-                made.update(chunk)
+                hasher.update(chunk)
                 await opened.write(chunk)
-        if made.hexdigest() != digest:
+        if hasher.hexdigest() != digest:
             raise ValueError(f"{file.name} came with other content than its digest says")
 
     async def _send(self, order: Send) -> None:
         folder = self._path(order.folder)
-        for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = file.relative_to(folder).as_posix()
             headers = {DIGEST_HEADER: await asyncio.to_thread(files.file_digest, file)}
-            path = f"{FOLDERS}/{order.ticket}/{name}"
+            url = f"{FOLDERS}/{order.ticket}/{name}"
             async with (
                 await anyio.open_file(file, "rb") as opened,
-                self._session.put(path, data=read_all(opened), headers=headers) as response,
+                self._session.put(url, data=read_all(opened), headers=headers) as response,
             ):
                 if response.status != 200:
                     raise OSError(f"the server refused {name}: {(await response.text())[:500]}")
@@ -362,7 +368,7 @@ class Machinery:
 
 
 async def send_up(reader: asyncio.StreamReader, connection: aiohttp.ClientWebSocketResponse) -> None:
-    """Sends what an engine says of its requests, until it ends."""
+    """Sends an engine's records to the server until the engine ends."""
     with contextlib.suppress(ConnectionError):
         while chunk := await reader.read(CHUNK_BYTES):
             await connection.send_bytes(chunk)
@@ -379,19 +385,19 @@ def listen(address: str) -> socket.socket:
     return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
-def read_from(file: Path, place: int) -> tuple[int, str]:
-    """What was added to a log behind a place, and the new place."""
+def read_from(file: Path, position: int) -> tuple[int, str]:
+    """The end of a log, in bytes, and the text between `position` and the end."""
     with open(file, "rb") as opened:
-        opened.seek(place)
+        opened.seek(position)
         text = opened.read()
-    return place + len(text), text.decode(errors="replace")
+    return position + len(text), text.decode(errors="replace")
 
 
 def check_path(name: str) -> str:
-    """Checks the name of a file in a folder, which may be in one folder more.
+    """Checks the path of a file in its folder or in one subfolder, and returns the path.
 
     Raises:
-        ValueError: it could be elsewhere.
+        ValueError: the path could lead out of the folder, such as '../key'.
     """
     if not FILE_NAME.fullmatch(name):
         raise ValueError(f"{name[:200]!r} is no file's name")

@@ -1,4 +1,4 @@
-"""An engine and a rank of the trainer that run on a machine that has joined."""
+"""An engine and a rank of the trainer on a machine that has joined."""
 
 import asyncio
 import contextlib
@@ -20,14 +20,15 @@ from art_server.store.base_models import BaseModel
 from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE, CONTENT_FILES, DESCRIPTION_FILE
 
 ENGINE_FILES = (CONFIG_FILE, ADAPTER_FILE, DESCRIPTION_FILE)
-"""Of a checkpoint. The others are two thirds of it, and come and go while an engine fetches it."""
+"""The files of a checkpoint that an engine loads. The other files are two thirds of a checkpoint's bytes, and can appear and
+vanish while an engine fetches the checkpoint."""
 TIMEOUT_ON_HOST = aiohttp.ClientTimeout(total=None, connect=SILENCE_SECONDS)
-"""Of requests to another machine, whose network may stall while they connect."""
+"""The limit of a request to another machine, whose network may stall during the connect."""
 
 
 class EngineOnHost(Engine):
-    """vLLM on another machine. The server supervises it as one of its own; its files, records and counters pass through the
-    machine's connection, its requests go to a port of its own."""
+    """vLLM on another machine. The server supervises this engine like a local engine. Files, records and counters pass through the
+    machine's connection; requests go to a separate port."""
 
     silence_seconds = SILENCE_SECONDS
 
@@ -36,14 +37,14 @@ class EngineOnHost(Engine):
         self._host = host
         self._slot = slot
         self._delivered: dict[Path, str] = {}
-        """The numbers of the copies that its machine keeps, by folder."""
+        """By folder, the number of the copy that the machine keeps."""
 
     @property
     def pid(self) -> int | None:
-        return None  # it is no process of this machine
+        return None  # the process runs on another machine
 
     async def _open(self, run_dir: Path) -> None:
-        """Nothing lasts longer than a process."""
+        """Opens nothing: records pass through the machine's connection, and each process has its own HTTP client."""
 
     async def _launch(self, base: BaseModel, run_dir: Path) -> RemoteChild:
         del run_dir
@@ -68,7 +69,7 @@ class EngineOnHost(Engine):
         return child
 
     async def stop(self) -> None:
-        # The requests that it had are not to blame for a lost machine.
+        # The engine's requests are not to blame for a lost machine.
         self.was_killed |= bool(self._host.reason)
         await super().stop()
         await self._drop_unused()
@@ -86,7 +87,7 @@ class EngineOnHost(Engine):
                 raise AdapterRefused(f"the adapter in {folder.name} was deleted while the engine fetched it") from error
             raise TimeoutError(str(error)) from error
         earlier, self._delivered[folder] = self._delivered.get(folder), number
-        if earlier is not None:  # of the process before this one; its files were linked
+        if earlier is not None:  # the copy of the previous process; the host has linked its files into the next copy
             await self._host.drop(earlier)
         return path
 
@@ -118,24 +119,24 @@ class RankOnHost(TrainerProcess):
     def __init__(
         self, host: JoinedHost, slot: int, log_path: Path, config: ServerConfig, base: Callable[[], BaseModel | None]
     ) -> None:
-        super().__init__((), log_path)
+        super().__init__((), log_path)  # `_launch` needs no command: the host makes one
         self.machine = f"host {host.name}"
         self.device = host.greeting.device
         self.host = host
         self._slot = slot
-        self._given = config
+        self._server_config = config
         self._base = base
         self._worker: WorkerConfig | None = None
 
     def use(self, config: WorkerConfig) -> None:
-        dtype = self._given.number_types(self.host.greeting.device)[1]
-        # Its card is its own: the base leaves between steps only where an engine of the server shares the card.
+        dtype = self._server_config.number_types(self.host.greeting.device)[1]
+        # The rank shares its card with no engine, so that the base model never has to leave the card between steps.
         update = {"dtype": dtype, "between_steps": "stay", "machine": self.machine}
         self._worker = config.model_copy(update=update)
 
     @property
     def pid(self) -> int | None:
-        return None  # it is no process of this machine
+        return None  # the process runs on another machine
 
     def usage(self) -> Usage | None:
         child = self._process
@@ -179,11 +180,11 @@ class RankOnHost(TrainerProcess):
         async with contextlib.AsyncExitStack() as stack:
             number, path = await self.host.put()
             stack.push_async_callback(self.host.drop, number)
-            there = {"out_dir": path}
+            paths = {"out_dir": path}
             if isinstance(task, TrainTask):
-                start, there["in_dir"] = await self.host.put(Path(task.in_dir), CONTENT_FILES)
+                start, paths["in_dir"] = await self.host.put(Path(task.in_dir), CONTENT_FILES)
                 stack.push_async_callback(self.host.drop, start)
-            done = await super().run(task.model_copy(update=there), on_progress, batch)
-            if self._worker is not None and self._worker.rank == 0:
+            done = await super().run(task.model_copy(update=paths), on_progress, batch)
+            if self._worker is not None and self._worker.rank == 0:  # only rank 0 writes the result
                 await self.host.fetch(number, Path(task.out_dir))
             return done

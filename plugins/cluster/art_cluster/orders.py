@@ -1,8 +1,8 @@
-"""What a server and a machine that has joined it say to each other: one JSON message each, over one WebSocket.
+"""The messages between a server and a machine that has joined: one JSON object each, over one WebSocket.
 
-The machine (the host) sends a greeting and gets a welcome or a refusal. Then the server gives typed orders, of which some have
-a reply, and the host reports what its processes do. Either side ends the connection after `SILENCE_SECONDS` without a message.
-Files pass beside it, as HTTP requests of the host.
+The machine (the host) sends a greeting and gets a welcome or a refusal. Then the server gives typed orders. The host replies to
+some of them, and reports the output and the end of its processes. Either side ends the connection after `SILENCE_SECONDS`
+without a message. The host sends and fetches files in separate HTTP requests.
 """
 
 from typing import Annotated, Any, Literal
@@ -12,21 +12,22 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from art_server.process.shared.trainer_messages import WorkerConfig
 
 PATH = "/api/hosts"
-JOIN, RECORDS, FILES, FOLDERS = (f"{PATH}/{each}" for each in ("join", "records", "files", "folders"))
-"""The WebSockets for orders and for an engine's records, files for the host, and folders that it sends."""
+JOIN, RECORDS, FILES, FOLDERS = (f"{PATH}/{name}" for name in ("join", "records", "files", "folders"))
+"""The paths of the WebSocket for orders, of the WebSocket for an engine's records, of files that a host fetches, and of folders
+that a host sends."""
 DIGEST_HEADER = "x-art-digest"
 
 BEAT_SECONDS = 2.0
 """Each side sends something at least this often."""
 STALL_SECONDS = 15.0
-"""For so long a network may carry nothing, and nothing happens."""
+"""A network may carry nothing for this long, and the connection stays."""
 SILENCE_SECONDS = 2 * (STALL_SECONDS + BEAT_SECONDS)
-"""After this long without a message each side takes the other one for lost. TCP sends again after pauses that double, so that a
-connection may be silent for twice as long as its network was."""
+"""After this long without a message each side counts the other side as lost. TCP sends again after pauses that double: a
+connection can be silent for twice as long as the network was."""
 REPLY_SECONDS = 60.0
 """Limit for a reply that needs no large file."""
 REACH_SECONDS = SILENCE_SECONDS
-"""Limit for a connection between the two, which waits for a network that stalls as well."""
+"""Limit for opening a connection between the two sides. The network can stall at this moment too."""
 
 
 class Message(BaseModel):
@@ -41,27 +42,30 @@ class Greeting(Message):
 
     name: str
     address: str
-    """By which the server reaches it: that of its side of the connection."""
+    """The host's own address on this connection, at which the server reaches the host's ports."""
     port: int
-    """At which it listens, so that the server can try."""
+    """A port at which the host listens, so that the server can try to connect."""
     device: Literal["cpu", "cuda"]
     without_bfloat16: str
     """The name of a GPU without bfloat16; empty if all have bfloat16."""
     engines: int
     ranks: int
     versions: dict[str, str]
-    """Of what must be equal on all machines."""
+    """The versions that must be equal on all machines, by package."""
 
 
 class Reply(Message):
     kind: Literal["reply"] = "reply"
     number: int = 0
-    """Of the order."""
+    """The number of the order."""
     error: str = ""
-    """Why it was not obeyed; empty if it was."""
+    """Why the host did not obey the order; empty if the host did."""
     path: str = ""
+    """The path of the folder that `Put` has made."""
     port: int = 0
+    """The port of the engine that `StartEngine` has started, or a free port for `FreePort`."""
     pid: int = 0
+    """The process that `StartEngine` or `StartRank` has started."""
 
 
 class Output(Message):
@@ -71,7 +75,7 @@ class Output(Message):
     child: str
     text: str
     is_log: bool
-    """Of its log; else a line of its standard output."""
+    """Whether the text belongs to the child's log. False: the text is a line of its standard output."""
 
 
 class Ended(Message):
@@ -87,9 +91,9 @@ class Beat(Message):
     work: dict[str, str] = {}
     """The work counters of each engine, in hexadecimal digits."""
     cpu_seconds: dict[str, float] = {}
-    """Of each rank."""
+    """The processor time of each rank."""
     at: float
-    """When they were read, on the host's clock. Beats come late, and several at once, when the network has stalled."""
+    """When the counters were read, on the host's clock. After a stall of the network beats come late, several at once."""
 
 
 # --- from the server ---
@@ -111,7 +115,7 @@ class Order(Message):
 
 
 class UseBase(Order):
-    """Find a base model, and compare its files."""
+    """Find a base model, and compare its files with the server's digests."""
 
     kind: Literal["base"] = "base"
     name: str
@@ -124,18 +128,19 @@ class StartEngine(Order):
     kind: Literal["engine"] = "engine"
     child: str
     slot: int
-    """Which of the host's engines."""
+    """The index of the engine on the host."""
     base: str
     settings: dict[str, Any]
-    """Those of the server that concern an engine (`ServerConfig`)."""
+    """The server's settings that concern an engine (`ServerConfig`)."""
     secret: str
-    """With which the engine's port is asked."""
+    """The header value that each request to the engine's port must have."""
 
 
 class StartRank(Order):
     kind: Literal["rank"] = "rank"
     child: str
     slot: int
+    """The index of the rank on the host."""
     base: str
     worker: WorkerConfig
 
@@ -163,12 +168,12 @@ class End(Order):
 
 
 class Put(Order):
-    """Make a folder of files, which the host has or fetches, or an empty one."""
+    """Make a folder of files. The host links the files that it has, and fetches the others."""
 
     kind: Literal["put"] = "put"
     folder: str
     files: dict[str, str]
-    """Digests by name."""
+    """The digest of each file, by name; empty for an empty folder."""
 
 
 class Send(Order):
@@ -177,7 +182,7 @@ class Send(Order):
     kind: Literal["send"] = "send"
     folder: str
     ticket: str
-    """Under which the server takes them."""
+    """The ticket under which the server accepts the files."""
 
 
 class Drop(Order):
@@ -199,7 +204,7 @@ AnyOrder = UseBase | StartEngine | StartRank | Write | Cancel | End | Put | Send
 FROM_HOST = TypeAdapter[Reply | Output | Ended | Beat](
     Annotated[Reply | Output | Ended | Beat, Field(discriminator="kind")]
 )
-"""After the greeting."""
+"""The host's messages after the greeting."""
 FROM_SERVER = TypeAdapter[Welcome | Refusal | AnyOrder](
     Annotated[Welcome | Refusal | AnyOrder, Field(discriminator="kind")]
 )

@@ -1,4 +1,4 @@
-"""`--cluster`: the process beside a server by which Ray places hosts (`ray_process.py`), from the server's side."""
+"""`--cluster`, on the server's side: the child process that has Ray place hosts (`ray_process.py`)."""
 
 import asyncio
 import hashlib
@@ -26,48 +26,50 @@ AUTO, ADDRESS_VARIABLE = "auto", "RAY_ADDRESS"
 ANSWER_SECONDS = 5.0
 """Limit for the first answer of Ray's address."""
 HEAD_SECONDS = 10
-"""So long may Ray's head be away before the process ends and starts anew; Ray's own limit is 60 s."""
+"""Ray's head may be away for this long before the process ends and starts anew. Ray's own limit is 60 s."""
 CANNOT = 2
 """The process's status when Ray cannot do what is asked."""
 
 
 class Placing(Message):
-    """What Ray shall place, for which server."""
+    """The hosts that Ray is to place, and the server that they join."""
 
     address: str | None
     """None: start Ray on this machine."""
     temp_dir: str
-    """Of a Ray that is started; its sockets allow short paths only."""
+    """The folder of a Ray that is started on this machine. Ray's sockets allow short paths only."""
     engines: int
     ranks: int
     url: str
     key: str
     number: str
-    """Names the server among those whose hosts keep files on a machine."""
+    """Distinguishes the files of this server's hosts from the files of other servers' hosts on the same machine."""
 
 
 class RayEnded(Exception):
-    """The process has ended, and so have its hosts."""
+    """The process has ended, and its hosts with it."""
 
 
 class RayProcess:
-    """The process, started again whenever it ends."""
+    """The process that has Ray place hosts, started again whenever the process ends."""
 
     def __init__(self, config: ServerConfig, children: Children):
         """Checks what can be checked before anything starts.
 
         Raises:
-            UsageError: Ray is not installed, or its address does not answer.
+            UsageError: Ray is not installed, or Ray's address does not answer.
         """
         if importlib.util.find_spec("ray") is None:
             raise missing_extra(ModuleNotFoundError(name="ray"), "cluster")
-        self._address = os.environ.get(ADDRESS_VARIABLE) or None if config.cluster == AUTO else config.cluster
+        self._address = config.cluster
+        if self._address == AUTO:
+            self._address = os.environ.get(ADDRESS_VARIABLE) or None
         if self._address is not None:
             check_answers(self._address)
         self.key = ApiKey(key=secrets.token_urlsafe(32), scopes=frozenset({"host"}))
-        """With which the hosts join. It belongs to this start of the server."""
+        """The key with which the hosts join. Each start of the server makes another key."""
         self.fatal: BaseException | None = None
-        """Why Ray cannot place the hosts; the server then ends."""
+        """Why Ray cannot place the hosts. The server then ends."""
         self._config = config
         self._children = children
         self._log = LogFile(config.log_dir / "ray.log")
@@ -89,30 +91,30 @@ class RayProcess:
         process = await start_child(command, self._log, environment, max_line_bytes=2**16)
         self._children.add(process.pid)
         try:
-            told, _ = await process.communicate(self._placing().model_dump_json().encode())
+            output, _ = await process.communicate(self._placing().model_dump_json().encode())
             kill_left(process.pid)  # Ray's own processes
         finally:
             await asyncio.to_thread(self._children.end, process.pid)
             await asyncio.to_thread(shutil.rmtree, self._temp_dir, ignore_errors=True)
-        reason = told.decode(errors="replace").strip()
+        reason = output.decode(errors="replace").strip()
         if process.returncode == CANNOT and is_first:
             self.fatal = UsageError(reason)
             return
         raise RayEnded(f"{reason or 'Ray is lost'}; the hosts that it placed are placed anew ({self._log.path})")
 
     def _environment(self) -> dict[str, str]:
-        made = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        made |= {
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        environment |= {
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_worker_niceness": "0",
+            "RAY_worker_niceness": "0",  # Ray's default, 15, lets every other process go first
             "RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_SECONDS),
         }
         if self._address is None:
             token = self._config.server_dir / "ray_token"
             files.write_file(token, secrets.token_hex(32).encode())
-            made.pop("RAY_AUTH_TOKEN", None)
-            made |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token.resolve())}
-        return made
+            environment.pop("RAY_AUTH_TOKEN", None)  # Ray would prefer this token to the file
+            environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token.resolve())}
+        return environment
 
     def _placing(self) -> Placing:
         own = json.loads((self._config.server_dir / "address.json").read_text())
@@ -131,7 +133,7 @@ def check_answers(address: str) -> None:
     """Checks that something listens at Ray's address.
 
     Raises:
-        UsageError: nothing does, or it is no address.
+        UsageError: nothing listens there, or the text is no address.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:

@@ -1,9 +1,10 @@
-"""Has Ray place hosts (`art-server host`) for a server, and places again what is lost.
+"""Has Ray place hosts (`art-server host`) for a server, and starts a host again when it is lost.
 
     python -m art_cluster.ray_process
 
-The server starts it (`placing.py`), writes a `Placing` to its stdin, and reads from its stdout why it cannot go on. It is the
-driver of a job of Ray: when it ends, or Ray's head, so do its hosts. The server itself never imports Ray.
+The server starts this process (`placing.py`) and writes a `Placing` to its stdin. If Ray cannot place the hosts, the process
+writes the reason to stdout. The process is the driver of a job of Ray: the hosts end when the driver or Ray's head ends. The
+server itself never imports Ray.
 """
 
 import asyncio
@@ -29,30 +30,33 @@ logger = logging.getLogger("art_cluster.ray_process")
 CONNECT_SECONDS = 20.0
 """Limit for Ray's answer at an address; Ray itself tries for minutes."""
 AGAIN_SECONDS = 5.0
-"""Between two hosts in one place. As long as this one of an earlier server may live on."""
+"""The pause before a lost host is started again. A host of an earlier server may still run for this long."""
 TRIES = 2
-"""A host that is refused as often as this at the start will never join."""
+"""A host that fails to join this many times at the start will never join."""
 ROOM_SECONDS = 30.0
-"""Between two lines in the log while others use what is asked."""
+"""The pause between two lines in the log while other jobs use the resources."""
 STORE_BYTES = 100 * 2**20
-"""Of an object store that nobody uses; Ray demands 75 MB."""
+"""The size of Ray's object store, which nobody uses. Ray demands 75 MB."""
 ANYWHERE = {"0.0.0.0", "::"}
+"""Addresses with which a server listens on all networks."""
 
 Bundle = dict[str, float]
+"""Amounts of Ray's resources: `{"CPU": 1.0, "GPU": 1.0}`."""
 
 
 class Impossible(Exception):
-    """Ray cannot do what is asked: one sentence."""
+    """Ray cannot place the hosts; the text is one sentence."""
 
 
 @ray.remote
 class HostActor:
-    """Runs `art-server host` where Ray has placed it. It ends with this actor. No code of ours runs in the actor itself, so that
-    a machine without it, or with another version, says so."""
+    """Runs `art-server host` on the machine that Ray has chosen. The host ends with this actor. The actor imports no code of ours:
+    on a machine without our package, or with another version, the actor still runs and returns the reason."""
 
     async def join(self, folder: str, key: str, flags: list[str], parent_variable: str) -> str | None:
-        """Starts it. Returns None when it has joined, or why it ended."""
+        """Starts the host. Returns None when the host has joined, else why the host ended."""
         file = self._write_key(folder, key)
+        # Ray sets OMP_NUM_THREADS to the CPUs of the actor. The host's engines and ranks use more cores.
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "art_server.cli", "host", "--token-file", file, "--path", folder, *flags),
@@ -65,7 +69,7 @@ class HostActor:
         return await self._read(": joined ")
 
     async def wait(self) -> str | None:
-        """Why it ended."""
+        """Waits until the host ends, and returns the reason."""
         return await self._read(None)
 
     def _write_key(self, folder: str, key: str) -> str:
@@ -88,59 +92,60 @@ class HostActor:
         return f"{text} (status {await self._process.wait()})"
 
 
-class Places:
-    """The hosts of a server, each with a place of its own."""
+class PlacedHosts:
+    """The hosts of a server. Each host has its own bundle of a placement group."""
 
-    def __init__(self, given: Placing, url: str):
-        self._given = given
+    def __init__(self, placing: Placing, url: str):
+        self._placing = placing
         self._url = url
         self._waiting: set[str] = set()
-        """Those that have not joined yet."""
+        """The names of hosts that have not joined yet."""
 
     async def keep(self) -> NoReturn:
-        """Has all hosts run.
+        """Keeps all hosts running.
 
         Raises:
-            Impossible: there is no room for them, or they cannot join.
+            Impossible: Ray has no room for the hosts, or they cannot join.
         """
-        engine, gang = bundles(self._given, ray.cluster_resources())
-        nodes = [each["Resources"] for each in ray.nodes() if each["Alive"]]
-        if not has_room(nodes, engine, self._given.engines, gang):
+        engine, gang = bundles(self._placing, ray.cluster_resources())
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if not has_room(nodes, engine, self._placing.engines, gang):
             raise Impossible(
-                f"{self._wish(engine, gang)}, and Ray has {text_of(nodes)}, of which {text_of([ray.available_resources()])} are "
-                "free: use fewer, or add machines to Ray"
+                f"{self._requirement(engine, gang)}, and Ray has {text_of(nodes)}, of which "
+                f"{text_of([ray.available_resources()])} are free: use fewer, or add machines to Ray"
             )
-        engines = placement_group([engine] * self._given.engines, "SPREAD") if self._given.engines else None
+        engines = placement_group([engine] * self._placing.engines, "SPREAD") if self._placing.engines else None
         ranks = placement_group([gang], "STRICT_PACK") if gang else None
         for group in (engines, ranks):
             while group is not None and not await asyncio.to_thread(group.wait, ROOM_SECONDS):
-                logger.warning("%s; free are %s: waiting", self._wish(engine, gang), ray.available_resources())
+                logger.warning("%s; free are %s: waiting", self._requirement(engine, gang), ray.available_resources())
         async with asyncio.TaskGroup() as tasks:
             if ranks is not None:
-                flags = ["--engines", "0", "--ranks", str(self._given.ranks)]
+                flags = ["--engines", "0", "--ranks", str(self._placing.ranks)]
                 tasks.create_task(self._keep("ray-ranks", ranks, 0, gang, flags))
-            for number in range(self._given.engines):
+            for number in range(self._placing.engines):
                 assert engines is not None
                 flags = ["--engines", "1", "--ranks", "0"]
                 tasks.create_task(self._keep(f"ray-engine-{number}", engines, number, engine, flags))
         raise AssertionError("no host ends for good")
 
-    def _wish(self, engine: Bundle, gang: Bundle) -> str:
-        each = f"{self._given.engines} engines need {text_of([engine])} each" if self._given.engines else ""
-        whole = f"{self._given.ranks} ranks {text_of([gang])} on one machine" if gang else ""
-        return f"--cluster: {' and '.join(filter(None, (each, whole)))}"
+    def _requirement(self, engine: Bundle, gang: Bundle) -> str:
+        """Such as "--cluster: 2 engines need 1 CPU, 1 GPU each and 4 ranks 4 CPU, 4 GPU on one machine"."""
+        engines = f"{self._placing.engines} engines need {text_of([engine])} each" if self._placing.engines else ""
+        ranks = f"{self._placing.ranks} ranks {text_of([gang])} on one machine" if gang else ""
+        return f"--cluster: {' and '.join(filter(None, (engines, ranks)))}"
 
     async def _keep(self, name: str, group: PlacementGroup, index: int, bundle: Bundle, flags: list[str]) -> NoReturn:
-        folder = os.path.join(tempfile.gettempdir(), f"art-hosts-{os.getuid()}", f"{self._given.number}-{name}")
-        arguments = (folder, self._given.key, ["--join", self._url, "--name", name, *flags], PARENT_VARIABLE)
-        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        folder = os.path.join(tempfile.gettempdir(), f"art-hosts-{os.getuid()}", f"{self._placing.number}-{name}")
+        arguments = (folder, self._placing.key, ["--join", self._url, "--name", name, *flags], PARENT_VARIABLE)
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         nodes = (await asyncio.to_thread(placement_group_table, group))["bundles_to_node_id"]
         logger.info("%s is placed on %s", name, nodes[index][:8])
         self._waiting.add(name)
         tries = 0
         while True:
             actor: Any = HostActor.options(  # Any: Ray makes its methods
-                scheduling_strategy=place, num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0)
+                scheduling_strategy=strategy, num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0)
             ).remote()
             try:
                 if (reason := await actor.join.remote(*arguments)) is None:
@@ -160,23 +165,29 @@ class Places:
             await asyncio.sleep(AGAIN_SECONDS)
 
 
-def bundles(given: Placing, there: Mapping[str, float]) -> tuple[Bundle, Bundle]:
-    """What an engine needs, and what all ranks need; where there are GPUs each has one."""
-    each: Bundle = {"CPU": 1.0, "GPU": 1.0} if there.get("GPU") else {"CPU": 1.0}
-    return each, {name: number * given.ranks for name, number in each.items()} if given.ranks else {}
+def bundles(placing: Placing, cluster: Mapping[str, float]) -> tuple[Bundle, Bundle]:
+    """The resources of one engine, and the resources of all ranks together; empty without ranks.
+
+    Where the cluster has GPUs, each engine and each rank gets one GPU.
+    """
+    single: Bundle = {"CPU": 1.0, "GPU": 1.0} if cluster.get("GPU") else {"CPU": 1.0}
+    gang = {name: amount * placing.ranks for name, amount in single.items()} if placing.ranks else {}
+    return single, gang
 
 
 def has_room(nodes: Sequence[Mapping[str, float]], engine: Bundle, engines: int, gang: Bundle) -> bool:
-    """Whether the machines could hold all of it if nothing else used them."""
+    """Whether the machines could hold all engines and the gang of ranks if nothing else used them. A gang needs one machine."""
 
     def slots(node: Mapping[str, float], used: Bundle) -> int:
         return int(min((node.get(name, 0.0) - used.get(name, 0.0)) // size for name, size in engine.items()))
 
-    fitting = [place for place, node in enumerate(nodes) if all(node.get(n, 0.0) >= size for n, size in gang.items())]
-    return any(
-        sum(slots(node, gang if number == place else {}) for number, node in enumerate(nodes)) >= engines
-        for place in fitting
-    )
+    for gang_index, gang_node in enumerate(nodes):
+        if any(gang_node.get(name, 0.0) < size for name, size in gang.items()):
+            continue
+        num_slots = [slots(node, gang if index == gang_index else {}) for index, node in enumerate(nodes)]
+        if sum(num_slots) >= engines:
+            return True
+    return False
 
 
 def text_of(nodes: Sequence[Mapping[str, float]]) -> str:
@@ -185,43 +196,44 @@ def text_of(nodes: Sequence[Mapping[str, float]]) -> str:
     return " and ".join(shown)
 
 
-def connect(given: Placing) -> None:
-    """Joins Ray, or starts it.
+def connect(placing: Placing) -> None:
+    """Joins Ray at its address, or starts Ray on this machine.
 
     Raises:
-        Impossible: its address does not answer, or it does not take this machine.
+        Impossible: Ray's address does not answer, or Ray does not accept this machine.
     """
     try:
-        if given.address is not None:
-            ray.init(address=given.address, log_to_driver=False)
+        if placing.address is not None:
+            ray.init(address=placing.address, log_to_driver=False)
             return
-        # On a CPU engines share the cores.
-        num_cpus = max(os.cpu_count() or 1, given.engines + given.ranks)
+        # On a CPU engines and ranks share the cores: Ray must count one for each of them.
+        num_cpus = max(os.cpu_count() or 1, placing.engines + placing.ranks)
         ray.init(
             address="local",
             num_cpus=num_cpus,
             object_store_memory=STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,
-            _temp_dir=given.temp_dir,
+            _temp_dir=placing.temp_dir,
         )
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise Impossible(
-            f"--cluster {given.address or 'auto'}: {' '.join(str(error).split())}: this machine must be a node of that Ray, with the "
-            "same versions of Ray and Python and the same token"
+            f"--cluster {placing.address or 'auto'}: {' '.join(str(error).split())}: this machine must be a node of that Ray, "
+            "with the same versions of Ray and Python and the same token"
         ) from error
 
 
 def reachable(url: str) -> str:
-    """The server's address as machines of Ray reach it.
+    """The server's address as machines of Ray reach it: `'http://0.0.0.0:7623' -> 'http://10.0.0.1:7623'`.
 
     Raises:
-        Impossible: it listens on loopback, and Ray has other machines.
+        Impossible: the server listens on loopback, and Ray has other machines.
     """
     parts, own = urlsplit(url), ray.util.get_node_ip_address()
-    others = {each["NodeManagerAddress"] for each in ray.nodes() if each["Alive"]} - {own, "127.0.0.1"}
+    others = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]} - {own, "127.0.0.1"}
     if parts.hostname in ANYWHERE:
-        return f"http://{f'[{own}]' if ':' in own else own}:{parts.port}"
+        shown = f"[{own}]" if ":" in own else own
+        return f"http://{shown}:{parts.port}"
     if others and parts.hostname in ("127.0.0.1", "localhost", "::1"):
         raise Impossible(
             f"--host {parts.hostname}: Ray's machines {', '.join(sorted(others))} cannot reach it: use --host 0.0.0.0 with keys"
@@ -232,7 +244,7 @@ def reachable(url: str) -> str:
 def main() -> None:
     be_child()
     answers = claim_stdout()
-    given = Placing.model_validate_json(sys.stdin.read())
+    placing = Placing.model_validate_json(sys.stdin.read())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def fail(sentence: str) -> NoReturn:
@@ -240,15 +252,15 @@ def main() -> None:
         answers.flush()
         os._exit(CANNOT)
 
-    late = f"--cluster {given.address}: no Ray answered there within {CONNECT_SECONDS:.0f} s: check address and token"
+    late = f"--cluster {placing.address}: no Ray answered there within {CONNECT_SECONDS:.0f} s: check address and token"
     timer = threading.Timer(CONNECT_SECONDS, fail, [late])
     timer.daemon = True
-    if given.address is not None:
+    if placing.address is not None:
         timer.start()
     try:
-        connect(given)
+        connect(placing)
         timer.cancel()
-        asyncio.run(Places(given, reachable(given.url)).keep())
+        asyncio.run(PlacedHosts(placing, reachable(placing.url)).keep())
     except* Impossible as group:
         fail(str(group.exceptions[0]))
 

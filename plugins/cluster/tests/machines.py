@@ -84,7 +84,8 @@ class Relay:
         async def read() -> None:
             with contextlib.suppress(ConnectionError):
                 while chunk := await reader.read(CHUNK_BYTES):
-                    self.num_held += counts and not self._is_open.is_set()
+                    if counts and not self._is_open.is_set():
+                        self.num_held += 1
                     arrived.put_nowait(chunk)
             arrived.put_nowait(b"")
 
@@ -163,7 +164,7 @@ class House:
         """Waits for so many engines that serve, and no others."""
 
         def states() -> list[str]:
-            return [each.state for each in self.server.engine.replicas]
+            return [replica.state for replica in self.server.engine.replicas]
 
         await until(lambda: states() == ["ready"] * num, lambda: f"{states()}, {self.server.engine.detail}")
 
@@ -188,8 +189,8 @@ async def house(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) 
     for module in (obeying, trainer_process):
         monkeypatch.setattr(module, "start_child", forked.start_child)
     monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.05)
-    given = {"engines": 0, "ranks": 0, "api_keys": KEYS, "base_model": "art/tiny", "gap_limit": 0.0, **settings}
-    server = build(ServerConfig(path=folder / "server", **given))
+    config = {"engines": 0, "ranks": 0, "api_keys": KEYS, "base_model": "art/tiny", "gap_limit": 0.0, **settings}
+    server = build(ServerConfig(path=folder / "server", **config))
     async with listening(server) as url:
         here = House(url, server, folder)
         try:

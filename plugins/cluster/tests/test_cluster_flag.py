@@ -48,11 +48,11 @@ def test_an_address_that_does_not_answer_is_refused(tmp_path: Path, monkeypatch:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         check_answers(address)
-    for given, variable in ((address, None), ("auto", address)):
+    for cluster, variable in ((address, None), ("auto", address)):
         if variable is not None:
             monkeypatch.setenv(placing_module.ADDRESS_VARIABLE, variable)
         with pytest.raises(UsageError, match=f"--cluster {address}: nothing answers there"):
-            build(config(tmp_path / given.replace(":", "-"), cluster=given))
+            build(config(tmp_path / cluster.replace(":", "-"), cluster=cluster))
 
 
 @pytest.mark.parametrize(
@@ -85,12 +85,12 @@ async def test_with_keys_the_made_one_opens_nothing_else(tmp_path: Path) -> None
     server = build(config(tmp_path, api_keys=(ApiKey(key="user"),)))
     try:
         assert server.hosts is not None
-        made = {"authorization": f"Bearer {server.hosts.keys[0].key}"}
+        headers = {"authorization": f"Bearer {server.hosts.keys[0].key}"}
         transport = httpx.ASGITransport(make_app(server, None))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             assert (await client.get("/api/jobs")).status_code == 401
-            assert (await client.get("/api/jobs", headers=made)).status_code == 403
-            assert (await client.get("/v1/models", headers=made)).status_code == 403
+            assert (await client.get("/api/jobs", headers=headers)).status_code == 403
+            assert (await client.get("/v1/models", headers=headers)).status_code == 403
     finally:
         server.close()
 
@@ -99,22 +99,22 @@ async def test_a_process_that_cannot_place_ends_the_server_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later its sentence is a fault that `/health` shows."""
-    made = config(tmp_path)
-    made.server_dir.mkdir(parents=True)
-    (made.server_dir / "address.json").write_text('{"url": "http://127.0.0.1:7623"}')
+    settings = config(tmp_path)
+    settings.server_dir.mkdir(parents=True)
+    (settings.server_dir / "address.json").write_text('{"url": "http://127.0.0.1:7623"}')
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\ncat > given\nenv > variables\necho there is no room\nexit 2\n")
     fake.chmod(0o700)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(placing_module.sys, "executable", str(fake))
-    ray = RayProcess(made, Children(made.server_dir, made.log_dir))
+    ray = RayProcess(settings, Children(settings.server_dir, settings.log_dir))
     await ray.run()
     assert str(ray.fatal) == "there is no room"
-    given = placing_module.Placing.model_validate_json((tmp_path / "given").read_text())
-    assert (given.address, given.engines, given.ranks, given.key) == (None, 2, 3, ray.key.key)
+    placing = placing_module.Placing.model_validate_json((tmp_path / "given").read_text())
+    assert (placing.address, placing.engines, placing.ranks, placing.key) == (None, 2, 3, ray.key.key)
     variables = (tmp_path / "variables").read_text()
     assert "OMP_NUM_THREADS" not in variables and ray.key.key not in variables
-    assert (made.server_dir / "ray_token").stat().st_mode & 0o777 == 0o600
+    assert (settings.server_dir / "ray_token").stat().st_mode & 0o777 == 0o600
     with pytest.raises(placing_module.RayEnded, match="there is no room"):
         await ray.run()

@@ -177,8 +177,8 @@ async def test_a_machine_whose_card_lacks_the_number_type_is_refused(tmp_path: P
     server = build(config, make_trainer=new_trainer)
     async with listening(server) as url, joins(url, "one", "cuda", **old) as host:
         assert host.refusal == "Tesla T4 has no bfloat16: start the server with --dtype float16 --trainer-dtype float32"
-    given = config.model_copy(update={"dtype": "float16", "trainer_dtype": "float32"})
-    async with listening(build(given, make_trainer=new_trainer)) as url, joins(url, "two", "cuda", **old) as host:
+    float16 = config.model_copy(update={"dtype": "float16", "trainer_dtype": "float32"})
+    async with listening(build(float16, make_trainer=new_trainer)) as url, joins(url, "two", "cuda", **old) as host:
         assert host.refusal is None
 
 

@@ -10,7 +10,7 @@ from art_server.engine.device.detection import Gpu, Machine
 from art_server.errors import InvalidInput, UsageError
 
 CPU = Machine("cpu", (), 64 << 30, (0, 1))
-CARDS = tuple(Gpu(each, f"GPU-{each}", "NVIDIA L4", 24 << 30, (8, 9)) for each in range(4))
+CARDS = tuple(Gpu(index, f"GPU-{index}", "NVIDIA L4", 24 << 30, (8, 9)) for index in range(4))
 GPUS = Machine("cuda", CARDS, 64 << 30, (0, 1))
 REQUIRED = ["--join", "http://there:7623", "--token-file", "key"]
 
@@ -74,7 +74,7 @@ def test_the_command_ends_with_one_sentence(
     assert capsys.readouterr().err == (
         "art-server host: --join gpu-box:7623: write an address such as http://gpu-box:7623\n"
     )
-    assert [each.name for each in tmp_path.iterdir()] == ["key"]
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
 
 
 @pytest.mark.parametrize("name", ["../a", "a/../b", "/etc/passwd", ".hidden", "a/b/c", "a//b", "", "a\n", "a\0b"])

@@ -54,8 +54,8 @@ async def test_a_program_trains_on_machines_that_have_joined(tmp_path: Path, mon
                 assert (await model.train(groups, CONFIG)).step == step
         folder = here.server.registry.get("p", "m").folder
         assert folder.read_checkpoint(2).environment["ranks"] == "2"
-        made = {each.name for each in folder.checkpoint_dir(2).iterdir()}
-        assert {"adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"} <= made
+        names = {file.name for file in folder.checkpoint_dir(2).iterdir()}
+        assert {"adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"} <= names
         for replica, name in zip(here.server.engine.replicas, ("one", "two"), strict=True):
             assert "p/m@2" in replica.loaded_adapters()
             kept = [*(tmp_path / name / "folders").iterdir()]
@@ -81,8 +81,8 @@ async def test_what_was_learned_of_memory_is_the_servers_and_goes_to_all_machine
         model, backend = await register(here)
         async with backend:
             await model.train([await sample_group(model)], CONFIG)
-        made = here.server.registry.get("p", "m").folder.read_checkpoint(1).environment
-        assert (made["ranks"], made["max_tokens"]) == ("2", "64")
+        environment = here.server.registry.get("p", "m").folder.read_checkpoint(1).environment
+        assert (environment["ranks"], environment["max_tokens"]) == ("2", "64")
 
 
 async def test_a_lost_machine_costs_nothing_but_its_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +146,9 @@ async def test_a_stall_of_the_network_is_no_hang_of_an_engine(tmp_path: Path, mo
         assert replica.state == "ready" and replica.num_starts == 1
 
 
-@pytest.mark.parametrize("place", ["while it starts", "while it trains"])
+@pytest.mark.parametrize("phase", ["while it starts", "while it trains"])
 async def test_a_lost_machine_is_no_death_of_the_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     """The attempt is repeated without it, and not counted against the job."""
     monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 0.0)
@@ -160,7 +160,7 @@ async def test_a_lost_machine_is_no_death_of_the_trainer(
         model, backend = await register(here)
         async with backend:
             groups = [await sample_group(model)]
-            if place == "while it trains":
+            if phase == "while it trains":
                 here.when_training(lambda: here.tasks["lost"].cancel())
                 job = await model.submit(groups, CONFIG)
             else:
@@ -349,7 +349,7 @@ async def test_a_machine_that_cannot_take_an_adapter_is_not_ready(
         async with backend:
             groups = [await sample_group(model)]
             assert (await model.train(groups, CONFIG)).step == 1
-            names = {each.name: each for each in here.server.engine.replicas}
+            names = {replica.name: replica for replica in here.server.engine.replicas}
             assert names["engine-good-0"].holds("p/m@1")
             await until(lambda: names["engine-full-0"].state == "failed")
             await sample_group(model)
@@ -390,7 +390,7 @@ async def test_a_machine_that_cannot_join_hears_why(
             case _:
                 key = {"key": "other", "scope": "user"}[reason]
         assert REFUSED[reason] in await here.refusal("one", engines=1, key=key)
-        await here.ready(int(reason == "name"))
+        await here.ready(1 if reason == "name" else 0)
 
 
 class Closed:

@@ -27,9 +27,9 @@ CPUS, GPUS = {"CPU": 4.0}, {"CPU": 16.0, "GPU": 8.0}
 def test_ranks_need_one_machine_and_engines_any(
     nodes: list[dict[str, float]], engines: int, ranks: int, fits: bool
 ) -> None:
-    there = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
-    given = Placing(address=None, temp_dir="", engines=engines, ranks=ranks, url="", key="", number="")
-    engine, gang = bundles(given, there)
+    resources = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
+    placing = Placing(address=None, temp_dir="", engines=engines, ranks=ranks, url="", key="", number="")
+    engine, gang = bundles(placing, resources)
     assert has_room(nodes, engine, engines, gang) is fits
 
 

@@ -1,5 +1,5 @@
-"""ART's path of `art.auto_trajectory`, which is a function as well. An import would put the module into its place, so the
-function takes the place of the module, with the module's names."""
+"""ART's module `art.auto_trajectory`. `art.auto_trajectory` is a function as well, and an import of the module would replace
+the function. So the function is put into `sys.modules` instead of the module, with the module's names as attributes."""
 
 import sys
 from typing import Any, cast

@@ -27,7 +27,7 @@ async def trajectory_group_batches(
     pbar_desc: str | None = "batches",
     pbar_total_completion_tokens: bool = False,
 ) -> AsyncIterator[list[TrajectoryGroup]]:
-    """Batches of `batch_size` groups, in the order in which the groups complete. The last one has the rest.
+    """Batches of `batch_size` groups, in the order in which the groups complete. The last batch has the rest.
 
     At most `batch_size * max_concurrent_batches` groups are sampled at a time. The first `skip_batches` batches of
     groups are left out, for a program that continues. A batch tolerates `max_batch_exceptions` failed rollouts: a
@@ -38,10 +38,10 @@ async def trajectory_group_batches(
     """
     if batch_size < 1 or max_concurrent_batches < 1 or skip_batches < 0:
         raise ValueError("batch_size and max_concurrent_batches are at least 1, skip_batches 0")
-    given = list(groups)
-    first = batch_size * skip_batches
-    close_groups(given[:first])
-    waiting = given[first:]
+    all_groups = list(groups)
+    num_skipped = batch_size * skip_batches
+    close_groups(all_groups[:num_skipped])
+    waiting = all_groups[num_skipped:]
     running: set[asyncio.Task[list[TrajectoryGroup]]] = set()
     batch: list[TrajectoryGroup] = []
     bar = tqdm(desc=pbar_desc, total=len(waiting), disable=pbar_desc is None)
@@ -67,7 +67,7 @@ async def trajectory_group_batches(
 
 
 def _check(batch: list[TrajectoryGroup], limit: float) -> None:
-    failures = [each for group in batch for each in group.exceptions]
+    failures = [failure for group in batch for failure in group.exceptions]
     if 0 < limit < 1:
         limit *= sum(len(group) + len(group.exceptions) for group in batch)
     if len(failures) > limit:

@@ -47,8 +47,8 @@ class Settings(dict[str, Any]):
             name: core_schema.typed_dict_field(handler.generate_schema(kind), required=False)
             for name, kind in get_type_hints(cls).items()
         }
-        given = core_schema.typed_dict_schema(fields, extra_behavior="allow")
-        return core_schema.no_info_after_validator_function(cls, given)
+        schema = core_schema.typed_dict_schema(fields, extra_behavior="allow")
+        return core_schema.no_info_after_validator_function(cls, schema)
 
 
 class InitArgs(Settings):
@@ -57,7 +57,7 @@ class InitArgs(Settings):
 
 
 class EngineArgs(Settings):
-    """vLLM's arguments. A server applies those that its --engine-arg accepts, if its engine has not started yet."""
+    """vLLM's arguments. A server applies the arguments that its --engine-arg accepts, if the engine has not started yet."""
 
     gpu_memory_utilization: float | None
     tensor_parallel_size: int | None
@@ -74,7 +74,7 @@ class TrainerArgs(Settings):
 
 
 class ServerArgs(Settings):
-    """Arguments of ART's inference server. They have no effect: the flags of art-server set ours."""
+    """Arguments of ART's inference server. They have no effect: the flags of art-server configure our server."""
 
 
 class TorchtuneArgs(Settings):

@@ -2,8 +2,8 @@
 
     choice, tool_choice, tools = get_guided_completion_params(answer_of_the_teacher, base_tools)
 
-A text answer is a choice among one, for `extra_body={"structured_outputs": {"choice": choice}}`. A tool call is the tool whose
-schema permits only these arguments.
+A text answer becomes the only permitted choice, for `extra_body={"structured_outputs": {"choice": choice}}`. A tool call
+becomes the tool with a schema that permits only these arguments.
 """
 
 import copy
@@ -33,13 +33,13 @@ def get_guided_completion_params(
     """The choice, `tool_choice` and `tools` that repeat the first choice of an answer: its first tool call, or else its text.
 
     Raises:
-        ValueError: the tool that it calls is not in `base_tools`.
+        ValueError: the tool that the answer calls is not in `base_tools`.
     """
     message: Any = completion.choices[0].message
     if not message.tool_calls:
         return [message.content or ""], None, None
     function = message.tool_calls[0].function
-    tools = {each["function"]["name"]: each for each in base_tools or ()}
+    tools = {tool["function"]["name"]: tool for tool in base_tools or ()}
     if function.name not in tools:
         raise ValueError(f"the answer calls '{function.name}'; base_tools has {sorted(tools)}")
     tool_choice: dict[str, Any] = {"type": "function", "function": {"name": function.name}}

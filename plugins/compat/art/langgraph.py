@@ -27,10 +27,10 @@ _current: ContextVar[Rollout | None] = ContextVar("_current", default=None)
 
 
 def wrap_rollout(model: TrainableModel, fn: Callable[P, Awaitable[Trajectory]]) -> Callable[P, Awaitable[Trajectory]]:
-    """The function with its agent's conversations in the trajectory that it returns.
+    """The function, wrapped so that the trajectory in its result contains the agent's conversations.
 
-    Chat models that `init_chat_model` makes inside it belong to the rollout. If the function returns a trajectory with
-    messages of its own, these stay.
+    Chat models that `init_chat_model` makes inside the function belong to the rollout. If the function itself puts messages
+    into the trajectory, these messages stay.
     """
 
     @functools.wraps(fn)
@@ -38,23 +38,23 @@ def wrap_rollout(model: TrainableModel, fn: Callable[P, Awaitable[Trajectory]]) 
         async with rollout(model) as opened:
             token = _current.set(opened)
             try:
-                made = await fn(*args, **kwargs)
+                trajectory = await fn(*args, **kwargs)
             finally:
                 _current.reset(token)
-            captured = await opened.trajectory(reward=made.reward)
-        if not made.messages_and_choices:
-            made.messages_and_choices, made.tools = captured.messages_and_choices, captured.tools
-            made.additional_histories += captured.additional_histories
-            made.metrics |= captured.metrics
-            made.logs += captured.logs
-        return made
+            captured = await opened.trajectory(reward=trajectory.reward)
+        if not trajectory.messages_and_choices:
+            trajectory.messages_and_choices, trajectory.tools = captured.messages_and_choices, captured.tools
+            trajectory.additional_histories += captured.additional_histories
+            trajectory.metrics |= captured.metrics
+            trajectory.logs += captured.logs
+        return trajectory
 
     return wrapped
 
 
 def init_chat_model(model: str | None = None, **options: Any) -> Any:
-    """A `langchain_openai.ChatOpenAI` for the model of the current rollout. `options` are its own, such as temperature,
-    max_tokens, streaming. `model` is another name of the server, for example an earlier step.
+    """A `langchain_openai.ChatOpenAI` for the model of the current rollout. `options` are options of ChatOpenAI, such as
+    temperature, max_tokens, streaming. `model` is another name of the server, for example an earlier step.
 
     Raises:
         RuntimeError: outside a function that `wrap_rollout` runs.

@@ -33,8 +33,9 @@ SUMMED = ("costs/", "time/", "data/")
 
 @dataclass(frozen=True, slots=True)
 class TokenPricing:
-    """US dollars for a million tokens. None: the price of other prompt tokens. `cached_prompt_per_million` is for OpenAI's
-    cached prompt tokens, which are among the prompt's; the others are for Anthropic's, which are not."""
+    """US dollars for a million tokens. Where a price is None, the price of prompt tokens applies. OpenAI counts cached tokens
+    among the prompt tokens; `cached_prompt_per_million` is their price. Anthropic counts cached tokens separately;
+    `cache_creation_per_million` and `cache_read_per_million` are their prices."""
 
     prompt_per_million: float
     completion_per_million: float
@@ -74,7 +75,7 @@ class _Run:
 
 
 class MetricsBuilder:
-    """Collects metrics of a context: "train", "eval", or a split. `Model.metrics_builder` makes it."""
+    """Collects metrics of a context: "train", "eval", or a split. `Model.metrics_builder` makes a builder."""
 
     def __init__(self, cost_context: str, _run: _Run | None = None) -> None:
         self.cost_context = cost_context
@@ -88,8 +89,8 @@ class MetricsBuilder:
         """Adds to a metric of the next step, such as "time/step_judge_s".
 
         Raises:
-            ValueError: the key has no section, is a sum over the run, or a cost's source is also the beginning of another; or
-                the value is not finite: a sum would stay so with every later value.
+            ValueError: the key has no section, or is a sum over the run; the source of a cost is also the beginning of
+                another source; or the value is not finite, so that the sum would never be finite again.
         """
         if not math.isfinite(value):
             raise ValueError(f"{key!r} must be a finite number, not {value!r}")
@@ -111,14 +112,14 @@ class MetricsBuilder:
         """Adds "data/NAME" for each size: step_num_scenarios, step_actor_tokens, step_rollout_tokens. `scenario_ids` become
         "data/cum/num_unique_scenarios"."""
         self._add("data", sizes)
-        self._run.scenarios[self.cost_context] |= {str(each) for each in scenario_ids or ()}
+        self._run.scenarios[self.cost_context] |= {str(scenario_id) for scenario_id in scenario_ids or ()}
 
     def add_user_timing(self, **seconds: float | None) -> None:
-        """Adds "time/NAME" for each: step_wall_s, step_actor_s, step_rollout_s, step_eval_s."""
+        """Adds "time/NAME" for each argument: step_wall_s, step_actor_s, step_rollout_s, step_eval_s."""
         self._add("time", seconds)
 
     def add_idle_times(self, **seconds: float | None) -> None:
-        """Adds "throughput/NAME" for each: step_trainer_idle_s, step_actor_idle_s, step_rollout_idle_s."""
+        """Adds "throughput/NAME" for each argument: step_trainer_idle_s, step_actor_idle_s, step_rollout_idle_s."""
         self._add("throughput", seconds)
 
     @contextmanager
@@ -135,14 +136,16 @@ class MetricsBuilder:
         self._run.prices[model_name] = TokenPricing(**prices)
 
     def register_cost_extractor(self, provider: str, extractor: Callable[[Any], float | None]) -> None:
-        """Sets the function that reads the cost in US dollars from a provider's answers. None: by price."""
+        """Sets the function that reads the cost in US dollars from a provider's answers. Where the function returns None, the
+        cost comes from the answer itself or from the price."""
         self._run.extractors[provider] = extractor
 
     def add_response_cost(
         self, source: str, response: Any, *, provider: str, model_name: str, **prices: float | None
     ) -> float | None:
-        """Adds the cost of an answer and returns it: by the provider's extractor, as the answer states it, or by price.
-        None, with a warning, without all three. `prices` are those of `track_api_cost`."""
+        """Adds the cost of an answer and returns the cost. The cost comes from the provider's extractor, else from the answer
+        itself, else from the price. With none of the three, the result is None, and a warning is logged. `prices` are as in
+        `track_api_cost`."""
         extractor = self._run.extractors.get(provider)
         cost = extractor(response) if extractor is not None else None
         if cost is None:
@@ -152,7 +155,7 @@ class MetricsBuilder:
         return cost
 
     def activate(self) -> "Token[MetricsBuilder]":
-        """Makes this builder the active one, until `token.var.reset(token)`. `activate_context` does it in a `with` block."""
+        """Makes this builder the active one, until `token.var.reset(token)`. `activate_context` does so for a `with` block."""
         return _active.set(self)
 
     @contextmanager
@@ -170,12 +173,12 @@ class MetricsBuilder:
         return _active.get()
 
     async def flush(self) -> dict[str, float]:
-        """The metrics of this context since the last time, with sums: of costs by source, and over the run."""
+        """The metrics of this context since the last `flush`, with sums: of costs by source, and over the run."""
         return self._flush()
 
     def take(self, more: Mapping[str, float]) -> tuple[dict[str, float], Callable[[], None]]:
-        """`flush` with more metrics, and a function that undoes it, for a row that cannot be written. It raises the
-        ValueError of `add_metric`."""
+        """The metrics of `flush` with `more` added, and a function that puts all of them back, for a row that cannot be
+        written. Raises ValueError as `add_metric` does."""
         run, context = self._run, self.cost_context
         collected = dict(run.pending.get(context, {}))
         scenarios, before = set(run.scenarios.get(context, ())), dict(run.totals)
@@ -202,8 +205,8 @@ class MetricsBuilder:
         costs = {key: value for key, value in metrics.items() if key.startswith("costs/")}
         for key, value in costs.items():
             parts = key.split("/")
-            for above in ("/".join(parts[:end]) for end in range(2, len(parts))):
-                metrics[above] = metrics.get(above, 0.0) + value
+            for parent in ("/".join(parts[:end]) for end in range(2, len(parts))):
+                metrics[parent] = metrics.get(parent, 0.0) + value
         if costs:
             metrics["costs/all"] = sum(costs.values())
         for key, value in list(metrics.items()):
@@ -222,7 +225,7 @@ class MetricsBuilder:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later program continues from with `load_state_dict`: the sums, and the ids of scenarios. JSON."""
+        """The sums over the run and the ids of scenarios, as JSON values, for the `load_state_dict` of a later program."""
         return {"totals": dict(self._run.totals), "scenarios": sorted(self._run.seen)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -233,10 +236,10 @@ class MetricsBuilder:
     def _cost(self, response: Any, model_name: str, provider: str, prices: dict[str, float | None]) -> float | None:
         usage = _field(response, "usage")
         stated = (_field(usage, "cost"), _field(_field(usage, "model_extra"), "cost"))
-        if (cost := next((each for each in stated if each is not None), None)) is not None:
+        if (cost := next((amount for amount in stated if amount is not None), None)) is not None:
             return float(cost)
-        given = {name.replace("_price", ""): value for name, value in prices.items() if value is not None}
-        price = TokenPricing(**given) if given else self._run.prices.get(model_name)
+        fields = {name.replace("_price", ""): value for name, value in prices.items() if value is not None}
+        price = TokenPricing(**fields) if fields else self._run.prices.get(model_name)
         if price is not None and usage is not None:
             return price.cost_of(usage)
         reason = "the answer has no usage" if usage is None else "register_model_pricing sets its price"
@@ -261,7 +264,7 @@ def track_api_cost(
     **prices: float | None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator that adds the cost of a function's answer to the active builder, as "costs/CONTEXT/SOURCE". Without an
-    active builder the function runs as it is. `response_getter` takes the answer out of the function's result. `prices` are
+    active builder the function runs unchanged. `response_getter` takes the answer out of the function's result. `prices` are
     the fields of `TokenPricing`: prompt_price_per_million, completion_price_per_million and so on."""
 
     def add(result: R) -> R:
@@ -291,5 +294,5 @@ def _field(holder: Any, name: str) -> Any:
 
 
 def _number(usage: Any, *names: str) -> int:
-    """The first of these fields that an answer has; the APIs name them differently."""
+    """The first of these fields that is not 0; OpenAI's and Anthropic's APIs name the same number differently."""
     return next((value for name in names if (value := _field(usage, name))), 0)

@@ -1,4 +1,4 @@
-"""ART's path of `art.PipelineTrainer`, and its way to make a group of single rollouts."""
+"""ART's path of `art.PipelineTrainer`, and ART's function that makes a group of single rollouts."""
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""`ServerlessBackend`: ART's name for a managed service. Here a program that uses it trains on a server of its own."""
+"""`ServerlessBackend`: ART's name for a managed service. Here a program with this backend trains on its own art-server."""
 
 import logging
 import os

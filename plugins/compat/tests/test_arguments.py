@@ -80,8 +80,8 @@ IMPORTS = [
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 0)])
 def test_the_names_of_art_work_in_every_order(order: tuple[int, ...]) -> None:
     lines = ["import art"]
-    for each in order:
-        lines += [IMPORTS[each], "assert found is art.iterate_dataset"]
+    for index in order:
+        lines += [IMPORTS[index], "assert found is art.iterate_dataset"]
     lines.append("assert art.utils.retry is art.retry")
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
 

@@ -121,8 +121,8 @@ async def test_charts_show_the_means(tmp_path: Path) -> None:
     assert list(lines["gpt"].get_ydata()) == pytest.approx([0.4, 0.4])
     named = BenchmarkModelKey("mine", "Mine", "val")
     bars = percentage_comparison_bar_chart(table, "win", [named, "gpt"]).axes[0]
-    assert [each.get_text() for each in bars.get_xticklabels()] == ["Mine", "gpt"]
-    assert [each.get_text() for each in bars.texts] == ["67%", "67%"]
+    assert [label.get_text() for label in bars.get_xticklabels()] == ["Mine", "gpt"]
+    assert [label.get_text() for label in bars.texts] == ["67%", "67%"]
     figure.savefig(tmp_path / "progress.png")
     with pytest.raises(ValueError, match="'loss'"):
         training_progress_chart(table, "loss")
@@ -141,11 +141,11 @@ def test_groups_go_through_parquet_with_their_log_probabilities(tmp_path: Path) 
     table = pl.read_parquet(file)
     assert table["group_index"].to_list() == [0, 0, 1] and table["format_version"].unique()[0] == 2
     assert pl.read_parquet_metadata(file)["art.trajectory_parquet.version"] == "2"
-    assert [each["trainable"] for each in table["messages"][0]] == [False, True]
+    assert [message["trainable"] for message in table["messages"][0]] == [False, True]
     first = table.drop("trajectory_json", "group_json", "format_version")  # version 1
     first.write_parquet(tmp_path / "old.parquet")
     old = read_trajectory_groups_parquet(tmp_path / "old.parquet")
-    assert [[t.reward for t in each] for each in old] == [[0.2, 0.4], [0.9]]
+    assert [[t.reward for t in trajectories] for trajectories in old] == [[0.2, 0.4], [0.9]]
     message: Any = old[0].trajectories[0].messages_and_choices[1]
     assert message["tool_calls"] == [CALL] and old[0].trajectories[0].metrics == {"win": 0.0}
 

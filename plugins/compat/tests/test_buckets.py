@@ -30,7 +30,7 @@ async def test_a_model_goes_on_from_a_bucket_on_another_server(path: Path, tmp_p
             for _ in range(2):  # what is there already is left as it is
                 await backend._experimental_push_to_s3(model, s3_bucket=bucket, prefix="runs")
     there = tmp_path / "bucket" / "runs" / "p" / "models" / "a" / "checkpoints"
-    assert [each.name for each in there.iterdir()] == ["0002"]
+    assert [folder.name for folder in there.iterdir()] == ["0002"]
     with serving(tmp_path / "other") as (url, _):
         async with art.Backend(url) as backend:
             for _ in range(2):  # the second time the server has it

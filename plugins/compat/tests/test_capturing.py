@@ -277,7 +277,7 @@ async def test_a_deleted_model_does_not_end_the_captures_of_others(
     await twins[0].delete()
     server.requests.clear()
     assert len((await art.trajectory(ask(model))).messages_and_choices) == 2
-    assert not [each for each in server.requests if "/demo/twin" in each.path]
+    assert not [request for request in server.requests if "/demo/twin" in request.path]
 
 
 async def test_no_capture_hides_a_judge(sessions, model: art.TrainableModel):
@@ -411,9 +411,9 @@ def streamed() -> bytes:
     ]
     choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
     choices.append({"index": 0, "delta": {}, "finish_reason": "tool_calls"})
-    chunks = [{"id": "c", "object": "chat.completion.chunk", "choices": [each]} for each in choices]
+    chunks = [{"id": "c", "object": "chat.completion.chunk", "choices": [choice]} for choice in choices]
     usage = {"id": "c", "object": "chat.completion.chunk", "choices": []}
-    return b"".join(f"data: {json.dumps(each)}\n\n".encode() for each in [*chunks, usage]) + (b"data: [DONE]\n\n")
+    return b"".join(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in [*chunks, usage]) + (b"data: [DONE]\n\n")
 
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -505,7 +505,7 @@ def test_a_streamed_answer_may_have_lists_in_its_parts():
         {"delta": {"content": "c", "reasoning_details": [{"text": "d"}], "score": 2}},
         {"delta": {}, "finish_reason": "stop"},
     ]
-    lines = [json.dumps({"choices": [each]}) for each in deltas]
+    lines = [json.dumps({"choices": [delta]}) for delta in deltas]
     stream = "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]).encode()
     (choice,) = other_providers._join(other_providers._chunks(stream.decode()))
     message = choice["message"]
@@ -516,7 +516,7 @@ def test_a_streamed_answer_may_have_lists_in_its_parts():
 async def test_a_streamed_answer_may_contain_any_line_separator(elsewhere, answer):
     text = "a\u2028b\u2029c\x85d"
     deltas = [{"delta": {"content": text}}, {"delta": {}, "finish_reason": "stop"}]
-    lines = [json.dumps({"choices": [each]}, ensure_ascii=False) for each in deltas]
+    lines = [json.dumps({"choices": [delta]}, ensure_ascii=False) for delta in deltas]
     stream = "".join(f"data: {line}\r\n\r\n" for line in [*lines, "[DONE]"]).encode()
     elsewhere.on("POST", "/openai/chat/completions", lambda _: answer(body=stream))
 

@@ -27,7 +27,7 @@ class Scenario(BaseModel):
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
 # --- unknown fields, other names --------------------------------------------------------------------------------------
@@ -37,11 +37,11 @@ def test_a_trajectory_takes_unknown_fields_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fields: dict[str, Any] = {"messages_and_choices": [], "reward": 1.0, "scenario": Scenario()}
-    made = [art.Trajectory(**fields) for _ in range(3)]
-    assert [each.reward for each in made] == [1.0] * 3 and not hasattr(made[0], "scenario")
+    trajectories = [art.Trajectory(**fields) for _ in range(3)]
+    assert [trajectory.reward for trajectory in trajectories] == [1.0] * 3 and not hasattr(trajectories[0], "scenario")
     assert warnings_of(caplog) == ["Trajectory has no field 'scenario': its value is left out"]
-    group = art.TrajectoryGroup(made, benchmark="b")
-    assert len(group) == 3 and group.trajectories[0] is made[0]
+    group = art.TrajectoryGroup(trajectories, benchmark="b")
+    assert len(group) == 3 and group.trajectories[0] is trajectories[0]
     assert "TrajectoryGroup has no field 'benchmark'" in warnings_of(caplog)[1]
 
 
@@ -121,7 +121,7 @@ async def test_a_prompted_model_is_logged_below_its_base_path(tmp_path: Path) ->
     assert (first["step"], later["step"], later["training_step"]) == (0, 3, 3)
     assert first["val/reward"] == 0.5 and first["test/reward"] == 1.0, "one row for each step"
     groups = read_rows(folder / "trajectories" / "val" / "0000.jsonl.gz")
-    assert [each["trajectories"][0]["reward"] for each in groups] == [0.0, 1.0]
+    assert [row["trajectories"][0]["reward"] for row in groups] == [0.0, 1.0]
 
 
 async def test_rows_that_are_logged_at_a_time_are_all_kept(tmp_path: Path) -> None:
@@ -209,10 +209,10 @@ async def test_trainer_args_are_defaults_of_train_calls(
 
 def test_an_option_that_sets_several_fields_replaces_none_that_a_call_sets() -> None:
     settings = InternalSettings(trainer_args={"ppo": True})
-    made = with_defaults(art.TrainConfig(epsilon=0.05), settings)
+    config = with_defaults(art.TrainConfig(epsilon=0.05), settings)
     preset = with_defaults(art.TrainConfig(), settings)
-    assert made.epsilon == 0.05 and preset.epsilon == 0.2
-    assert made.clip == preset.clip
+    assert config.epsilon == 0.05 and preset.epsilon == 0.2
+    assert config.clip == preset.clip
 
 
 async def test_a_registration_without_settings_is_as_before(server: Any, model: art.TrainableModel) -> None:

@@ -72,8 +72,8 @@ async def test_every_field_of_a_prompted_model(server: Any, answer: Any, tmp_pat
     assert written["test/cost"] == 1.0 and written["test/reward"] == 0.5
     (row,) = (tmp_path / "p/models/judge/history.jsonl").read_text().splitlines()
     assert json.loads(row)["step"] == 2
-    found = model.litellm_completion_params(step=2)
-    assert (found["model"], found["api_key"]) == ("vendor/gpt@2", "key")
+    params = model.litellm_completion_params(step=2)
+    assert (params["model"], params["api_key"]) == ("vendor/gpt@2", "key")
     kept = (model.entity, model.id, model.run_id, model.report_metrics, model.project)
     assert kept == ("e", "1", "2", ["val/reward"], "p")
 
@@ -185,7 +185,7 @@ async def test_supervised_training_by_keyword(
 def test_a_local_backend_takes_arts_arguments(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = str(tmp_path / "here")
     with art.LocalBackend(in_process=True, path=path, enable_expert_replay=False) as backend:
-        assert backend._place == path and caplog.text == ""
+        assert backend._location == path and caplog.text == ""
     art.LocalBackend(path=path, gpu_cost_per_hour_usd=2.25)
     assert "gpu_cost_per_hour_usd has no effect" in caplog.text
 
@@ -221,7 +221,7 @@ async def test_metrics_of_a_step_are_written_with_the_next_log(
     assert (sent["data/step_num_scenarios"], sent["data/step_rollout_tokens"]) == (2, 10)
     assert (sent["time/step_wall_s"], sent["time/step_actor_s"]) == (2.0, 1.0)
     assert (sent["time/step_eval_s"], sent["time/step_rollout_s"]) == (0.5, 0.1)
-    assert [sent[f"throughput/step_{each}_idle_s"] for each in ("trainer", "actor", "rollout")] == [
+    assert [sent[f"throughput/step_{part}_idle_s"] for part in ("trainer", "actor", "rollout")] == [
         0.25,
         0.75,
         0.1,
@@ -240,17 +240,17 @@ async def test_metrics_of_a_row_that_is_not_written_wait_for_the_next(tmp_path: 
     builder.add_cost("judge", 2.0)
     builder.add_data(scenario_ids=["a"])
     bad, good = art.Trajectory(reward=float("nan")), art.Trajectory(reward=1.0)
-    given = {"data/step_retries": 3.0}
+    metrics = {"data/step_retries": 3.0}
     with pytest.raises(ValueError, match="reward"):
-        await model.log([bad], metrics=given)
+        await model.log([bad], metrics=metrics)
     builder.add_cost("judge", 0.5)
     with pytest.raises(ValueError, match="costs/judge"):
-        await model.log([good], metrics={**given, "costs/judge/extra": 1.0})
+        await model.log([good], metrics={**metrics, "costs/judge/extra": 1.0})
     with pytest.raises(ValueError, match="data/step_retries"):
         await model.log([good], metrics={"data/step_retries": math.nan})
     with pytest.raises(ValueError, match="costs/judge"):
         builder.add_cost("judge", math.inf)
-    row = await model.log([good], metrics=given)
+    row = await model.log([good], metrics=metrics)
     assert row["costs/judge"] == row["costs/cum/judge"] == row["costs/cum/all"] == 2.5
     assert row["data/step_retries"] == row["data/cum/retries"] == 3.0
     assert row["data/cum/num_unique_scenarios"] == 1
@@ -311,7 +311,7 @@ async def test_costs_of_judges_are_counted(caplog: pytest.LogCaptureFixture) -> 
     asked = {"provider": "openai", "model_name": "unknown"}
     assert active.add_response_cost(source="judge", response=answer_with(1, 1), **asked) is None
     assert "the cost of 'unknown' (openai) is not counted" in caplog.text
-    found = active.add_response_cost(
+    cost = active.add_response_cost(
         source="judge",
         response=answer_with(1_000_000, 0),
         provider="openai",
@@ -320,7 +320,7 @@ async def test_costs_of_judges_are_counted(caplog: pytest.LogCaptureFixture) -> 
         completion_price_per_million=0.0,
         cached_prompt_price_per_million=None,
     )
-    assert found == 2.0 and (await active.flush())["costs/cum/all"] == 9.5
+    assert cost == 2.0 and (await active.flush())["costs/cum/all"] == 9.5
     with pytest.raises(LookupError):
         MetricsBuilder.get_active()
 
@@ -376,8 +376,8 @@ async def test_sums_continue_in_the_next_program(tmp_path: Path) -> None:
     token = second.activate_metrics_context(cost_context="train")
     MetricsBuilder.get_active().add_cost("train/gpu", 0.5)
     token.var.reset(token)
-    given = {"time/cum/own_s": 3.0}
-    metrics = await second.log(trajectories=None, split="train", step=2, metrics=given)
+    own_sums = {"time/cum/own_s": 3.0}
+    metrics = await second.log(trajectories=None, split="train", step=2, metrics=own_sums)
     assert metrics["time/cum/own_s"] == 3.0, "a sum of the program's own stays as it is"
     assert metrics["costs/train/gpu"] == 0.5 and metrics["costs/cum/train/gpu"] == 0.75
     first = MetricsBuilder(cost_context="train")
@@ -432,7 +432,7 @@ async def test_every_keyword_of_a_judge(
     assert DEFAULT_RUBRIC.splitlines()[0] in last(server, CHAT)["messages"][0]["content"]
     server.on("POST", CHAT, answer(400, {"error": {"message": "no"}}))
     assert await ruler_score_group(group, "j", params, swallow_exceptions=True) is None
-    assert [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert [record for record in caplog.records if record.levelno == logging.WARNING]
 
 
 async def test_agents_of_langgraph(
@@ -450,9 +450,9 @@ async def test_agents_of_langgraph(
         init_chat_model(model="demo/agent@2", model_provider="openai", max_tokens=5)
         return art.Trajectory(reward=0.5, metadata={"question": question})
 
-    made = await wrap_rollout(model=model, fn=agent)("why")
-    assert made.reward == 0.5 and made.metadata == {"question": "why"}
-    assert made.messages() == history["messages_and_choices"]
+    trajectory = await wrap_rollout(model=model, fn=agent)("why")
+    assert trajectory.reward == 0.5 and trajectory.metadata == {"question": "why"}
+    assert trajectory.messages() == history["messages_and_choices"]
     (chat,) = chats
     assert (chat["model"], chat["max_tokens"], chat["temperature"]) == ("demo/agent@2", 5, 1.0)
     assert "/s/" in chat["base_url"] and "model_provider" not in chat

@@ -46,7 +46,7 @@ async def test_calls_are_limited_for_each_key() -> None:
     calls = [call(key, number) for number in range(5) for key in ("a", "b")]
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert most == {"a": 2, "b": 2}
-    assert [each for each in results if not isinstance(each, ValueError)] == [
+    assert [result for result in results if not isinstance(result, ValueError)] == [
         0,
         0,
         1,
@@ -72,7 +72,7 @@ def test_logprobs_are_left_out_of_a_copy() -> None:
 
 
 def test_what_cannot_be_copied_is_returned(caplog: pytest.LogCaptureFixture) -> None:
-    value = {"logprobs": 1, "lock": (each for each in ())}
+    value = {"logprobs": 1, "lock": (entry for entry in ())}
     assert strip_logprobs(value) is value
     assert "Failed to deepcopy object in strip_logprobs (dict)" in caplog.text
 
@@ -124,8 +124,8 @@ def test_a_choice_of_litellm_becomes_one_of_openai() -> None:
 
 
 async def test_arguments_for_litellm(model: art.TrainableModel) -> None:
-    found = model.litellm_completion_params(3)
-    assert found == {
+    params = model.litellm_completion_params(3)
+    assert params == {
         "model": "hosted_vllm/demo/agent@3",
         "base_url": model.inference_base_url,
         "api_key": model.inference_api_key,
@@ -145,8 +145,8 @@ async def test_a_trajectory_is_yielded_from_inside() -> None:
         art.yield_trajectory(trajectory=art.Trajectory(reward=reward))
         return "an answer"
 
-    made = await asyncio.gather(*(art.capture_yielded_trajectory(coroutine=agent(r)) for r in (1.0, 2.0)))
-    assert [each.reward for each in made] == [1.0, 2.0]
+    trajectories = await asyncio.gather(*(art.capture_yielded_trajectory(coroutine=agent(r)) for r in (1.0, 2.0)))
+    assert [trajectory.reward for trajectory in trajectories] == [1.0, 2.0]
     with pytest.raises(RuntimeError, match=r"art\.yield_trajectory"):
         await art.capture_yielded_trajectory(asyncio.sleep(0))
     with pytest.raises(RuntimeError):
@@ -171,16 +171,16 @@ async def numbers(batches: Any) -> list[list[Any]]:
 
 async def test_batches_come_as_their_groups_complete() -> None:
     delays = [0.2, 0.0, 0.0, 0.0, 0.0]
-    found = await numbers(art.trajectory_group_batches(groups_of(delays), batch_size=2))
-    assert [len(batch) for batch in found] == [2, 2, 1] and found[2] == [0], "the slowest comes last"
+    batches = await numbers(art.trajectory_group_batches(groups_of(delays), batch_size=2))
+    assert [len(batch) for batch in batches] == [2, 2, 1] and batches[2] == [0], "the slowest comes last"
     again = art.trajectory_group_batches(groups_of([0.0] * 5), batch_size=2, skip_batches=2)
     assert await numbers(again) == [[4]]
 
 
 async def test_a_batch_tolerates_some_failures() -> None:
     groups = groups_of([0.0] * 4, fails=(1,))
-    found = art.trajectory_group_batches(groups, batch_size=4, max_batch_exceptions=1)
-    assert sorted((await numbers(found))[0]) == [0, 1, 2, 3]
+    batches = art.trajectory_group_batches(groups, batch_size=4, max_batch_exceptions=1)
+    assert sorted((await numbers(batches))[0]) == [0, 1, 2, 3]
     groups = groups_of([0.0] * 4, fails=(1, 2))
     with pytest.raises(art.ArtError, match=r"2 (?s:.*)is down"):
         await numbers(art.trajectory_group_batches(groups, batch_size=4, max_batch_exceptions=0.25))
@@ -209,7 +209,7 @@ def test_the_serverless_backend_is_a_server_of_ones_own(
     assert backend._connection.api_key == "own", "a vendor's key goes nowhere"
     monkeypatch.delenv("ART_SERVER_URL")
     assert type(art.ServerlessBackend()) is art.LocalBackend
-    assert [each.levelno for each in caplog.records] == [logging.WARNING] * 2
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
 
 
 async def test_deployment_names_the_way() -> None:

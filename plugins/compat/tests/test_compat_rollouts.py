@@ -76,7 +76,7 @@ async def test_every_field_of_a_trajectory() -> None:
     assert again.additional_histories[0].messages() == other.messages() == MESSAGES
     assert again.additional_histories[0].tools == TOOLS and again.metadata == {"task": 7}
     shown = trajectory.for_logging()
-    assert [each["trainable"] for each in shown["messages"]] == [False, True]
+    assert [message["trainable"] for message in shown["messages"]] == [False, True]
 
 
 def test_every_field_of_a_group() -> None:
@@ -89,7 +89,7 @@ def test_every_field_of_a_group() -> None:
         logs=["began"],
     )
     group.log(message="ended")
-    assert len(group) == 1 and [each.reward for each in group.trajectories] == [1.0]
+    assert len(group) == 1 and [trajectory.reward for trajectory in group.trajectories] == [1.0]
     first, second = group.exceptions
     assert (first.type, first.message, first.traceback) == ("ValueError", "no", "line 1")
     assert (second.type, second.message) == ("ValueError", "lost")
@@ -126,14 +126,14 @@ async def test_every_keyword_of_a_gather(capsys: pytest.CaptureFixture[str]) -> 
         return [group, group]
 
     groups = await art.gather_trajectory_groups(
-        groups=[art.TrajectoryGroup(rollout(each) for each in (0.0, 1.0, -1.0))],
+        groups=[art.TrajectoryGroup(rollout(reward) for reward in (0.0, 1.0, -1.0))],
         pbar_desc="both",
         pbar_total_completion_tokens=True,
         max_exceptions=1,
         max_metrics=1,
         after_each=double,
     )
-    assert groups[0] is groups[1] and [each.reward for each in groups[0]] == [0.0, 1.0]
+    assert groups[0] is groups[1] and [trajectory.reward for trajectory in groups[0]] == [0.0, 1.0]
     shown = capsys.readouterr().err
     assert "both" in shown and "turns=2" in shown and "tokens=9" not in shown
     assert "exceptions=1" in shown
@@ -159,7 +159,7 @@ async def test_every_keyword_of_batches(capsys: pytest.CaptureFixture[str]) -> N
         return await rollout(reward)
 
     batches = art.trajectory_group_batches(
-        groups=[art.TrajectoryGroup([counted(each)]) for each in (9.0, 1.0, -1.0, 2.0)],
+        groups=[art.TrajectoryGroup([counted(reward)]) for reward in (9.0, 1.0, -1.0, 2.0)],
         batch_size=1,
         max_batch_exceptions=1,
         max_concurrent_batches=1,
@@ -167,7 +167,7 @@ async def test_every_keyword_of_batches(capsys: pytest.CaptureFixture[str]) -> N
         pbar_desc="steps",
         pbar_total_completion_tokens=True,
     )
-    rewards = [[each.reward for group in batch for each in group] async for batch in batches]
+    rewards = [[trajectory.reward for group in batch for trajectory in group] async for batch in batches]
     assert rewards == [[1.0], [], [2.0]] and most == 1, "the first batch is skipped"
     assert "steps" in capsys.readouterr().err
 
@@ -184,7 +184,7 @@ async def test_a_gather_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     with set_gather_context(context=context):
         assert get_gather_context() is context
         future = asyncio.gather(
-            *(wrap_group_awaitable(awaitable=play(each)) for each in (0.0, 2.0, -2.0)),
+            *(wrap_group_awaitable(awaitable=play(reward)) for reward in (0.0, 2.0, -2.0)),
             wrap_trajectories_awaitable(awaitable=rollout(5.0)),
             wrap_group_awaitable(art.TrajectoryGroup([rollout(6.0)])),
         )
@@ -192,12 +192,12 @@ async def test_a_gather_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
         first, second, failed, single, group = await future
     assert first is not None and second is not None and failed is None
     pairs: Any = (*first, *second)
-    assert [each.reward for each in pairs] == [0.0, 1.0, 2.0, 3.0]
+    assert [trajectory.reward for trajectory in pairs] == [0.0, 1.0, 2.0, 3.0]
     assert isinstance(single, art.Trajectory) and isinstance(group, art.TrajectoryGroup)
     assert "own: 100%" in capsys.readouterr().err
     with set_gather_context(GatherContext(max_exceptions=2)):
         one_by_one = [await wrap_group_awaitable(play(reward)) for reward in (0.0, -1.0, -2.0)]
-    assert [each is None for each in one_by_one] == [False, True, True]
+    assert [result is None for result in one_by_one] == [False, True, True]
     with (
         pytest.raises(ValueError, match="is down"),
         set_gather_context(GatherContext(max_exceptions=0)),
@@ -229,8 +229,8 @@ async def ask(model: art.TrainableModel, reward: float) -> None:
 
 async def test_captures_by_all_their_names(captured: None, model: art.TrainableModel) -> None:
     for name in (art.trajectory, art.capture_auto_trajectory):
-        made = await name(coroutine=ask(model, 0.5))
-        assert made.reward == 0.5 and [each["role"] for each in made.messages()] == [
+        trajectory = await name(coroutine=ask(model, 0.5))
+        assert trajectory.reward == 0.5 and [message["role"] for message in trajectory.messages()] == [
             "user",
             "assistant",
         ]
@@ -242,7 +242,7 @@ async def test_captures_by_all_their_names(captured: None, model: art.TrainableM
         logs=["began"],
         return_exceptions=True,
     )
-    assert [each.reward for each in group] == [1.0] and len(group.exceptions) == 2
+    assert [trajectory.reward for trajectory in group] == [1.0] and len(group.exceptions) == 2
     assert (group.metadata, group.metrics, group.logs) == ({"task": 7}, {"spread": 0.5}, ["began"])
 
 

@@ -33,9 +33,9 @@ NO_DIFFERENCE = {"kl_penalty_source", "truncated_importance_sampling"}
 
 def verdicts(owner: str) -> dict[str, str]:
     """The status of each setting of a class, or of each option of a train call."""
-    found = [each for each in ENTRIES if each.owner == owner and each.name != owner]
-    verdicts = {each.last: SCRIPT.of_settings(each) for each in found}
-    return {name: each.status for name, each in verdicts.items() if each is not None}
+    entries = [entry for entry in ENTRIES if entry.owner == owner and entry.name != owner]
+    verdicts = {entry.last: SCRIPT.of_settings(entry) for entry in entries}
+    return {name: verdict.status for name, verdict in verdicts.items() if verdict is not None}
 
 
 def values_of(name: str) -> list[Any]:
@@ -43,7 +43,7 @@ def values_of(name: str) -> list[Any]:
 
 
 def texts(caplog: pytest.LogCaptureFixture) -> str:
-    return "\n".join(each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING)
+    return "\n".join(record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
 
 
 async def test_settings_of_a_registration(server: Any, backend: art.Backend, caplog: pytest.LogCaptureFixture) -> None:
@@ -72,7 +72,7 @@ async def test_settings_of_a_registration(server: Any, backend: art.Backend, cap
     assert sent["engine_args"].keys() == engine.keys(), "the server decides"
     requested, unknown = requested_engine_args(sent["engine_args"], {"cuda"})
     assert requested.keys() == {name for name, status in engine.items() if status == "works"}
-    assert len(unknown) == sum(status == "warns" for status in engine.values())
+    assert len(unknown) == [*engine.values()].count("warns")
 
 
 @pytest.mark.parametrize("owner", ["art.dev.TrainerArgs", "art.dev.TrainConfig", "art.local.LocalBackend.train"])
@@ -107,7 +107,7 @@ async def test_options_of_a_train_call(
         if status == "warns":
             assert configs == [plain] and is_named, name
         elif name not in NO_DIFFERENCE:
-            assert any(each != plain for each in configs) and not is_named, name
+            assert any(config != plain for config in configs) and not is_named, name
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ async def test_options_of_a_train_call(
 def test_fields_of_a_configuration(owner: str, known: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     statuses = verdicts(owner)
     kind = SCRIPT.find(owner)
-    made = kind(**{name: known.get(name, 1) for name in statuses})
-    assert made == kind(**known)
+    configuration = kind(**{name: known.get(name, 1) for name in statuses})
+    assert configuration == kind(**known)
     assert {name for name, status in statuses.items() if status == "works"} == known.keys()
     for name, status in statuses.items():
         assert (f"has no field '{name}'" in texts(caplog)) == (status == "warns"), name
@@ -135,5 +135,5 @@ def test_settings_without_effect_are_dictionaries() -> None:
     """`_openai_client_config` is ignored with a warning (tests/quick/client/test_backend.py)."""
     for owner in ("art.dev.ServerArgs", "art.dev.OpenAIServerConfig", "art.dev.TorchtuneArgs"):
         statuses = verdicts(owner)
-        given = SCRIPT.find(owner)(dict.fromkeys(statuses, 1))
-        assert set(statuses.values()) == {"warns"} and set(given) == set(statuses)
+        settings = SCRIPT.find(owner)(dict.fromkeys(statuses, 1))
+        assert set(statuses.values()) == {"warns"} and set(settings) == set(statuses)

@@ -62,8 +62,8 @@ def test_every_keyword_of_iterate_dataset(capsys: pytest.CaptureFixture[str]) ->
     batches = list(
         iterate_dataset(dataset=list("abc"), groups_per_step=2, num_epochs=2, initial_step=1, use_tqdm=False)
     )
-    assert all(isinstance(each, DatasetBatch) for each in batches)
-    assert [(each.step, each.epoch, each.epoch_step) for each in batches] == [
+    assert all(isinstance(batch, DatasetBatch) for batch in batches)
+    assert [(batch.step, batch.epoch, batch.epoch_step) for batch in batches] == [
         (1, 0, 1),
         (2, 1, 0),
         (3, 1, 1),
@@ -92,13 +92,13 @@ def test_every_keyword_of_supervised_data(capsys: pytest.CaptureFixture[str]) ->
             show_progress=False,
         )
     )
-    assert [(each.step, each.epoch, each.epoch_step) for each in chunks] == [
+    assert [(chunk.step, chunk.epoch, chunk.epoch_step) for chunk in chunks] == [
         (1, 0, 1),
         (2, 1, 0),
         (3, 1, 1),
     ]
     assert isinstance(chunks[0], SFTChunk) and chunks[0].trajectories == data[3:]
-    assert [each.config.learning_rate for each in chunks] == [[1.0]] * 3
+    assert [chunk.config.learning_rate for chunk in chunks] == [[1.0]] * 3
     assert capsys.readouterr().err == ""
 
 
@@ -146,8 +146,8 @@ async def test_a_model_s_folder_comes_from_a_bucket(
             **options,
         )
         assert folder == str(here)
-        files = [each for each in here.rglob("*") if each.is_file()]
-        return sorted(str(each.relative_to(here)) for each in files)
+        files = [file for file in here.rglob("*") if file.is_file()]
+        return sorted(str(file.relative_to(here)) for file in files)
 
     assert await pull(exclude=["checkpoints"]) == ["history.jsonl", "old", "trajectories/val/0"]
     others = ["history.jsonl", "old", "trajectories/val/0"]
@@ -239,7 +239,7 @@ async def test_tables_and_charts_by_keyword(tmp_path: Path, capsys: pytest.Captu
         "Reward",
     )
     assert {"Mine", "gpt"} <= {line.get_label() for line in axes.get_lines()}
-    assert [each.get_text() for each in axes.texts] == ["Perfect score"]
+    assert [text.get_text() for text in axes.texts] == ["Perfect score"]
     bars = percentage_comparison_bar_chart(
         df=whole,
         metric_name="reward",
@@ -250,7 +250,7 @@ async def test_tables_and_charts_by_keyword(tmp_path: Path, capsys: pytest.Captu
         num_decimals=1,
     ).axes[0]
     assert (bars.get_title(), bars.get_ylabel()) == ("Now", "Percent")
-    assert [each.get_text() for each in bars.texts] == ["Perfect score", "100.0%"]
+    assert [text.get_text() for text in bars.texts] == ["Perfect score", "100.0%"]
     assert pl.DataFrame is type(df)
 
 
@@ -269,8 +269,8 @@ def test_lines_for_notebooks(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_answers_of_other_libraries() -> None:
     message = {"role": "assistant", "content": "hi"}
-    given: Any = SimpleNamespace(model_dump=lambda: {"index": 0, "finish_reason": "stop", "message": message})
-    choice = convert_litellm_choice_to_openai(litellm_choice=given)
+    litellm_choice: Any = SimpleNamespace(model_dump=lambda: {"index": 0, "finish_reason": "stop", "message": message})
+    choice = convert_litellm_choice_to_openai(litellm_choice=litellm_choice)
     assert isinstance(choice, Choice)
     trajectory = art.Trajectory(messages_and_choices=[choice])
     assert get_trajectory_messages(trajectory=trajectory) == [message]
@@ -297,7 +297,7 @@ def test_every_name_of_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
     assert GeneratedScenarioCollection.from_json(json_str=text).to_dicts() == both.to_dicts()
     assert both.get_difficulty_distribution() == {2: 1, 4: 1}
     kept = both.filter_by_difficulty(min_difficulty=1, max_difficulty=3)
-    assert [each.task for each in kept.shuffle()] == ["find the letter"]
+    assert [scenario.task for scenario in kept.shuffle()] == ["find the letter"]
     train, val = both.split(train_size=1)
     assert (len(train), val[0].task) == (1, "read") and both.get_summary()["total_scenarios"] == 2
     both.print_difficulty_distribution()

@@ -23,19 +23,19 @@ def test_the_page_is_what_the_script_writes() -> None:
 
 
 def test_every_name_has_a_status() -> None:
-    assert {each.status for each in VERDICTS.values()} == set(SCRIPT.STATUSES)
+    assert {verdict.status for verdict in VERDICTS.values()} == set(SCRIPT.STATUSES)
     assert all(entry.versions and entry.name.startswith("art") for entry in ENTRIES)
     assert len({entry.name for entry in ENTRIES}) == len(ENTRIES)
 
 
 def test_the_surface_has_names_only() -> None:
-    wrong = [each.name for each in ENTRIES if not re.fullmatch(r"art[\w.]*(\(\w+\))?", each.name)]
+    wrong = [entry.name for entry in ENTRIES if not re.fullmatch(r"art[\w.]*(\(\w+\))?", entry.name)]
     assert wrong == []
 
 
 def test_what_arts_programs_use_resolves() -> None:
     used = SCRIPT.used_for_training(VERDICTS)
-    absent = [entry.name for entry, each in used.items() if each.status == "absent"]
+    absent = [entry.name for entry, verdict in used.items() if verdict.status == "absent"]
     assert len(used) > 300 and len(absent) <= 0.05 * len(used), absent
 
 
@@ -45,8 +45,8 @@ def test_what_arts_programs_use_resolves() -> None:
 def test_what_works_or_warns_is_called_by_a_test() -> None:
     """Settings have a test for all of them (plugins/compat/tests/test_compat_settings.py), import paths have one below."""
     covered, missing = SCRIPT.covered(), list[str]()
-    for entry, each in VERDICTS.items():
-        if each.status in ("absent", "refused") or entry.kind in ("module", "path"):
+    for entry, verdict in VERDICTS.items():
+        if verdict.status in ("absent", "refused") or entry.kind in ("module", "path"):
             continue
         names = {entry.name, SCRIPT.ours(entry.name)}
         if SCRIPT.of_settings(entry) is None and not names & covered.keys():
@@ -58,7 +58,7 @@ def test_the_table_has_names_of_art() -> None:
     names = {entry.name for entry in ENTRIES}
     assert SCRIPT.covered().keys() - names == set()
     assert (NO_EFFECT.keys() | REFUSED.keys()) - names == set()
-    statuses = {entry.name: each.status for entry, each in VERDICTS.items()}
+    statuses = {entry.name: verdict.status for entry, verdict in VERDICTS.items()}
     assert {statuses[name] for name in NO_EFFECT} == {"warns"}
     assert {statuses[name] for name in SCRIPT.covered()} <= {"works", "warns"}
 
@@ -81,8 +81,8 @@ def source_of(test: str) -> str:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
     wanted, text = [name], ""
-    for each in wanted:
-        node = nodes[each]
+    for wanted_name in wanted:
+        node = nodes[wanted_name]
         first = min(part.lineno for part in (node, *node.decorator_list))
         text += "\n".join(lines[first - 1 : node.end_lineno]) + "\n"
         used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} & nodes.keys()
@@ -104,10 +104,10 @@ def test_a_refused_name_raises_a_sentence_with_our_way(name: str) -> None:
 
 
 def test_other_import_paths_lead_to_the_same_names() -> None:
-    for entry, each in VERDICTS.items():
-        if each.status == "works" and entry.kind == "module":
+    for entry, verdict in VERDICTS.items():
+        if verdict.status == "works" and entry.kind == "module":
             assert importlib.import_module(entry.name)
-        elif each.status == "works" and entry.kind == "path":
+        elif verdict.status == "works" and entry.kind == "path":
             module, _, name = entry.name.rpartition(".")
             assert getattr(importlib.import_module(module), name) is SCRIPT.find(entry.of)
 
@@ -155,7 +155,7 @@ def surface(tmp_path: Path) -> Surface:
 
 
 def test_names_are_read_from_source(surface: Surface) -> None:
-    kinds = {name: each.kind for name, each in surface.entries.items()}
+    kinds = {name: entry.kind for name, entry in surface.entries.items()}
     assert kinds == {
         **dict.fromkeys(("art", "art.model", "art.tools"), "module"),
         "art.Model": "class",
@@ -183,16 +183,16 @@ def test_uses_are_read_from_programs(surface: Surface, tmp_path: Path) -> None:
     for name in ("examples/a.py", "examples/the_same.py", "tests/test_a.py"):
         (folder / name).write_text(PROGRAM)
     (folder / "page.md").write_text("Text.\n\n```python\nart.retry(\n    <N>,\n```\n\n```python\nmodel.size\n```\n")
-    found = dict(programs([folder]))
-    assert list(found) == ["programs/examples/a.py", "programs/page.md"]
+    texts = dict(programs([folder]))
+    assert list(texts) == ["programs/examples/a.py", "programs/page.md"]
     uses = Uses(surface)
-    uses.read(read_program(found["programs/examples/a.py"])[0])
+    uses.read(read_program(texts["programs/examples/a.py"])[0])
     assert uses.names == {
         *("art", "art.tools", "art.tools.retry", "art.retry", "art.retry(max_attempts)", "art.Model"),
         *("art.Model.name", "art.Model(_internal_config)", "art.Model.train", "art.Model.steps"),
         "art.Model.train(verbose)",
     }
     assert uses.internals == {"art.unsloth.service", "art.unsloth.service.Service"}
-    trees, num_unread = read_program(found["programs/page.md"])
+    trees, num_unread = read_program(texts["programs/page.md"])
     assert num_unread == 1 and len(trees) == 2, "the import, and the second block"
-    assert Counter(each.kind for each in surface.entries.values())["module"] == 3
+    assert Counter(entry.kind for entry in surface.entries.values())["module"] == 3

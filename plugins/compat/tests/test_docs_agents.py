@@ -64,5 +64,5 @@ async def test_snippet_runs(names: dict[str, Any], snippet: str):
     if "rollout" in names and callable(names["rollout"]):
         played = names["rollout"](names["model"], "What is 2 plus 3?")
         names["trajectory"] = await cast(Awaitable[object], played)
-    made = [value for value in names.values() if isinstance(value, art.Trajectory)]
-    assert made and all(len(trajectory.messages_and_choices) == 2 for trajectory in made)
+    trajectories = [value for value in names.values() if isinstance(value, art.Trajectory)]
+    assert trajectories and all(len(trajectory.messages_and_choices) == 2 for trajectory in trajectories)

@@ -70,14 +70,14 @@ async def test_the_model_is_asked_until_there_are_enough_different_scenarios(
         answer("b", "c", "d"),
     ]
     resource = {"uri": "mail://inbox", "name": "inbox", "mimeType": "text/plain"}
-    found = await generate(
+    scenarios = await generate(
         generator,
         resources=[resource],
         show_preview=True,
         custom_instructions="Speak of bees.",
         generator_api_key="k",
     )
-    assert [each.task for each in found] == ["a", "b", "c"]
+    assert [scenario.task for scenario in scenarios] == ["a", "b", "c"]
     first, *_, last = generator.requests
     text = first["messages"][0]["content"]
     assert "Invent 3 tasks" in text and "Speak of bees." in text and "mail://inbox" in text
@@ -111,7 +111,7 @@ async def test_what_cannot_succeed_ends_with_the_reason(generator: Generator) ->
 
 def test_a_collection_is_a_list_of_scenarios() -> None:
     scenarios = GeneratedScenarioCollection([GeneratedScenario(f"t{d}", d) for d in (1, 3, 5)])
-    assert [each.task for each in scenarios.filter_by_difficulty(2, 5)] == ["t3", "t5"]
+    assert [scenario.task for scenario in scenarios.filter_by_difficulty(2, 5)] == ["t3", "t5"]
     train, val = scenarios.split(2)
     assert (len(train), val[0].task, scenarios[-1].difficulty) == (2, "t5", 5)
     assert GeneratedScenarioCollection.from_json(scenarios.to_json()).to_dicts() == (scenarios.to_dicts())

@@ -34,8 +34,8 @@ def test_the_provider_in_a_judge_s_name_has_an_address_and_a_key_of_its_own(
     with pytest.raises(ValueError, match=variable):
         Judge(name)
     monkeypatch.setenv(variable, "from the environment")
-    for given, key in ((None, "from the environment"), ("given", "given")):
-        endpoint = Judge(name, api_key=given).endpoint
+    for argument, key in ((None, "from the environment"), ("given", "given")):
+        endpoint = Judge(name, api_key=argument).endpoint
         assert endpoint is not None
         assert (endpoint.inference_base_url, endpoint.inference_api_key) == (address, key)
         assert endpoint.inference_model_name == "vendor/some-model"
@@ -69,12 +69,12 @@ def test_a_choice_of_litellm_keeps_the_fields_of_the_server() -> None:
         "message": {"role": "assistant", "content": "hi", "provider_specific_fields": None},
         "provider_specific_fields": {"token_ids": [5, 6], "art": {"id": "of the sample"}},
     }
-    given: Any = SimpleNamespace(model_dump=lambda: dict(fields))
-    choice: Any = convert_litellm_choice_to_openai(given)
+    litellm_choice: Any = SimpleNamespace(model_dump=lambda: dict(fields))
+    choice: Any = convert_litellm_choice_to_openai(litellm_choice)
     assert choice.art == {"id": "of the sample"} and choice.token_ids == [5, 6]
     assert art.Trajectory(messages_and_choices=[choice]).num_sampled_tokens() == 2
     fields["provider_specific_fields"] = None
-    assert convert_litellm_choice_to_openai(given).model_extra == {}
+    assert convert_litellm_choice_to_openai(litellm_choice).model_extra == {}
 
 
 def test_several_trajectories_are_left_out() -> None:

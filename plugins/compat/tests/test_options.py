@@ -23,8 +23,8 @@ class Adapter(BaseModel):
 
 
 def test_settings_are_dictionaries_attributes_and_fields():
-    given = {"training": {"learning_rate": "1e-6", "obsolete": [1]}, "engine": {"seed": 3}}
-    adapter = Adapter.model_validate(given)  # a YAML reader takes 1e-6 for a text
+    options = {"training": {"learning_rate": "1e-6", "obsolete": [1]}, "engine": {"seed": 3}}
+    adapter = Adapter.model_validate(options)  # a YAML reader takes 1e-6 for a text
     assert adapter.training is not None and adapter.engine is not None
     assert adapter.training.learning_rate == 1e-6 and adapter.training["obsolete"] == [1]
     assert getattr(adapter.training, "beta", 0.5) == 0.5 and adapter.training.get("beta") is None

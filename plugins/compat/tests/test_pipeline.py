@@ -44,6 +44,8 @@ async def test_a_pipeline_of_single_rollouts(tmp_path: Path, monkeypatch: pytest
             max_steps=3,
         )
         await trainer.train()
-    bodies = [each.json() for each in server.sent("POST", "/api/models/demo/agent/train")]
-    rewards = [[each["reward"] for each in group["trajectories"]] for body in bodies for group in body["groups"]]
+    bodies = [request.json() for request in server.sent("POST", "/api/models/demo/agent/train")]
+    rewards = [
+        [trajectory["reward"] for trajectory in group["trajectories"]] for body in bodies for group in body["groups"]
+    ]
     assert (len(bodies), rewards, evaluated) == (3, [[0.5] * 3] * 6, [0, 2])

@@ -32,7 +32,7 @@ def test_schedules_by_hand() -> None:
 
 
 def texts(trajectories: list[art.Trajectory]) -> list[Any]:
-    return [each.messages()[0].get("content") for each in trajectories]
+    return [trajectory.messages()[0].get("content") for trajectory in trajectories]
 
 
 def test_chunks_cover_each_epoch_once_under_one_schedule() -> None:
@@ -45,8 +45,9 @@ def test_chunks_cover_each_epoch_once_under_one_schedule() -> None:
         (6, 1, 2),
     ]
     for epoch in (0, 1):
-        found = [t for c in chunks if c.epoch == epoch for t in texts(c.trajectories)]
-        assert sorted(found) == sorted(texts(data)) != found
+        of_epoch = [chunk for chunk in chunks if chunk.epoch == epoch]
+        shuffled = [text for chunk in of_epoch for text in texts(chunk.trajectories)]
+        assert sorted(shuffled) == sorted(texts(data)) != shuffled
     rates = [rate for c in chunks for rate in c.config.learning_rate]  # type: ignore[union-attr]
     assert rates == create_lr_schedule(8, 1.0, "linear", warmup_steps=0)
     later = list(create_sft_dataset_iterator(data, chunk_size=2, epochs=2, batch_size=2, peak_lr=1.0, initial_step=4))
@@ -63,8 +64,8 @@ def test_an_interrupted_run_continues_at_the_chunk_of_its_step() -> None:
 
     assert steps(0) == [0, 10, 20, 25, 35, 45, 50, 60, 70, 75, 85, 95]
     for step in (0, 9, 10, 25, 47, 50, 99):
-        first = max(each for each in steps(0) if each <= step)
-        assert steps(step) == [each for each in steps(0) if each >= first]
+        first = max(first_step for first_step in steps(0) if first_step <= step)
+        assert steps(step) == [first_step for first_step in steps(0) if first_step >= first]
     assert steps(100) == []
 
 

@@ -60,8 +60,8 @@ async def test_a_foreign_backend_registers_and_gives_the_address():
     assert (model.get_inference_name(), model.get_inference_name(3)) == ("agent", "agent@3")
     assert await model.get_step() == 7
     registered = json.loads(json.dumps(remote.calls[0][1]))
-    given = {"init_args": None, "trainer_args": {"learning_rate": 1e-5}}
-    assert registered["_internal_config"] == given
+    expected = {"init_args": None, "trainer_args": {"learning_rate": 1e-5}}
+    assert registered["_internal_config"] == expected
     assert remote.calls[1] == ("prepare", {"log_file": "x"})
 
 

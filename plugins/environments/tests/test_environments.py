@@ -52,7 +52,7 @@ async def policy(server: FakeServer) -> AsyncIterator[art.Model]:
 
     def reply(request: Request) -> Answer:
         messages = request.json()["messages"]
-        said = str(1 + sum(each["role"] == "assistant" for each in messages))
+        said = str(1 + [message["role"] for message in messages].count("assistant"))
         message = {"role": "assistant", "content": said}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         kind = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}
@@ -75,7 +75,7 @@ async def test_an_episode_becomes_a_trajectory(policy: art.Model, server: FakeSe
     environment = kind(3)
     played = await play(policy, environment, seed=5, system_prompt="Be brief.", max_tokens=7)
     assert environment.seed == 5
-    texts = [(each["role"], each.get("content")) for each in played.messages()]
+    texts = [(message["role"], message.get("content")) for message in played.messages()]
     assert texts == [
         ("system", "Be brief."),
         ("user", "Guess."),
@@ -102,7 +102,7 @@ async def test_an_environment_that_fails_fails_its_rollout(policy: art.Model) ->
             raise OSError("the game has crashed")
 
     group = await art.gather_trajectory_groups(
-        [art.TrajectoryGroup(play(policy, each) for each in (Guess(1), Broken(1)))],
+        [art.TrajectoryGroup(play(policy, environment) for environment in (Guess(1), Broken(1)))],
         max_exceptions=1,
     )
     assert len(group[0].trajectories) == 1 and "crashed" in group[0].exceptions[0].message
@@ -173,8 +173,8 @@ def test_code_in_an_answer_runs_in_a_limited_process(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("text", ["nan", "1e999", "no number"])
 def test_what_an_answer_writes_as_its_score_is_a_number_or_zero(text: str) -> None:
     task = make_task("string_insertion")
-    pipes = "[each for each in range(40, 2, -1) if os.path.exists(f'/proc/self/fd/{each}') and 'pipe' in os.readlink(f'/proc/self/fd/{each}')]"
-    code = f"[(lambda os: [os.write(each, {text.encode()!r}) for each in {pipes}])(__import__('os'))]"
+    pipes = "[fd for fd in range(40, 2, -1) if os.path.exists(f'/proc/self/fd/{fd}') and 'pipe' in os.readlink(f'/proc/self/fd/{fd}')]"
+    code = f"[(lambda os: [os.write(fd, {text.encode()!r}) for fd in {pipes}])(__import__('os'))]"
     assert task.score(code) == 0.0
     assert task.score(task.entry["answer"]) == 1.0
 
@@ -197,10 +197,10 @@ def test_generators_give_the_same_tasks_for_the_same_seed() -> None:
     form = "{question}\nAnswer {with} braces."
     one, same = (reasoning_gym("chain_sum", size=3, seed=1, prompt=form) for _ in range(2))
     other = reasoning_gym("chain_sum", size=3, seed=2)
-    assert [each.question for each in one] == [each.question for each in same]
-    assert not {each.question for each in one} & {each.question for each in other}
+    assert [task.question for task in one] == [task.question for task in same]
+    assert not {task.question for task in one} & {task.question for task in other}
     assert one[0].question.endswith("\nAnswer {with} braces.")
-    assert all(each.score(each.entry["answer"]) == 1.0 for each in one)
+    assert all(task.score(task.entry["answer"]) == 1.0 for task in one)
     with pytest.raises(ValueError, match="no_such_generator"):
         reasoning_gym("no_such_generator")
 

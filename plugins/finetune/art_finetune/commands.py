@@ -18,9 +18,9 @@ EXIT_CODES = """\
 exit codes: 0 trained, or complete already; 1 rollouts or training failed; 2 wrong file, data or flag; 3 no epoch had a group
 with signal; 4 no server; 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP"""
 SIGNALLED = 128
-"""Is added to a signal's number, as shells do."""
+"""The exit code of a stopped command is this number plus the signal's number, as in shells."""
 LEAVE_SECONDS = 5.0
-"""For the end of the loop, and for that of the process."""
+"""The limit for the end of the loop, and then for the end of the process."""
 OF_FILES = {
     "dataset": "eval.general.dataset.file_path",
     "validation_dataset": "finetuning.validation.dataset",
@@ -35,9 +35,9 @@ OF_FUNCTIONS = {
     "num_generations": "trajectory_builders.builder.num_generations",
     "learning_rate": "trainer_adapters.adapter.training.learning_rate",
 }
-"""Flags that set a field of the file that a command without one stands for."""
+"""Flags that set a field of the file that `_input` makes for a command without a file."""
 NEEDED = ("dataset", "reward", "base_model")
-"""By a command without a file."""
+"""Flags that a command without a file needs."""
 
 
 REFUSED = {
@@ -57,7 +57,7 @@ class _Refuse(argparse.Action):
 
 
 def add_commands(commands: Any) -> None:  # Any: argparse's class for it is private
-    """Adds the two parsers."""
+    """Adds the parsers of `art finetune` and `art eval`."""
     finetune = commands.add_parser(
         "finetune",
         help="train an agent workflow",
@@ -105,7 +105,7 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, **options: Any) -> Non
 
 
 def run_finetune(flags: argparse.Namespace) -> None:
-    """Runs `art finetune`; it ends the process unless it trained."""
+    """Runs `art finetune`. Ends the process unless the run was trained."""
     from art.finetune import runs
     from art.finetune.schema import make_schema
 
@@ -123,11 +123,11 @@ def run_finetune(flags: argparse.Namespace) -> None:
 
 
 def run_eval(flags: argparse.Namespace) -> None:
-    """Runs `art eval`; it ends the process unless it succeeds."""
+    """Runs `art eval`. Ends the process unless the evaluation succeeds."""
     from art.finetune import evaluating
 
     async def call() -> None:
-        overrides = [*_given(flags, {"validation_dataset": OF_FILES["validation_dataset"]}), *flags.override]
+        overrides = [*_overrides_from(flags, {"validation_dataset": OF_FILES["validation_dataset"]}), *flags.override]
         steps = {"step": flags.step, "baseline": flags.baseline}
         print(await evaluating.evaluate(flags.target, overrides, **steps, reps=flags.reps))
 
@@ -135,7 +135,7 @@ def run_eval(flags: argparse.Namespace) -> None:
 
 
 def _end(call: Coroutine[Any, Any, None]) -> None:
-    """Runs a command. An error's last line goes to stderr, and its code is the process's."""
+    """Runs a command. An error goes to stderr, and the error's exit code becomes the exit code of the process."""
     from art.finetune.errors import FinetuneError
 
     code = 0
@@ -159,8 +159,8 @@ def _end(call: Coroutine[Any, Any, None]) -> None:
 
 
 def _run(runner: asyncio.Runner, call: Coroutine[Any, Any, None]) -> int | None:
-    """Runs a command until it ends, or Ctrl-C, SIGTERM or SIGHUP stops the command: that signal's number. Programs and connections of its workflow are
-    closed then."""
+    """Runs a command until its end. Returns the number of the signal that stopped the command (Ctrl-C, SIGTERM or SIGHUP), else
+    None. Programs and connections of the command's workflow are closed then."""
     received: list[int] = []
 
     async def run() -> None:
@@ -172,7 +172,7 @@ def _run(runner: asyncio.Runner, call: Coroutine[Any, Any, None]) -> int | None:
             task.cancel()
 
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` has SIGHUP ignored
+            if signal.getsignal(number) is signal.SIG_DFL:  # under `nohup` SIGHUP stays ignored
                 loop.add_signal_handler(number, stop, number)
         await call
 
@@ -195,8 +195,8 @@ class _WithoutSecrets(logging.Formatter):
 
 
 def continuing_command(arguments: Sequence[str]) -> str:
-    """The command with these arguments for a shell, as it continues: without `--fresh`, which would begin again. Overrides
-    that hold secrets are named only."""
+    """The shell command that continues the command with these arguments. `--fresh` is left out, because `--fresh` would begin
+    again. An override with a secret is only named, without its value."""
     from art.finetune.masking import is_secret, masked
 
     words, hidden = ["art"], list[str]()
@@ -216,13 +216,13 @@ def continuing_command(arguments: Sequence[str]) -> str:
 
 
 def _end_soon(code: int) -> threading.Event:
-    """Ends the process some seconds after the last of its work, also if threads or tasks that a workflow has left go on:
-    Python waits for them. The event says that the loop is closed."""
+    """Ends the process some seconds after its last work, even if threads or tasks of a workflow continue, for which Python would
+    wait. The caller sets the returned event when the loop is closed."""
     closed = threading.Event()
 
     def watch() -> None:
         if closed.wait(LEAVE_SECONDS):
-            threading.main_thread().join()  # which ends before other threads are waited for
+            threading.main_thread().join()  # Python waits for other threads only after the main thread's end
             time.sleep(LEAVE_SECONDS)
         sys.stderr.flush()
         os._exit(code)
@@ -233,7 +233,7 @@ def _end_soon(code: int) -> threading.Event:
 
 
 def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
-    """The file, or the one that a function stands for, and the overrides. `-o` comes last and wins.
+    """The file, or the file that is made for a function, and the overrides. `-o` comes last and wins.
 
     Raises:
         WrongInput: flags are missing, or do not fit each other.
@@ -243,10 +243,12 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
     if (flags.target is None) == (flags.config_file is None):
         raise WrongInput(["give one file: art finetune FILE, or art finetune agent.py:function --dataset FILE ..."])
     target: str = flags.target or flags.config_file
-    overrides = [*_given(flags, OF_FILES), *flags.override]
+    overrides = [*_overrides_from(flags, OF_FILES), *flags.override]
     if ":" not in target or Path(target).exists():
-        if given := [f"--{name}" for name in OF_FUNCTIONS if getattr(flags, name) is not None]:
-            raise WrongInput([f"{', '.join(given)} belong to a function without a file: set them with -o KEY VALUE"])
+        if misplaced := [f"--{name}" for name in OF_FUNCTIONS if getattr(flags, name) is not None]:
+            raise WrongInput(
+                [f"{', '.join(misplaced)} belong to a function without a file: set them with -o KEY VALUE"]
+            )
         return target, overrides
     if missing := [f"--{name}" for name in NEEDED if getattr(flags, name) is None]:
         raise WrongInput([f"{target} without a file needs {', '.join(missing)}"])
@@ -277,9 +279,9 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
             "output_dir": f".tmp/art/{run_name}",
         },
     }
-    return file, [*_given(flags, OF_FUNCTIONS), *overrides]
+    return file, [*_overrides_from(flags, OF_FUNCTIONS), *overrides]
 
 
-def _given(flags: argparse.Namespace, fields: dict[str, str]) -> list[tuple[str, Any]]:
-    """The fields of a file that flags set."""
+def _overrides_from(flags: argparse.Namespace, fields: dict[str, str]) -> list[tuple[str, Any]]:
+    """The fields of a file that flags set, each with its value."""
     return [(field, getattr(flags, name)) for name, field in fields.items() if getattr(flags, name) is not None]

@@ -125,7 +125,7 @@ def main(path: Path, stride: int) -> None:
         finished = [kill_at(line, run), kill_at(rng.randrange(200), run)]
         if finished[0] is None:
             break
-        kills = [each for each in finished if each is not None]
+        kills = [num_writes for num_writes in finished if num_writes is not None]
         num_left, left = finish(run)
         if len(kills) < len(finished):
             assert num_left == 0

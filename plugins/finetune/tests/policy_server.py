@@ -78,8 +78,8 @@ class PolicyServer(FakeArt):
         question = asked["messages"][-1]["content"]
         self.text = self.answer(question, self._counts[question])
         self._counts[question] += 1
-        found = IN_PATH.match(request.path)
-        session = found[1] if found else request.headers.get("x-art-session")
+        match = IN_PATH.match(request.path)
+        session = match[1] if match else request.headers.get("x-art-session")
         body = super()._completion(request)
         body["choices"][0]["finish_reason"] = self.finish_reason
         if session is None:

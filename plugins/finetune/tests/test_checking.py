@@ -204,10 +204,11 @@ num_epochs: 3 | num_epochs: { | 41:1 | not valid YAML:
 
 @pytest.mark.parametrize("line", BROKEN.strip().splitlines())
 def test_a_broken_file_is_one_sentence_with_its_place(line: str) -> None:
-    old, new, place, words = line.replace(r"\n", "\n").split(" | ")
-    found = problems(changed((old, new)))
-    assert len(found) == 1, "\n".join(found)
-    assert found[0].startswith(f"f.yml:{place}: ") and words in found[0] and "\n" not in found[0], found[0]
+    old, new, location, words = line.replace(r"\n", "\n").split(" | ")
+    messages = problems(changed((old, new)))
+    assert len(messages) == 1, "\n".join(messages)
+    message = messages[0]
+    assert message.startswith(f"f.yml:{location}: ") and words in message and "\n" not in message, message
 
 
 def test_all_problems_come_at_once_in_the_order_of_the_file() -> None:
@@ -221,8 +222,8 @@ def test_all_problems_come_at_once_in_the_order_of_the_file() -> None:
         ("  trainer: trainer\n", "  trainer: none\n  trainer: trainer\n"),
         ("    name: right", "    name: left"),
     )
-    found = problems(text, ("finetuning.seed", "-1"), ("eval.generall", "1"))
-    assert [each.split(": ")[1] for each in found] == [
+    messages = problems(text, ("finetuning.seed", "-1"), ("eval.generall", "1"))
+    assert [message.split(": ")[1] for message in messages] == [
         "llms.policy.model_name",
         "workflow._type",
         "eval.general.max_concurrency",
@@ -234,14 +235,14 @@ def test_all_problems_come_at_once_in_the_order_of_the_file() -> None:
         "eval.generall",
         "finetuning.seed",
     ]
-    assert found[-1].startswith("-o finetuning.seed: finetuning.seed: ") and "the number -1" in found[-1]
+    assert messages[-1].startswith("-o finetuning.seed: finetuning.seed: ") and "the number -1" in messages[-1]
 
 
 @pytest.mark.parametrize(
     "text", ["llms: {}\n", "a: 1\nb: [2]\n", "llms: 1\nworkflow: 2\neval: 3\nfinetuning: 4\ntrainers: 5\n"]
 )
 def test_nothing_raises_another_error(text: str) -> None:
-    assert problems(text) and all(each.startswith("f.yml:") for each in problems(text))
+    assert problems(text) and all(message.startswith("f.yml:") for message in problems(text))
 
 
 @pytest.mark.parametrize(
@@ -258,12 +259,12 @@ def test_any_value_anywhere_is_checked(name: str) -> None:
         try:
             check(read(Path("f.yml"), [("finetuning.target_model", "none"), (name, value)]))
         except WrongInput as error:
-            assert all(each.startswith(("f.yml:", "-o ")) for each in error.problems), error.problems
+            assert all(problem.startswith(("f.yml:", "-o ")) for problem in error.problems), error.problems
 
 
 def test_a_secret_is_in_no_sentence() -> None:
-    found = problems(changed(("    model_name: agent", "    api_key: 123456")))
-    assert found == ["f.yml:4:5: llms.policy.api_key: must be a valid string"]
+    messages = problems(changed(("    model_name: agent", "    api_key: 123456")))
+    assert messages == ["f.yml:4:5: llms.policy.api_key: must be a valid string"]
 
 
 def test_a_programs_dictionary_is_checked_too() -> None:
@@ -275,8 +276,8 @@ def test_the_toolkits_components_are_known_with_it() -> None:
     text = changed(("agent.py:answer", "react_agent"), ("_type: exact_match", "_type: trajectory"))
     assert len(problems(text)) == 2 and "need nvidia-nat-core and nvidia-nat-eval" in problems(text)[0]
     assert problems(text, toolkit=FakeToolkit()) == []
-    found = problems(text.replace("react_agent", "react_agnt"), toolkit=FakeToolkit())
-    assert len(found) == 1 and "did you mean 'react_agent'?; known: command, react_agent, " in found[0]
+    messages = problems(text.replace("react_agent", "react_agnt"), toolkit=FakeToolkit())
+    assert len(messages) == 1 and "did you mean 'react_agent'?; known: command, react_agent, " in messages[0]
 
 
 def test_the_files_of_the_example() -> None:

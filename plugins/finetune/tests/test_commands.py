@@ -159,7 +159,7 @@ def test_a_wrong_file_ends_with_2_and_its_place(tmp_path: Path) -> None:
     code = "from art_watch.terminal.cli import main; main(['finetune', 'wrong.yml'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2 and "wrong.yml:3:1: finetunning" in done.stderr and "Traceback" not in done.stderr
-    assert [each.name for each in tmp_path.iterdir()] == ["wrong.yml"]
+    assert [path.name for path in tmp_path.iterdir()] == ["wrong.yml"]
 
 
 def test_the_command_that_continues_can_be_pasted_and_has_no_secrets() -> None:

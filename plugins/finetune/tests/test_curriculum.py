@@ -51,25 +51,25 @@ def test_it_is_that_of_exact_fractions(
         random_subsample=None if share is None else share / 100,
         rank="on_expansion" if keeps else "every_epoch",
     )
-    shares = [min(Fraction(1), fraction(initial) + fraction(increment) * (each // interval)) for each in range(13)]
+    shares = [min(Fraction(1), fraction(initial) + fraction(increment) * (number // interval)) for number in range(13)]
     assert percentile(curriculum, epoch) == pytest.approx(float(shares[epoch]))
-    grew = [each for each in range(epoch + 1) if each == 0 or shares[each] > shares[each - 1]]
+    grew = [earlier for earlier in range(epoch + 1) if earlier == 0 or shares[earlier] > shares[earlier - 1]]
     assert last_expansion(curriculum, epoch) == grew[-1]
 
     left: list[tuple[Fraction, int]] = []
-    for place, rewards in enumerate(tenths):
+    for index, rewards in enumerate(tenths):
         if rewards and max(rewards) - min(rewards) >= least:
             mean = Fraction(sum(rewards), len(rewards))
-            left.append((mean if ascending else -mean, place))
+            left.append((mean if ascending else -mean, index))
     left.sort()
     if not keeps or grew[-1] == epoch:
         left = left[: math.ceil(len(left) * shares[epoch])]
-    chosen = choose(curriculum, [[each / 10 for each in rewards] for rewards in tenths], epoch, "seed")
-    assert [each.group for each in chosen] == [place for _, place in left]
-    for each in chosen:
-        size = len(tenths[each.group])
+    chosen = choose(curriculum, [[tenth / 10 for tenth in rewards] for rewards in tenths], epoch, "seed")
+    assert [chosen_group.group for chosen_group in chosen] == [index for _, index in left]
+    for chosen_group in chosen:
+        size = len(tenths[chosen_group.group])
         wanted = size if share is None else min(size, max(2, math.ceil(size * fraction(share))))
-        assert len(set(each.trajectories)) == wanted and set(each.trajectories) <= set(range(size))
+        assert len(set(chosen_group.trajectories)) == wanted and set(chosen_group.trajectories) <= set(range(size))
 
 
 def test_the_guides_example_reaches_all_rows_in_epoch_20() -> None:
@@ -81,7 +81,7 @@ def test_the_guides_example_reaches_all_rows_in_epoch_20() -> None:
 
 def test_on_expansion_samples_about_half_in_the_first_ten_epochs() -> None:
     curriculum = Curriculum(enabled=True, rank="on_expansion")
-    rewards = [[0.0, place / 100] for place in range(100, 200)]
+    rewards = [[0.0, index / 100] for index in range(100, 200)]
     sampled, kept = 0, 0
     for epoch in range(10):
         all_rows = samples_all_rows(curriculum, epoch)
@@ -97,5 +97,5 @@ def test_without_it_all_groups_are_trained() -> None:
 
 def test_the_same_trajectories_are_drawn_again() -> None:
     curriculum = Curriculum(enabled=True, initial_percentile=1.0, random_subsample=0.5)
-    drawn = [choose(curriculum, [[float(each) for each in range(40)]] * 2, 0, "3") for _ in range(2)]
+    drawn = [choose(curriculum, [[float(reward) for reward in range(40)]] * 2, 0, "3") for _ in range(2)]
     assert drawn[0] == drawn[1] and drawn[0][0].trajectories != drawn[0][1].trajectories

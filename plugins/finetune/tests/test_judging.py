@@ -119,4 +119,4 @@ def test_a_csv_field_can_be_a_long_document(tmp_path: Path) -> None:
     document = "x" * 1_000_000
     file.write_text(f'question,answer\n"{document}",a\n')
     (row,) = load_rows(Dataset.model_validate({"_type": "csv", "file_path": file})).rows
-    assert row.question == document and row.place == "line 2"
+    assert row.question == document and row.location == "line 2"

@@ -31,7 +31,8 @@ async def test_each_part_can_be_replaced(
     statuses = await art.finetune.run(file)
     assert len(statuses) == 1, "the first epoch was good enough"
     kept = [json.loads(line) for line in (folder / "out" / "epoch-0.jsonl").read_text().splitlines()]
-    assert sorted({each["reward"] for each in kept}) == [-0.02, 0.98], "a hundredth for each of two tokens"
+    assert sorted({row["reward"] for row in kept}) == [-0.02, 0.98], "a hundredth for each of two tokens"
     assert kept[0]["messages"][0]["content"] == "question 0"
     (request,) = policy.trained
-    assert {each["reward"] for group in request["groups"] for each in group["trajectories"]} == {-0.02, 0.98}
+    trajectories = [trajectory for group in request["groups"] for trajectory in group["trajectories"]]
+    assert {trajectory["reward"] for trajectory in trajectories} == {-0.02, 0.98}

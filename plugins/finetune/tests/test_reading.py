@@ -23,7 +23,7 @@ def written(text: str, *overrides: tuple[str, Any], name: str = "a.yml") -> Docu
 def problems(path: Path = Path("a.yml"), *overrides: tuple[str, Any]) -> list[str]:
     """What is wrong with a file."""
     try:
-        return [str(each) for each in read(path, overrides).problems]
+        return [str(problem) for problem in read(path, overrides).problems]
     except WrongInput as error:
         return error.problems
 
@@ -31,14 +31,14 @@ def problems(path: Path = Path("a.yml"), *overrides: tuple[str, Any]) -> list[st
 def test_each_value_has_the_place_of_its_key() -> None:
     document = written("a:\n  b: 1\n  c: [x, y]\n")
     assert document.tree == {"a": {"b": 1, "c": ["x", "y"]}} and not document.problems
-    assert str(document.place_of(("a", "b"))) == "a.yml:2:3"
-    assert str(document.place_of(("a", "c", 1))) == "a.yml:3:10"
+    assert str(document.location_of(("a", "b"))) == "a.yml:2:3"
+    assert str(document.location_of(("a", "c", 1))) == "a.yml:3:10"
 
 
 def test_a_missing_value_has_the_place_of_its_section() -> None:
     document = written("# remark\na:\n  b: 1\n")
-    assert str(document.place_of(("a", "x", "y"))) == "a.yml:2:1"
-    assert str(document.place_of(("z",))) == "a.yml:1:1"
+    assert str(document.location_of(("a", "x", "y"))) == "a.yml:2:1"
+    assert str(document.location_of(("z",))) == "a.yml:1:1"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_every_repeated_key_is_a_problem_with_both_lines() -> None:
 def test_aliases_and_merge_keys() -> None:
     document = written("a: &x {p: 1, q: 2}\nb:\n  <<: *x\n  q: 3\nc: *x\n")
     assert document.tree == {"a": {"p": 1, "q": 2}, "b": {"p": 1, "q": 3}, "c": {"p": 1, "q": 2}}
-    assert str(document.place_of(("b", "p"))) == "a.yml:1:8"
+    assert str(document.location_of(("b", "p"))) == "a.yml:1:8"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_aliases_and_merge_keys() -> None:
 )
 def test_what_is_no_yaml_is_a_problem(text: str, problem: str) -> None:
     Path("a.yml").write_text(text)
-    assert any(problem in each for each in problems()), problems()
+    assert any(problem in message for message in problems()), problems()
 
 
 def test_aliases_cannot_fill_the_memory() -> None:
@@ -132,10 +132,10 @@ def test_base_files_are_merged_deeply_and_lists_are_replaced() -> None:
     Path("below/b.yml").write_text("base: c.yml\na:\n  x: 1\n  list: [1, 2, 3]\n")
     document = written("base: below/b.yml\na:\n  y: 2\n  list: [4]\n")
     assert document.tree == {"a": {"x": 1, "y": 2, "z": 9, "list": [4]}}
-    assert str(document.place_of(("a", "x"))) == "below/b.yml:3:3"
-    assert str(document.place_of(("a", "y"))) == "a.yml:3:3"
-    assert str(document.place_of(("a", "z"))) == "below/c.yml:1:11"
-    assert ("a", "list", 1) not in document.places
+    assert str(document.location_of(("a", "x"))) == "below/b.yml:3:3"
+    assert str(document.location_of(("a", "y"))) == "a.yml:3:3"
+    assert str(document.location_of(("a", "z"))) == "below/c.yml:1:11"
+    assert ("a", "list", 1) not in document.locations
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ def test_overrides_win_and_are_yaml() -> None:
         "new": {"part": {"key": "no"}},
         "f": None,
     }
-    assert str(document.place_of(("a", "b"))) == "-o a.b"
-    assert str(document.place_of(("a", "d", 1))) == "-o a.d"
+    assert str(document.location_of(("a", "b"))) == "-o a.b"
+    assert str(document.location_of(("a", "d", 1))) == "-o a.d"
     assert not document.problems
 
 
@@ -227,18 +227,18 @@ def test_overrides_of_programs_have_any_value() -> None:
 )
 def test_wrong_overrides(key: str, value: str, problem: str) -> None:
     Path("a.yml").write_text("a: {b: 1, c: [x]}\n")
-    found = problems(Path("a.yml"), (key, value))
-    assert len(found) == 1 and problem in found[0], found
+    messages = problems(Path("a.yml"), (key, value))
+    assert len(messages) == 1 and problem in messages[0], messages
 
 
 def test_a_programs_dictionary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOST", "gpu-box")
     Path("b.yml").write_text("a: {x: 1}\n")
-    given = {"base": "b.yml", "a": {"y": ("${HOST}", Path("p"))}}
-    document = of_dict(given, [("a.z", "3")])
+    tree = {"base": "b.yml", "a": {"y": ("${HOST}", Path("p"))}}
+    document = of_dict(tree, [("a.z", "3")])
     assert document.tree == {"a": {"x": 1, "y": ["gpu-box", Path("p")], "z": 3}} and not document.problems
-    assert str(document.place_of(("a", "y"))) == "configuration"
-    assert given == {"base": "b.yml", "a": {"y": ("${HOST}", Path("p"))}}
+    assert str(document.location_of(("a", "y"))) == "configuration"
+    assert tree == {"base": "b.yml", "a": {"y": ("${HOST}", Path("p"))}}
 
 
 def test_paths_and_values_in_words() -> None:

@@ -13,7 +13,7 @@ from art.finetune.sections import Dataset
 
 FUNCTIONS = """\
 def rows(file_path=None, number=2):
-    return [{"question": f"{file_path} {each}", "answer": each} for each in range(number)]
+    return [{"question": f"{file_path} {index}", "answer": index} for index in range(number)]
 
 def wrong():
     raise KeyError("no table")
@@ -69,9 +69,9 @@ def written(name: str, text: str, **fields: Any) -> Dataset:
     ],
 )
 def test_rows_of_files(name: str, text: str) -> None:
-    found = load_rows(written(name, text))
-    assert found.left_out == 0
-    assert found.rows == [
+    loaded = load_rows(written(name, text))
+    assert loaded.left_out == 0
+    assert loaded.rows == [
         Row("x", "1+1?", "2", {"id": "x", "question": "1+1?", "answer": "2"}),
         Row("y", "2+2?", "4", {"id": "y", "question": "2+2?", "answer": "4"}),
     ]
@@ -80,29 +80,29 @@ def test_rows_of_files(name: str, text: str) -> None:
 def test_rows_of_parquet() -> None:
     polars = pytest.importorskip("polars")
     polars.DataFrame({"question": ["a", "b"], "answer": [1, 2]}).write_parquet("a.parquet")
-    found = load_rows(dataset(_type="parquet", file_path="a.parquet"))
-    assert [(row.id, row.question, row.answer) for row in found.rows] == [("1", "a", 1), ("2", "b", 2)]
+    loaded = load_rows(dataset(_type="parquet", file_path="a.parquet"))
+    assert [(row.id, row.question, row.answer) for row in loaded.rows] == [("1", "a", 1), ("2", "b", 2)]
 
 
 def test_rows_of_functions() -> None:
     Path("made.py").write_text(FUNCTIONS)
-    found = load_rows(dataset(_type="custom", function="made.py:rows", file_path="x", kwargs={"number": 3}))
-    assert [row.question for row in found.rows] == ["x 0", "x 1", "x 2"]
-    found = load_rows(dataset(_type="custom", function="made.of_toolkit"))
-    assert found.rows[1] == Row("i2", "Q", 2, {"level": 2, "id": "i2", "question": "Q", "answer": 2})
+    loaded = load_rows(dataset(_type="custom", function="made.py:rows", file_path="x", kwargs={"number": 3}))
+    assert [row.question for row in loaded.rows] == ["x 0", "x 1", "x 2"]
+    loaded = load_rows(dataset(_type="custom", function="made.of_toolkit"))
+    assert loaded.rows[1] == Row("i2", "Q", 2, {"level": 2, "id": "i2", "question": "Q", "answer": 2})
 
 
 def test_rows_without_a_question_are_left_out_and_counted() -> None:
     text = '{"question": "a"}\n{"question": " "}\n{"question": null}\n{"other": 1}\n{"question": "b"}\n'
-    found = load_rows(written("a.jsonl", text))
-    assert [(row.id, row.question) for row in found.rows] == [("1", "a"), ("5", "b")] and found.left_out == 3
+    loaded = load_rows(written("a.jsonl", text))
+    assert [(row.id, row.question) for row in loaded.rows] == [("1", "a"), ("5", "b")] and loaded.left_out == 3
 
 
 def test_a_row_without_an_id_has_its_number() -> None:
-    found = load_rows(
+    loaded = load_rows(
         written("a.jsonl", '{"id": 7, "question": "a"}\n{"id": null, "question": "b"}\n{"question": "c"}\n')
     )
-    assert [row.id for row in found.rows] == ["7", "2", "3"]
+    assert [row.id for row in loaded.rows] == ["7", "2", "3"]
 
 
 def test_other_names_of_columns() -> None:
@@ -113,13 +113,13 @@ def test_other_names_of_columns() -> None:
 
 
 def test_without_structure_the_question_is_the_row() -> None:
-    found = load_rows(written("a.jsonl", '{"id": "x", "city": "Köln", "answer": 1}\n', structure={"disable": True}))
-    assert found.rows[0].question == '{"id": "x", "city": "Köln", "answer": 1}' and found.rows[0].answer == 1
+    loaded = load_rows(written("a.jsonl", '{"id": "x", "city": "Köln", "answer": 1}\n', structure={"disable": True}))
+    assert loaded.rows[0].question == '{"id": "x", "city": "Köln", "answer": 1}' and loaded.rows[0].answer == 1
 
 
 def test_a_question_that_is_no_text_becomes_json() -> None:
-    found = load_rows(written("a.jsonl", '{"question": [{"role": "user", "content": "hi"}]}\n{"question": 5}\n'))
-    assert [row.question for row in found.rows] == ['[{"role": "user", "content": "hi"}]', "5"]
+    loaded = load_rows(written("a.jsonl", '{"question": [{"role": "user", "content": "hi"}]}\n{"question": 5}\n'))
+    assert [row.question for row in loaded.rows] == ['[{"role": "user", "content": "hi"}]', "5"]
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_filters(kind: str, row_filter: dict[str, Any], kept: list[str]) -> None
     text = "question,level,kind\n" + "".join(f"{q},{n},{k}\n" for q, n, k in rows)
     if kind == "jsonl":
         text = "".join(f'{{"question": "{q}", "level": {n}, "kind": "{k}"}}\n' for q, n, k in rows)
-    found = load_rows(written(f"a.{kind}", text, filter=row_filter))
-    assert [row.question for row in found.rows] == kept and found.left_out == 0
+    loaded = load_rows(written(f"a.{kind}", text, filter=row_filter))
+    assert [row.question for row in loaded.rows] == kept and loaded.left_out == 0
 
 
 BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
@@ -197,11 +197,11 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("name", "text", "fields", "words"), BROKEN)
 def test_a_broken_data_set_is_one_sentence(name: str, text: str, fields: dict[str, Any], words: str) -> None:
     Path(name).write_text(text)
-    given = {"_type": Path(name).suffix[1:], "file_path": name, **fields}
-    if given["_type"] == "custom":
-        del given["file_path"]
+    section = {"_type": Path(name).suffix[1:], "file_path": name, **fields}
+    if section["_type"] == "custom":
+        del section["file_path"]
     with pytest.raises(WrongInput) as error:
-        load_rows(Dataset.model_validate(given))
+        load_rows(Dataset.model_validate(section))
     assert len(error.value.problems) == 1 and words in str(error.value) and "\n" not in str(error.value)
 
 

@@ -30,16 +30,16 @@ async def test_a_run_trains_each_epoch_once_and_reports_it(
     policy: PolicyServer, folder: Path, make_file: MakeFile
 ) -> None:
     statuses = await art.finetune.run(make_file())
-    assert [each.status for each in statuses] == ["completed"] * 2
+    assert [status.status for status in statuses] == ["completed"] * 2
     assert policy.steps == {"demo/agent": 2}
-    assert [each["expected_step"] for each in policy.trained] == [0, 1]
-    assert [len(each["groups"]) for each in policy.trained] == [4, 4]
+    assert [body["expected_step"] for body in policy.trained] == [0, 1]
+    assert [len(body["groups"]) for body in policy.trained] == [4, 4]
     rows = lines(folder / "out" / "training_metrics.jsonl")
     assert [(row["epoch"], row["avg_reward"], row["num_trajectories"], row["step"]) for row in rows] == [
         (0, 0.5, 8, 1),
         (1, 0.5, 8, 2),
     ]
-    assert [(each["split"], each["metrics"]) for each in policy.logged] == [("epoch", {"epoch/reward": 0.5})] * 2
+    assert [(body["split"], body["metrics"]) for body in policy.logged] == [("epoch", {"epoch/reward": 0.5})] * 2
 
 
 async def die(*_: object) -> None:
@@ -96,7 +96,7 @@ async def test_each_trajectory_has_its_own_rows_marker(policy: PolicyServer, fol
     await art.finetune.run(file)
     (request,) = policy.trained
     for number, group in enumerate(request["groups"]):
-        asked = {each["messages_and_choices"][0]["content"] for each in group["trajectories"]}
+        asked = {trajectory["messages_and_choices"][0]["content"] for trajectory in group["trajectories"]}
         assert asked == {f"marker {number}"} and len(group["trajectories"]) == 4
 
 
@@ -162,7 +162,7 @@ async def test_a_rollout_whose_requests_all_came_without_it_is_told_so(
 async def test_any_function_is_a_workflow(policy: PolicyServer, make_file: MakeFile, name: str) -> None:
     await art.finetune.run(make_file(WORKFLOWS[name], workflow___type=f"agent.py:{name}"))
     assert policy.steps["demo/agent"] == 2
-    assert all(each["model"] == "demo/agent" for each in policy.asked)
+    assert all(body["model"] == "demo/agent" for body in policy.asked)
 
 
 PROGRAM = """
@@ -195,7 +195,7 @@ async def test_what_fails_is_no_reward(policy: PolicyServer, folder: Path, make_
     rows = lines(folder / "out" / "training_metrics.jsonl")
     assert [(row["num_trajectories"], row["num_failed"], row["avg_reward"]) for row in rows] == [(2, 6, 0.5)] * 2
     assert sum(rows[0]["failures"].values()) == 6
-    assert [len(each["groups"]) for each in policy.trained] == [1, 1]
+    assert [len(body["groups"]) for body in policy.trained] == [1, 1]
 
 
 @pytest.mark.parametrize("exits", ["workflow", "thread", "evaluator"])
@@ -225,7 +225,7 @@ async def test_code_that_exits_fails_its_rollout(
     assert (row["num_trajectories"], row["num_failed"]) == (6, 2)
     assert all("SystemExit" in reason for reason in row["failures"])
     kept = lines(folder / "out" / "rollouts.jsonl")
-    assert sum("SystemExit" in (each.get("error") or "") for each in kept) == 2
+    assert sum(1 for rollout in kept if "SystemExit" in (rollout.get("error") or "")) == 2
 
 
 async def test_a_rollout_that_takes_too_long_fails_with_its_children(
@@ -302,8 +302,10 @@ async def test_weights_combine_evaluators(policy: PolicyServer, folder: Path, ma
     reward = {"weights": {"exact": 2.0, "length": -0.1}}
     await art.finetune.run(make_file(code, eval__evaluators=evaluators, finetuning__reward_function=reward))
     trajectories = policy.trained[0]["groups"][0]["trajectories"]
-    assert sorted(each["reward"] for each in trajectories) == pytest.approx([-0.2, 1.7])
-    assert all(each["turn_rewards"] == [0.5] and each["metrics"]["length"] in (2, 3) for each in trajectories)
+    assert sorted(trajectory["reward"] for trajectory in trajectories) == pytest.approx([-0.2, 1.7])
+    assert all(
+        trajectory["turn_rewards"] == [0.5] and trajectory["metrics"]["length"] in (2, 3) for trajectory in trajectories
+    )
 
 
 async def run_until(policy: PolicyServer, file: dict[str, Any], num_asked: int) -> None:
@@ -363,7 +365,7 @@ def begun_anew(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def move(policy: PolicyServer, step: int) -> None:
     """As a roll back, which lets the keys of later steps go, or another program's train call."""
     policy.steps["demo/agent"] = step
-    forgotten = [key for key, made in policy.jobs.items() if made > step]
+    forgotten = [key for key, job_step in policy.jobs.items() if job_step > step]
     for key in forgotten:
         del policy.jobs[key], policy.bodies[key]
 
@@ -464,7 +466,9 @@ async def test_finished_rollouts_whose_answers_the_server_lost_are_sampled_anew(
     assert "5 finished rollouts were sampled anew" in capsys.readouterr().err
     assert len(policy.asked) == 6 + 8
     answers = [
-        len(each["messages_and_choices"]) for group in policy.trained[0]["groups"] for each in group["trajectories"]
+        len(trajectory["messages_and_choices"])
+        for group in policy.trained[0]["groups"]
+        for trajectory in group["trajectories"]
     ]
     assert answers == [2] * 8
 
@@ -554,7 +558,7 @@ async def test_a_remedy_for_rollouts_that_take_too_long_can_be_followed(
 
 
 def write_rows(folder: Path, questions: list[str], *, has_ids: bool) -> None:
-    rows = [{"question": each, "answer": "yes"} for each in questions]
+    rows = [{"question": question, "answer": "yes"} for question in questions]
     if has_ids:
         rows = [{"id": f"row {number}", **row} for number, row in enumerate(rows)]
     (folder / "rows.json").write_text(json.dumps(rows))
@@ -576,7 +580,7 @@ async def test_rows_that_changed_under_a_run_are_noticed_by_their_content(
     write_rows(folder, before, has_ids=has_ids)
     assert len(await art.finetune.run(file)) == 2
     contents = [
-        sorted({each["messages_and_choices"][0]["content"] for each in group["trajectories"]})
+        sorted({trajectory["messages_and_choices"][0]["content"] for trajectory in group["trajectories"]})
         for group in policy.trained[0]["groups"]
     ]
     assert contents == [["a"], ["b"], ["c"], ["d"]]
@@ -594,7 +598,7 @@ async def test_a_validation_with_other_rows_begins_anew(
         json.dumps([{"question": f"new {number}", "answer": "yes"} for number in range(4)])
     )
     await art.finetune.run(file)
-    asked = [each["messages"][-1]["content"] for each in policy.asked[3:7]]
+    asked = [body["messages"][-1]["content"] for body in policy.asked[3:7]]
     assert asked == [f"new {number}" for number in range(4)]
 
 
@@ -612,7 +616,7 @@ async def test_one_generation_is_compared_with_the_batch(policy: PolicyServer, m
     policy.answer = lambda question, _: ("yes", "no")[int(question[-1]) % 2]
     await art.finetune.run(make_file(trajectory_builders__b__num_generations=1))
     assert (policy.trained[0]["config"]["baseline"], policy.trained[0]["config"]["scaling"]) == ("none", "batch_std")
-    assert [len(each["trajectories"]) for each in policy.trained[0]["groups"]] == [1] * 4
+    assert [len(group["trajectories"]) for group in policy.trained[0]["groups"]] == [1] * 4
 
 
 async def test_no_server_and_a_failed_job_have_their_own_errors(policy: PolicyServer, make_file: MakeFile) -> None:
@@ -686,7 +690,7 @@ async def test_validation_before_at_intervals_and_at_the_end(
     await art.finetune.run(make_file(finetuning__num_epochs=3, finetuning__validation=validation))
     rows = json.loads((folder / "out" / "validation_history.json").read_text())
     assert [(row["epoch"], row["step"], row["num_examples"]) for row in rows] == [(0, 0, 4), (2, 2, 4), (3, 3, 4)]
-    assert sum(each["split"] == "val" for each in policy.logged) == 3
+    assert sum(1 for body in policy.logged if body["split"] == "val") == 3
 
 
 async def test_a_killed_validation_samples_only_what_is_missing(
@@ -746,11 +750,11 @@ async def test_an_evaluation_compares_steps(policy: PolicyServer, folder: Path, 
     await art.finetune.run(file)
     policy.asked.clear()
     policy.logged.clear()
-    found = await art.finetune.evaluate(file, step="best", baseline="0", reps=2)
-    assert found.step == 2 and found.baseline is not None and found.difference is not None
-    assert {(each["model"], each["step"]) for each in policy.asked} == {("demo/agent", "2"), ("demo/agent", "0")}
+    evaluation = await art.finetune.evaluate(file, step="best", baseline="0", reps=2)
+    assert evaluation.step == 2 and evaluation.baseline is not None and evaluation.difference is not None
+    assert {(body["model"], body["step"]) for body in policy.asked} == {("demo/agent", "2"), ("demo/agent", "0")}
     assert len(policy.asked) == 16
-    assert {each["split"] for each in policy.logged} == {"eval"}, "the best step stays that of the run's validations"
+    assert {body["split"] for body in policy.logged} == {"eval"}, "the best step stays that of the run's validations"
     figures = json.loads((folder / "out" / "eval.json").read_text())
     assert figures["step"] == 2 and len(figures["difference"]["interval"]) == 2
     with pytest.raises(WrongInput, match="no step 9"):
@@ -763,11 +767,11 @@ async def test_the_configuration_that_a_run_leaves_is_a_file_without_its_keys(
     validation = {"dataset": "rows.json"}
     file = make_file(trainer_adapters__a__backend__api_key="sk-own", finetuning__validation=validation)
     await art.finetune.run(file)
-    assert {each.headers["authorization"] for each in policy.requests} == {"Bearer sk-own"}
+    assert {request.headers["authorization"] for request in policy.requests} == {"Bearer sk-own"}
     policy.requests.clear()
     monkeypatch.setenv("ART_API_KEY", "sk-variable")
     assert (await art.finetune.evaluate("out/config.yml")).step == 2
-    assert {each.headers["authorization"] for each in policy.requests} == {"Bearer sk-variable"}
+    assert {request.headers["authorization"] for request in policy.requests} == {"Bearer sk-variable"}
 
 
 async def test_failed_rollouts_are_tried_again_only_if_they_ended_the_run(
@@ -842,7 +846,7 @@ async def test_a_kill_between_the_servers_history_and_the_folder_repeats_the_sam
             await art.finetune.run(file)
     await art.finetune.run(file)
     for split in ("epoch", "left_out"):
-        first, second = (each for each in policy.logged if each["split"] == split)
+        first, second = (body for body in policy.logged if body["split"] == split)
         assert first == second and first["step"] == 1
 
 
@@ -852,19 +856,19 @@ async def test_the_curriculum_chooses_and_the_rest_is_logged(
     curriculum = {"enabled": True, "initial_percentile": 0.5}
     await art.finetune.run(make_file(finetuning__curriculum_learning=curriculum, finetuning__num_epochs=1))
     assert len(policy.trained[0]["groups"]) == 2
-    left_out = [each for each in policy.logged if each["split"] == "left_out"]
-    assert [len(each["groups"]) for each in left_out] == [2]
+    left_out = [body for body in policy.logged if body["split"] == "left_out"]
+    assert [len(body["groups"]) for body in left_out] == [2]
     state = json.loads((folder / "out" / "curriculum_state.json").read_text())
     assert state["current_percentile"] == 0.5 and len(state["included_groups"]) == 2
 
 
 async def test_with_a_seed_requests_have_seeds_that_differ(policy: PolicyServer, make_file: MakeFile) -> None:
     seeds: list[list[str | None]] = []
-    for given in (1, 1, None):
+    for seed in (1, 1, None):
         policy.requests.clear()
-        await art.finetune.run(make_file(finetuning__seed=given, eval__general__max_concurrency=1), fresh=True)
-        asked = [each for each in policy.requests if each.path.endswith("/chat/completions")]
-        seeds.append([each.headers.get("x-art-seed") for each in asked])
+        await art.finetune.run(make_file(finetuning__seed=seed, eval__general__max_concurrency=1), fresh=True)
+        asked = [request for request in policy.requests if request.path.endswith("/chat/completions")]
+        seeds.append([request.headers.get("x-art-seed") for request in asked])
     assert seeds[0] == seeds[1] and len(set(seeds[0])) == len(seeds[0]) == 16
     assert set(seeds[2]) == {None}
 

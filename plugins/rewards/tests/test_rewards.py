@@ -125,9 +125,9 @@ def test_json_match_refuses_what_is_no_schema() -> None:
 
 def test_a_sum_logs_its_parts() -> None:
     trajectory = art.Trajectory(messages_and_choices=[], metrics={"turns": 2})
-    made = set_reward(trajectory, {"right": 1.0, "short": 0.5}, {"short": 0.2})
-    assert made is trajectory and made.reward == pytest.approx(1.1)
-    assert made.metrics == {"turns": 2, "reward/right": 1.0, "reward/short": 0.5}
+    rewarded = set_reward(trajectory, {"right": 1.0, "short": 0.5}, {"short": 0.2})
+    assert rewarded is trajectory and rewarded.reward == pytest.approx(1.1)
+    assert rewarded.metrics == {"turns": 2, "reward/right": 1.0, "reward/short": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ async def test_the_judges_of_the_page_run(
 ) -> None:
     def judge(request: Any) -> Any:
         ids = re.findall(r'<trajectory id=\\"(\d+)', request.body.decode())
-        text = json.dumps({"scores": {each: int(each) / 4 for each in ids}})
+        text = json.dumps({"scores": {trajectory_id: int(trajectory_id) / 4 for trajectory_id in ids}})
         return answer(body={"choices": [{"message": {"content": text}}]})
 
     async def rollout(question: str) -> art.Trajectory:
@@ -177,8 +177,8 @@ async def test_the_judges_of_the_page_run(
         code = compile(snippet, str(PAGE), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         await eval(code, names)
     (group,) = names["groups"]
-    assert [each.reward for each in group] == [0.25, 0.5, 0.75, 1.0]
-    assert [each.reward for each in names["scored"]] == [0.5] * 4, "it prefers the second"
+    assert [trajectory.reward for trajectory in group] == [0.25, 0.5, 0.75, 1.0]
+    assert [trajectory.reward for trajectory in names["scored"]] == [0.5] * 4, "it prefers the second"
     requests = server.sent("POST", "/v1/chat/completions")
-    assert [each.json()["model"] for each in requests] == ["qwen3-32b"] + ["art/tiny"] * 12
+    assert [request.json()["model"] for request in requests] == ["qwen3-32b"] + ["art/tiny"] * 12
     assert len(list((tmp_path / "judge-cache").iterdir())) == 1

@@ -136,8 +136,8 @@ class FakeSky(types.ModuleType):
         return self._request("launch " + cluster_name, run)
 
     def job_status(self, name: str, jobs: list[int]) -> Callable[[], Any]:
-        found = self.job_statuses.pop(0) if len(self.job_statuses) > 1 else self.job_statuses[0]
-        return lambda: dict.fromkeys(jobs, found)
+        status = self.job_statuses.pop(0) if len(self.job_statuses) > 1 else self.job_statuses[0]
+        return lambda: dict.fromkeys(jobs, status)
 
     def tail_logs(self, name: str, job: int, follow: bool, tail: int, output_stream: Any) -> None:
         assert not follow and tail > 0
@@ -183,7 +183,7 @@ class FakeSky(types.ModuleType):
 
 
 @dataclass
-class Place:
+class Machine:
     """The machine of a test: its folder, its SkyPilot, and the server to which the fake ssh leads."""
 
     folder: Path
@@ -227,7 +227,7 @@ def prepare_machine(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def place(tmp_path: Path, server: Any, answer: Any, monkeypatch: pytest.MonkeyPatch) -> Place:
+def machine(tmp_path: Path, server: Any, answer: Any, monkeypatch: pytest.MonkeyPatch) -> Machine:
     for name, value in prepare_machine(tmp_path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("ART_API_KEY", raising=False)
@@ -236,7 +236,7 @@ def place(tmp_path: Path, server: Any, answer: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "sky", sky)
     (tmp_path / "port").write_text(str(server.port))
     server.on("GET", "/health", answer(body={"status": "ok", "engine": "ready"}))
-    return Place(tmp_path, sky, server, answer)
+    return Machine(tmp_path, sky, server, answer)
 
 
 def make_model() -> art.TrainableModel:
@@ -247,7 +247,7 @@ def key_at(server: Any) -> str:
     return server.sent("POST", "/api/models")[-1].headers["authorization"].removeprefix("Bearer ")
 
 
-async def test_cluster_is_launched_reached_and_given_back(place: Place, caplog: Any, capsys: Any):
+async def test_cluster_is_launched_reached_and_given_back(machine: Machine, caplog: Any, capsys: Any):
     caplog.set_level(logging.INFO, "art")
     said: list[str] = []
 
@@ -255,106 +255,106 @@ async def test_cluster_is_launched_reached_and_given_back(place: Place, caplog: 
         """The server is ready when a line of its log was printed."""
         said.append(capsys.readouterr().out)
         is_shown = "a line of the server's log" in "".join(said)
-        return place.answer(body={"status": "ok", "engine": "ready" if is_shown else "starting"})
+        return machine.answer(body={"status": "ok", "engine": "ready" if is_shown else "starting"})
 
-    place.server.on("GET", "/health", health)
+    machine.server.on("GET", "/health", health)
     backend = await launch_quickly(cluster_name="box", gpu="H100")
-    assert place.sky.calls == ["status", "launch box"]
-    task = place.sky.task
+    assert machine.sky.calls == ["status", "launch box"]
+    task = machine.sky.task
     assert task is not None and task.config["resources"]["accelerators"] == "H100"
     assert task.config["workdir"] == str(Path(__file__).parents[3])
     await make_model().register(backend)
     key = task.secrets["ART_API_KEY"]
-    assert key_at(place.server) == key and len(key) >= 32
+    assert key_at(machine.server) == key and len(key) >= 32
     await backend.down()
-    await until(lambda: not place.tunnels())
-    assert place.sky.cluster is None and place.sky.calls[-1] == "down"
+    await until(lambda: not machine.tunnels())
+    assert machine.sky.cluster is None and machine.sky.calls[-1] == "down"
     printed = capsys.readouterr()
     said += [caplog.text, printed.out, printed.err, repr(backend)]
-    said += [str(place.lines("ssh.log")), str(place.lines("cli.log"))]
+    said += [str(machine.lines("ssh.log")), str(machine.lines("cli.log"))]
     assert key not in "".join(said)
-    assert ["status", "box"] in [line[1:] for line in place.lines("cli.log")]
+    assert ["status", "box"] in [line[1:] for line in machine.lines("cli.log")]
 
 
-async def test_state_is_reported_while_the_server_gets_ready(place: Place, caplog: Any, answer: Any):
+async def test_state_is_reported_while_the_server_gets_ready(machine: Machine, caplog: Any, answer: Any):
     caplog.set_level(logging.INFO, "art")
     states = iter(["starting", "starting"])
-    place.server.on(
+    machine.server.on(
         "GET",
         "/health",
         lambda _: answer(body={"status": "ok", "engine": next(states, "none")}),
     )
-    place.sky.job_statuses = [Status.INIT, Status.SETTING_UP, Status.RUNNING]
-    (place.folder / "port").write_text("1")  # nobody listens yet
-    made = asyncio.ensure_future(launch_quickly(tail_logs=False))
+    machine.sky.job_statuses = [Status.INIT, Status.SETTING_UP, Status.RUNNING]
+    (machine.folder / "port").write_text("1")  # nobody listens yet
+    launching = asyncio.ensure_future(launch_quickly(tail_logs=False))
     await until(lambda: "RUNNING" in caplog.text)
-    (place.folder / "port").write_text(str(place.server.port))
-    async with await made:
+    (machine.folder / "port").write_text(str(machine.server.port))
+    async with await launching:
         told = [r.message.split(": ")[1].split(" (")[0] for r in caplog.records]
         told = [state for state in told if state.isupper() or state.startswith("engine")]
         assert told == ["INIT", "SETTING_UP", "RUNNING", "engine starting", "engine none"]
-    assert [line[1] for line in place.lines("cli.log")] == ["status"]
+    assert [line[1] for line in machine.lines("cli.log")] == ["status"]
 
 
-async def test_close_leaves_the_cluster_and_the_next_program_takes_it_up(place: Place):
+async def test_close_leaves_the_cluster_and_the_next_program_takes_it_up(machine: Machine):
     async with await launch_quickly() as backend:
         pass
     model = make_model()
     with pytest.raises(art.ArtError, match="'art'"):
         await model.register(backend)
-    assert place.sky.cluster is Status.UP
+    assert machine.sky.cluster is Status.UP
     async with await launch_quickly(env_path=None) as backend:
         await model.register(backend)
-    assert key_at(place.server) == "key-of-the-cluster"
-    assert place.sky.calls == ["status", "launch art", "status", "queue"]
+    assert key_at(machine.server) == "key-of-the-cluster"
+    assert machine.sky.calls == ["status", "launch art", "status", "queue"]
 
 
-async def test_earlier_server_that_still_answers_does_not_count(place: Place):
-    place.sky.job_statuses = [Status.INIT] * 30 + [Status.RUNNING]
+async def test_earlier_server_that_still_answers_does_not_count(machine: Machine):
+    machine.sky.job_statuses = [Status.INIT] * 30 + [Status.RUNNING]
     async with await launch_quickly(tail_logs=False):
-        assert place.sky.job_statuses == [Status.RUNNING]
+        assert machine.sky.job_statuses == [Status.RUNNING]
 
 
-async def test_force_restart_ends_the_server_that_runs(place: Place):
-    place.sky.cluster, place.sky.jobs = Status.UP, {3: TASK_NAME, 4: "another"}
+async def test_force_restart_ends_the_server_that_runs(machine: Machine):
+    machine.sky.cluster, machine.sky.jobs = Status.UP, {3: TASK_NAME, 4: "another"}
     async with await launch_quickly(force_restart=True):
-        assert place.sky.calls == ["status", "queue", "cancel [3]", "launch art"]
+        assert machine.sky.calls == ["status", "queue", "cancel [3]", "launch art"]
 
 
-async def test_cluster_without_a_server_gets_one(place: Place):
-    place.sky.cluster, place.sky.jobs = Status.UP, {4: "another"}
+async def test_cluster_without_a_server_gets_one(machine: Machine):
+    machine.sky.cluster, machine.sky.jobs = Status.UP, {4: "another"}
     async with await launch_quickly():
-        assert place.sky.calls == ["status", "queue", "launch art"]
+        assert machine.sky.calls == ["status", "queue", "launch art"]
 
 
-def refuse_submission(place: Place) -> None:
-    place.sky.failing["submit"] = RuntimeError("no cloud")
+def refuse_submission(machine: Machine) -> None:
+    machine.sky.failing["submit"] = RuntimeError("no cloud")
 
 
-def refuse_launch(place: Place) -> None:
-    place.sky.failing["launch"] = RuntimeError("no machine is free")
+def refuse_launch(machine: Machine) -> None:
+    machine.sky.failing["launch"] = RuntimeError("no machine is free")
 
 
-def refuse_ssh(place: Place) -> None:
-    (place.folder / "refuses").touch()
+def refuse_ssh(machine: Machine) -> None:
+    (machine.folder / "refuses").touch()
 
 
-def fail_setup(place: Place) -> None:
-    place.sky.job_statuses = [Status.SETTING_UP, Status.FAILED_SETUP]
+def fail_setup(machine: Machine) -> None:
+    machine.sky.job_statuses = [Status.SETTING_UP, Status.FAILED_SETUP]
 
 
-def fail_engine(place: Place) -> None:
+def fail_engine(machine: Machine) -> None:
     """The cause is for callers with a key."""
 
     def health(request: Any) -> Any:
         detail = "no such model" if "authorization" in request.headers else None
-        return place.answer(body={"status": "ok", "engine": "failed", "detail": detail})
+        return machine.answer(body={"status": "ok", "engine": "failed", "detail": detail})
 
-    place.server.on("GET", "/health", health)
+    machine.server.on("GET", "/health", health)
 
 
-def never_listen(place: Place) -> None:
-    (place.folder / "port").write_text("1")
+def never_listen(machine: Machine) -> None:
+    (machine.folder / "port").write_text("1")
 
 
 FAILURES = [
@@ -370,36 +370,36 @@ IDS = [fail.__name__ for fail, _ in FAILURES]
 
 @pytest.mark.parametrize(("fail", "message"), FAILURES, ids=IDS)
 async def test_failed_launch_leaves_nothing_running(
-    place: Place, fail: Callable[[Place], None], message: str, caplog: Any
+    machine: Machine, fail: Callable[[Machine], None], message: str, caplog: Any
 ):
-    fail(place)
+    fail(machine)
     with pytest.raises(Exception, match=message) as caught:
         await launch_quickly(start_timeout_seconds=1 if fail is never_listen else PATIENCE_SECONDS)
-    assert place.sky.cluster is None
-    await until(lambda: not place.tunnels())
+    assert machine.sky.cluster is None
+    await until(lambda: not machine.tunnels())
     assert "was given back" in caught.value.__notes__[0]
     assert "if that fails, run: sky down art" in caplog.text
 
 
-async def test_woken_cluster_is_stopped_again_and_a_running_one_left(place: Place):
-    fail_setup(place)
-    place.sky.cluster = Status.STOPPED
+async def test_woken_cluster_is_stopped_again_and_a_running_one_left(machine: Machine):
+    fail_setup(machine)
+    machine.sky.cluster = Status.STOPPED
     with pytest.raises(art.ArtError, match="FAILED_SETUP") as caught:
         await launch_quickly()
-    assert place.sky.cluster is Status.STOPPED
+    assert machine.sky.cluster is Status.STOPPED
     assert "was stopped again" in caught.value.__notes__[0]
-    place.sky.cluster = Status.UP
+    machine.sky.cluster = Status.UP
     with pytest.raises(art.ArtError, match="FAILED_SETUP") as caught:
         await launch_quickly()
-    assert place.sky.cluster is Status.UP
+    assert machine.sky.cluster is Status.UP
     assert "`sky down art`" in caught.value.__notes__[0]
-    assert "down" not in place.sky.calls
-    await until(lambda: not place.tunnels())
+    assert "down" not in machine.sky.calls
+    await until(lambda: not machine.tunnels())
 
 
-async def test_failed_restart_says_that_the_server_was_ended(place: Place):
-    fail_engine(place)
-    place.sky.cluster, place.sky.jobs = Status.UP, {3: TASK_NAME}
+async def test_failed_restart_says_that_the_server_was_ended(machine: Machine):
+    fail_engine(machine)
+    machine.sky.cluster, machine.sky.jobs = Status.UP, {3: TASK_NAME}
     with pytest.raises(art.ArtError, match="'art'") as caught:
         await launch_quickly()
     assert "was not changed" in caught.value.__notes__[0]
@@ -408,9 +408,9 @@ async def test_failed_restart_says_that_the_server_was_ended(place: Place):
     assert "lost its earlier server" in caught.value.__notes__[0]
 
 
-async def test_failure_to_give_back_is_said(place: Place, caplog: Any):
-    fail_setup(place)
-    place.sky.down = lambda name: fail_down
+async def test_failure_to_give_back_is_said(machine: Machine, caplog: Any):
+    fail_setup(machine)
+    machine.sky.down = lambda name: fail_down
     with pytest.raises(RuntimeError, match="the cloud does not answer") as caught:
         await launch_quickly()
     assert "if that fails, run: sky down art" in caplog.text
@@ -422,31 +422,31 @@ def fail_down() -> None:
 
 
 @pytest.mark.parametrize("phase", ["launch", "wait"])
-async def test_cancelled_launch_leaves_nothing_running(place: Place, phase: str):
+async def test_cancelled_launch_leaves_nothing_running(machine: Machine, phase: str):
     if phase == "launch":
-        place.sky.launch_goes_on.clear()
+        machine.sky.launch_goes_on.clear()
     else:
-        never_listen(place)
+        never_listen(machine)
     making = asyncio.ensure_future(launch_quickly())
     reached = {
-        "launch": lambda: place.sky.cluster is Status.INIT,
-        "wait": lambda: any("-L" in line for line in place.lines("ssh.log")),
+        "launch": lambda: machine.sky.cluster is Status.INIT,
+        "wait": lambda: any("-L" in line for line in machine.lines("ssh.log")),
     }
     await until(reached[phase])
     making.cancel()
     with pytest.raises(asyncio.CancelledError):
         await making
-    assert ("api_cancel" in place.sky.calls) == (phase == "launch")
-    assert place.sky.calls[-1] == "down"
-    await until(lambda: not place.tunnels())
+    assert ("api_cancel" in machine.sky.calls) == (phase == "launch")
+    assert machine.sky.calls[-1] == "down"
+    await until(lambda: not machine.tunnels())
 
 
-async def test_broken_tunnel_is_opened_again_on_its_port(place: Place):
+async def test_broken_tunnel_is_opened_again_on_its_port(machine: Machine):
     async with await launch_quickly(tail_logs=False) as backend:
-        [tunnel] = place.tunnels()
+        [tunnel] = machine.tunnels()
         os.kill(tunnel, signal.SIGKILL)
-        await until(lambda: tunnel not in place.tunnels() and bool(place.tunnels()))
-        await until(lambda: len(place.tunnels()) == 1)
+        await until(lambda: tunnel not in machine.tunnels() and bool(machine.tunnels()))
+        await until(lambda: len(machine.tunnels()) == 1)
         model = make_model()
         async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
@@ -455,20 +455,20 @@ async def test_broken_tunnel_is_opened_again_on_its_port(place: Place):
                     break
                 except art.ArtConnectionError:
                     await asyncio.sleep(0.05)
-    await until(lambda: not place.tunnels())
+    await until(lambda: not machine.tunnels())
 
 
 async def test_tunnel_ends_with_a_program_that_is_killed(tmp_path: Path):
     environment = {**os.environ, **prepare_machine(tmp_path)}
     code = "from art.skypilot.tunnel import Tunnel; import signal; t = Tunnel('box', 7623); signal.pause()"
     program = await asyncio.create_subprocess_exec(sys.executable, "-c", code, env=environment)
-    place = Place(tmp_path, FakeSky(), None, None)
-    await until(lambda: bool(place.tunnels()))
-    found = psutil.Process(program.pid).children()
+    machine = Machine(tmp_path, FakeSky(), None, None)
+    await until(lambda: bool(machine.tunnels()))
+    children = psutil.Process(program.pid).children()
     program.kill()
     await program.wait()
-    await until(lambda: not place.tunnels())
-    assert not psutil.wait_procs(found, timeout=PATIENCE_SECONDS)[1]
+    await until(lambda: not machine.tunnels())
+    assert not psutil.wait_procs(children, timeout=PATIENCE_SECONDS)[1]
 
 
 async def test_tunnel_to_a_machine_that_has_gone_ends_with_its_program(tmp_path: Path):
@@ -477,50 +477,50 @@ async def test_tunnel_to_a_machine_that_has_gone_ends_with_its_program(tmp_path:
     code = "from art.skypilot.tunnel import Tunnel; import signal; t = Tunnel('box', 7623); signal.pause()"
     program = await asyncio.create_subprocess_exec(sys.executable, "-c", code, env=environment)
     await until(lambda: bool(psutil.Process(program.pid).children()))
-    found = psutil.Process(program.pid).children(recursive=True)
+    children = psutil.Process(program.pid).children(recursive=True)
     program.kill()
     await program.wait()
-    assert not psutil.wait_procs(found, timeout=PATIENCE_SECONDS)[1]
+    assert not psutil.wait_procs(children, timeout=PATIENCE_SECONDS)[1]
 
 
-async def test_variables_of_the_file_are_secrets_of_the_task(place: Place):
-    file = place.folder / ".env"
+async def test_variables_of_the_file_are_secrets_of_the_task(machine: Machine):
+    file = machine.folder / ".env"
     file.write_text("ART_API_KEY=mine\nHF_TOKEN='hf token'\nWANDB_API_KEY=\n# comment\n")
     async with await launch_quickly(env_path=file) as backend:
         await make_model().register(backend)
-    assert place.sky.task is not None
-    assert place.sky.task.secrets == {"ART_API_KEY": "mine", "HF_TOKEN": "hf token"}
-    assert key_at(place.server) == "mine"
+    assert machine.sky.task is not None
+    assert machine.sky.task.secrets == {"ART_API_KEY": "mine", "HF_TOKEN": "hf token"}
+    assert key_at(machine.server) == "mine"
     with pytest.raises(FileNotFoundError):
-        await launch_quickly(env_path=place.folder / "absent")
-    assert place.sky.calls.count("status") == 1
+        await launch_quickly(env_path=machine.folder / "absent")
+    assert machine.sky.calls.count("status") == 1
 
 
-async def test_resources_replace_what_the_task_asks_for(place: Place):
+async def test_resources_replace_what_the_task_asks_for(machine: Machine):
     with pytest.raises(ValueError, match="resources"):
         await launch_quickly(gpu="H100", resources="anything")
-    assert place.sky.calls == []
+    assert machine.sky.calls == []
     async with await launch_quickly(resources="sky.Resources(...)"):
-        assert place.sky.task is not None
-        assert place.sky.task.resources == "sky.Resources(...)"
+        assert machine.sky.task is not None
+        assert machine.sky.task.resources == "sky.Resources(...)"
 
 
-async def test_version_that_is_no_checkout_is_reported_once(place: Place, caplog: Any):
+async def test_version_that_is_no_checkout_is_reported_once(machine: Machine, caplog: Any):
     async with await launch_quickly(art_version="0.5.17") as backend:
-        assert place.sky.task is not None
-        assert place.sky.task.config["workdir"] == str(TASK_FILE.parents[4])
+        assert machine.sky.task is not None
+        assert machine.sky.task.config["workdir"] == str(TASK_FILE.parents[4])
     assert [r.message for r in caplog.records if "0.5.17" in r.message] == [
         "art_version='0.5.17' is not a checkout of agent-reinforcement-trainer and is ignored: the server gets this "
         "client's version"
     ]
     await backend.down()
     caplog.clear()
-    other = place.folder / "checkout"
+    other = machine.folder / "checkout"
     (other / "scripts").mkdir(parents=True)
     (other / "scripts" / "setup").touch()
     (other / "art_server").mkdir()
     async with await launch_quickly(art_version=str(other)):
-        assert place.sky.task.config["workdir"] == str(other)
+        assert machine.sky.task.config["workdir"] == str(other)
     assert not [r for r in caplog.records if "is ignored" in r.message]
 
 
@@ -531,7 +531,7 @@ def test_without_skypilot_the_error_names_the_command(monkeypatch: pytest.Monkey
     assert "\n" not in str(caught.value)
 
 
-async def test_backend_that_was_not_launched_says_so(place: Place):
+async def test_backend_that_was_not_launched_says_so(machine: Machine):
     with pytest.raises(art.ArtError, match="SkyPilotBackend"):
         await make_model().register(art.SkyPilotBackend())
     on_an_instance = QuickBackend().initialize_cluster  # as ART's programs write it

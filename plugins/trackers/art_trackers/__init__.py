@@ -1,9 +1,9 @@
 """Trackers: where the steps of models are reported, by a program (`art.Backend(trackers=[...])`) or by a server
 (`--tracker NAME`), with the same code.
 
-Each model has its own run. A tracker costs a training nothing but one warning: its library, an optional extra, is
-imported and called in a thread (`thread.py`), and has a queue of its own for what it sends. "otlp" sends traces instead of
-steps (`tracing.py`).
+Each model has its own run. A tracker that fails costs a training nothing but one warning: the tracker's library, an optional
+extra, is imported and called in a thread (`thread.py`), and sends in the background from its own queue. "otlp" sends traces
+instead of steps (`tracing.py`).
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""The optional libraries of trackers: imported when they are first used, and one warning for each that fails."""
+"""The optional libraries of trackers, which are imported at their first use, and the one warning of a tracker that fails."""
 
 import importlib
 import importlib.util
@@ -9,22 +9,22 @@ from typing import Any
 logger = logging.getLogger("art.trackers")
 
 _PASSWORD = re.compile(r"://[^/@\s]+@")
-"""User and password in the address of a tracker, which its library's errors quote."""
+"""User and password in the address of a tracker. The errors of the tracker's library quote the address."""
 
 
 def import_library(module: str, extra: str) -> Any:  # Any: the library need not be installed
     """A module of an optional library.
 
     Raises:
-        ImportError: it is not installed; the message names the extra.
+        ImportError: the library is not installed; the message names the extra.
     """
     try:
-        found = importlib.import_module(module)
+        library = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ImportError(missing(error.name or module, extra)) from error
-    if found.__file__ is None:  # a folder of the library's name, such as ./wandb
+    if library.__file__ is None:  # a folder of the library's name, such as ./wandb
         raise ImportError(missing(module, extra))
-    return found
+    return library
 
 
 def is_installed(module: str) -> bool:

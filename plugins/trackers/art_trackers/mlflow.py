@@ -1,6 +1,6 @@
 """MLflow (extra `mlflow`): an experiment for each project, in which each model has one run.
 
-MLFLOW_TRACKING_URI names the server or store; without it the store is FOLDER/mlflow.db.
+MLFLOW_TRACKING_URI names the server or store; without this variable the store is FOLDER/mlflow.db.
 """
 
 import re
@@ -16,7 +16,7 @@ MODEL_TAG = "art.model"
 REFUSED = re.compile(r"[^\w\-./: ]")
 """Characters that MLflow refuses in names."""
 MAX_VALUE = 6000
-"""Characters of a parameter."""
+"""The number of characters that MLflow accepts in a parameter's value."""
 
 
 class MlflowRun:
@@ -28,8 +28,8 @@ class MlflowRun:
         folder.mkdir(parents=True, exist_ok=True)
         store = None if mlflow.is_tracking_uri_set() else f"sqlite:///{folder}/mlflow.db"
         self._client: Any = mlflow.MlflowClient(tracking_uri=store)
-        found = self._client.get_experiment_by_name(record.project)
-        experiment = self._client.create_experiment(record.project) if found is None else found.experiment_id
+        known = self._client.get_experiment_by_name(record.project)
+        experiment = self._client.create_experiment(record.project) if known is None else known.experiment_id
         runs = self._client.search_runs([experiment], f"tags.`{MODEL_TAG}` = '{record.name}'")
         if not runs:
             tags = {MODEL_TAG: record.name}
@@ -44,7 +44,7 @@ class MlflowRun:
             self._entities.Metric(REFUSED.sub("_", name), float(value), now, record.step)
             for name, value in record.metrics.items()
         ]
-        # A parameter cannot change: it has the value of the first step that had it.
+        # MLflow refuses to change a parameter, so the parameter keeps the value of the first step that has it.
         added = [name for name in record.config if name not in self._parameters]
         parameters = [self._entities.Param(name, str(record.config[name])[:MAX_VALUE]) for name in added]
         self._client.log_batch(self._id, metrics=metrics, params=parameters)

@@ -8,12 +8,12 @@ from art_trackers.library import import_library
 
 
 class TensorBoardRun:
-    """One model's event file. A run that continues has several, which TensorBoard joins."""
+    """One model's event file. A run that continues has several event files, which TensorBoard joins."""
 
     def __init__(self, record: StepRecord, folder: Path) -> None:
         summary = import_library("tensorboard.summary", "tensorboard")
-        place = folder / "tensorboard" / record.project / record.name
-        self._writer: Any = summary.Writer(str(place))
+        run_folder = folder / "tensorboard" / record.project / record.name
+        self._writer: Any = summary.Writer(str(run_folder))
 
     def log(self, record: StepRecord) -> None:
         for name, value in record.metrics.items():

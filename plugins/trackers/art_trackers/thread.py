@@ -1,7 +1,7 @@
 """The thread in which the library of one tracker is called.
 
 The libraries send in the background, but their import and the opening of a run take seconds, and longer if the tracker is
-down. A daemon: a tracker that hangs does not keep the program from ending.
+down. The thread is a daemon, so that a tracker that hangs does not keep the program from ending.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from art_protocol.tracking import StepRecord
 from art_trackers.library import OneWarning
 
 MAX_QUEUED = 32
-"""Steps. A tracker that is that far behind will not catch up, and a program's records hold their trajectories."""
+"""Number of steps. A tracker that is further behind will not catch up, and a program's records hold the trajectories."""
 
 
 class Run(Protocol):
-    """A tracker's run of one model. Its methods block, and raise what its library raises."""
+    """A tracker's run of one model. The methods block, and raise the exceptions of the tracker's library."""
 
     def log(self, record: StepRecord) -> None: ...
 
@@ -29,9 +29,10 @@ class Run(Protocol):
 
 
 class TrackerThread(threading.Thread):
-    """Opens a run for each model with its first record, and hands it the records. `opened` is called after each opening.
+    """Opens a run for each model at the model's first record, and hands the records to the run. `opened` is called after each
+    opening.
 
-    Whatever the library raises is a warning, and the next record is tried again.
+    Any exception of the library becomes a warning, and the next record is tried again.
     """
 
     def __init__(self, name: str, folder: Path, warning: OneWarning, opened: Callable[[], None]) -> None:
@@ -43,15 +44,15 @@ class TrackerThread(threading.Thread):
         self.start()
 
     def put(self, record: StepRecord) -> None:
-        """Queues a record. If the queue is full the oldest is lost."""
+        """Queues a record. If the queue is full, the oldest record is lost."""
         if self._records.qsize() >= MAX_QUEUED:
-            with contextlib.suppress(queue.Empty):  # the thread took it meanwhile
+            with contextlib.suppress(queue.Empty):  # the thread took the record meanwhile
                 self._records.get_nowait()
                 self.warning.give(f"is more than {MAX_QUEUED} reports behind, which are lost")
         self._records.put(record)
 
     def end(self) -> None:
-        """Lets the thread close the runs and end, after what is queued."""
+        """Lets the thread close the runs and end, after the queued records."""
         self._records.put(None)
 
     def run(self) -> None:
@@ -71,5 +72,5 @@ class TrackerThread(threading.Thread):
     def _try(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # whatever a tracker raises
+        except Exception as error:  # a tracker's library may raise anything
             self.warning.give(f"failed ({type(error).__name__}: {error})")

@@ -9,8 +9,8 @@
 
 The OpenTelemetry SDK reads the endpoint and its headers from OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_HEADERS.
 A link ("TRACE-SPAN", in hexadecimal) crosses the wire as the name of a rollout's session and as the idempotency key of a
-train call, so that every way to name a session carries it. Spans hold names, numbers and the types of errors; with
-OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT=true the server's also hold the text of messages.
+train call, so that every way to name a session carries the link. Spans hold names, numbers and the types of errors; with
+OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT=true the server's spans also hold the text of messages.
 """
 
 import logging
@@ -74,7 +74,7 @@ class Tracing:
         """The spans of a service. None, and one warning, if OpenTelemetry is not installed or refuses its settings."""
         try:
             return cls(service)
-        except Exception as error:  # whatever OpenTelemetry raises
+        except Exception as error:  # OpenTelemetry may raise anything
             OneWarning("otlp").give(str(error))
             return None
 
@@ -87,10 +87,10 @@ class Tracing:
         kind: str = "INTERNAL",
         links: Sequence[str] = (),
     ) -> "OpenTelemetrySpan":
-        """A span that begins now. `parent` is a span or a link; None: the current span, if there is one."""
+        """A span that begins now. `parent` is a span or a link; None: the current span, if a span is current."""
         try:
             span = self._start(name, parent, attributes or {}, kind, links)
-        except Exception as error:  # whatever a configured sampler raises
+        except Exception as error:  # a configured sampler may raise anything
             self._warning.give(f"makes no span ({type(error).__name__}: {error})")
             span = self.api.INVALID_SPAN
         return OpenTelemetrySpan(self, span)
@@ -135,7 +135,7 @@ class Tracing:
 
 
 class OpenTelemetrySpan:
-    """One span. In a `with` block it is the current one, and it ends with the block."""
+    """One span. In a `with` block the span is current, and ends with the block."""
 
     def __init__(self, tracing: Tracing, span: Any) -> None:  # Any: OpenTelemetry's
         self.span: Any = span
@@ -144,12 +144,12 @@ class OpenTelemetrySpan:
 
     @property
     def holds_contents(self) -> bool:
-        """Whether the text of messages was asked for."""
+        """Whether spans hold the text of messages (`CONTENTS_VARIABLE`)."""
         return self._tracing.holds_contents
 
     @property
     def link(self) -> str | None:
-        """By which the spans of another process become its children; None if the sampler dropped it."""
+        """The name by which spans of another process become children of this span; None if the sampler dropped the span."""
         context = self.span.get_span_context()
         if not context.trace_flags.sampled:
             return None
@@ -181,7 +181,7 @@ class OpenTelemetrySpan:
 
 
 class _Exporter:
-    """OpenTelemetry's exporter, whose failures are one warning. Exports follow each other, in several threads."""
+    """OpenTelemetry's exporter, whose failures are one warning. Exports run one after the other, in several threads."""
 
     def __init__(self, exporter: Any, failure: Any, warning: OneWarning) -> None:
         self._exporter, self._failure, self._warning = exporter, failure, warning
@@ -201,7 +201,8 @@ class _Exporter:
         self._exporter.shutdown()
 
     def _keep(self, record: logging.LogRecord) -> bool:
-        """Takes the log lines of our exports, not those of another exporter of the program."""
+        """Whether a log line is kept. The log lines of our own exports are not, because they become the reason of the warning;
+        the log lines of another exporter of the program are."""
         if record.thread != self._thread:
             return True
         self._reason = record.getMessage()

@@ -1,6 +1,7 @@
 """Trackio (extra `trackio`): local by default; `trackio show` displays it.
 
-TRACKIO_DIR names its folder. With TRACKIO_SPACE_ID or TRACKIO_SERVER_URL it reports to a Space or to its own server.
+TRACKIO_DIR names Trackio's folder. With TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, Trackio reports to a Space or to its own
+server.
 """
 
 import contextvars
@@ -15,7 +16,7 @@ class TrackioRun:
     """One model's run."""
 
     def __init__(self, record: StepRecord, folder: Path) -> None:
-        del folder  # `trackio show` looks into Trackio's own
+        del folder  # `trackio show` looks into Trackio's own folder
         self._run = _open(record)
         self._known = record.config.keys()
 
@@ -31,7 +32,7 @@ class TrackioRun:
 
 def _open(record: StepRecord) -> Any:
     trackio = import_library("trackio", "trackio")
-    # In a context of its own, because Trackio ends the context's previous run.
+    # In a separate context, because Trackio ends the context's previous run.
     return contextvars.copy_context().run(
         trackio.init,
         project=record.project,

@@ -16,9 +16,10 @@ from art_trackers.library import import_library
 logger = logging.getLogger("art.trackers")
 
 INIT_SECONDS = 8.0
-"""For W&B's answer when a run begins. At the program's end W&B's process waits for a call that has begun."""
+"""Limit on the wait for W&B's answer when a run begins. At the program's end, W&B's process waits for a call that has
+begun."""
 FINISH_SECONDS = 4.0
-"""For the upload at the end. What is not uploaded stays on disk, for `wandb sync`."""
+"""Limit on the upload at the end of a run. Data that is not uploaded stays on disk, for `wandb sync`."""
 
 
 class WandbRun:
@@ -27,7 +28,7 @@ class WandbRun:
     def __init__(self, record: StepRecord, folder: Path) -> None:
         # Set before the import. Otherwise the program's end waits for the delivery of W&B's own error reports.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        logging.getLogger("wandb").propagate = False  # it writes log files of its own
+        logging.getLogger("wandb").propagate = False  # wandb writes its own log files
         self._wandb = import_library("wandb", "wandb")
         _check_login(self._wandb)
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +38,7 @@ class WandbRun:
             name=record.name,
             dir=os.path.abspath(os.environ.get("WANDB_DIR") or folder),
             resume="allow",
-            reinit="create_new",  # a run of the program's own stays the current one
+            reinit="create_new",  # the program's own run stays the current run
             settings=self._wandb.Settings(
                 silent=True,
                 console="off",

@@ -30,12 +30,12 @@ SECRETS = (b"a private", KEY.encode())
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    made = Collector()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
+    fake = Collector()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", fake.url)
     monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
     monkeypatch.setattr(tracing, "_program", None)
-    yield made
-    made.close()
+    yield fake
+    fake.close()
 
 
 async def roll_out(model: art.TrainableModel, reward: float) -> art.Trajectory:
@@ -82,11 +82,11 @@ async def test_one_trace_joins_rollouts_completions_job_and_phases(collector: Co
     (load,) = collector.named("load")
     assert attributes(load)["art.adapter"] == "demo/agent@1"
     rollouts, completions = collector.named("rollout"), collector.named("chat demo/agent")
-    assert [attributes(each)["art.reward"] for each in rollouts] == [0.0, 1.0, 0.0]
+    assert [attributes(span)["art.reward"] for span in rollouts] == [0.0, 1.0, 0.0]
     before, _, after = map(attributes, completions)
     assert before["gen_ai.usage.input_tokens"] == 3 and before["gen_ai.usage.output_tokens"] == 2
     assert (before["art.adapter"], after["art.adapter"]) == ("demo/agent@0", "demo/agent@1")
-    assert {each.trace_id for each in rollouts[:2]} == {job.trace_id}
+    assert {span.trace_id for span in rollouts[:2]} == {job.trace_id}
     assert rollouts[2].trace_id != job.trace_id, "the next step is another trace"
     assert {service for service, _ in collector.spans} == {"art", "art-server"}
 
@@ -130,7 +130,7 @@ async def test_a_job_that_is_cancelled_or_of_an_earlier_server_has_one_span(
     jobs = {attributes(job)["art.job"]: job for job in collector.named("job")}
     assert jobs[cancelled].trace_id.hex() == "a" * 32
     assert jobs[cancelled].status.message == "cancelled"
-    assert [each.status.message for each in collector.named("train")] == ["trainer_died", "bad"]
+    assert [span.status.message for span in collector.named("train")] == ["trainer_died", "bad"]
     assert jobs[earlier].parent_span_id == b""
 
 
@@ -138,7 +138,7 @@ async def test_spans_hold_neither_contents_nor_keys(collector: Collector, tmp_pa
     async with serving(tmp_path, trackers=("otlp",)) as served:
         await run_a_step(served)
     assert collector.spans
-    assert not [body for body in collector.bodies for secret in SECRETS if secret in body]
+    assert not [body for body in collector.bodies if any(secret in body for secret in SECRETS)]
 
 
 async def test_contents_are_in_the_spans_that_were_asked_for_them(
@@ -160,7 +160,7 @@ async def test_a_span_of_the_program_is_the_parent(collector: Collector, tmp_pat
             await run_a_step(served)
     await asyncio.to_thread(mine.close)
     trace = bytes.fromhex(f"{span.span.get_span_context().trace_id:032x}")
-    assert {each.trace_id for _, each in collector.spans} == {trace}
+    assert {exported.trace_id for _, exported in collector.spans} == {trace}
     assert not collector.named("step demo/agent")
 
 
@@ -179,7 +179,7 @@ async def test_a_collector_that_refuses_costs_one_warning(
     for _ in range(3):
         spans.start("a").end()
         await asyncio.to_thread(spans.close)
-    told = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(told) == 1 and "403" in told[0]
 
 
@@ -220,7 +220,7 @@ def test_a_span_that_cannot_be_made_costs_one_warning(caplog: pytest.LogCaptureF
         with spans.start("a") as span:
             span.set({"art.step": 1})
             assert span.link is None
-    (told,) = (each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING)
+    (told,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
     assert "makes no span" in told
 
 
@@ -229,7 +229,7 @@ def test_settings_that_opentelemetry_refuses_cost_one_warning(
 ) -> None:
     monkeypatch.setenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "many")
     assert Tracing.start_service("broken") is None
-    (told,) = (each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING)
+    (told,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
     assert "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT" in told
 
 

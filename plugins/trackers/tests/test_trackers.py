@@ -100,7 +100,7 @@ def warnings_of(log: pytest.LogCaptureFixture) -> list[str]:
 
 def read_wandb(folder: Path) -> list[Any]:
     """The records of an offline run that has ended. Its process may still write the last ones."""
-    wait_until(lambda: any(each.WhichOneof("record_type") == "exit" for each in read_log(folder)))
+    wait_until(lambda: any(record.WhichOneof("record_type") == "exit" for record in read_log(folder)))
     return read_log(folder)
 
 
@@ -108,26 +108,26 @@ def read_log(folder: Path) -> list[Any]:
     """The records in LevelDB's log format, behind a header of seven bytes."""
     messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     (file,) = folder.glob("*.wandb")
-    data, place, content, found = file.read_bytes(), 7, b"", []
-    while place + 7 <= len(data):
-        rest = 32768 - place % 32768
+    data, position, content, records = file.read_bytes(), 7, b"", []
+    while position + 7 <= len(data):
+        rest = 32768 - position % 32768
         if rest < 7:
-            place += rest
+            position += rest
             continue
-        _, length, kind = struct.unpack_from("<IHB", data, place)
-        content += data[place + 7 : place + 7 + length]
-        place += 7 + length
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        content += data[position + 7 : position + 7 + length]
+        position += 7 + length
         if kind in (1, 4):  # whole, or the last part
-            found.append(messages.Record.FromString(content))
+            records.append(messages.Record.FromString(content))
             content = b""
-    return found
+    return records
 
 
-def rows_of(found: Sequence[Any]) -> list[dict[str, Any]]:
+def rows_of(records: Sequence[Any]) -> list[dict[str, Any]]:
     return [
-        {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in each.history.item}
-        for each in found
-        if each.WhichOneof("record_type") == "history"
+        {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
     ]
 
 
@@ -137,20 +137,16 @@ def test_wandb_has_a_run_for_each_model_with_metrics_config_and_a_table(tmp_path
     changed = make_record(2, config={**CONFIG, "learning_rate": 2e-5})
     report(tmp_path, "wandb", [with_rollouts, make_record(7, "other"), changed])
 
-    folders = {each.name.rpartition("-")[2]: each for each in tmp_path.glob("wandb/offline-run-*")}
+    folders = {folder.name.rpartition("-")[2]: folder for folder in tmp_path.glob("wandb/offline-run-*")}
     assert set(folders) == {"agent", "other"}
-    found = read_wandb(folders["agent"])
-    (run,) = (each.run for each in found if each.WhichOneof("record_type") == "run")
+    records = read_wandb(folders["agent"])
+    (run,) = (record.run for record in records if record.WhichOneof("record_type") == "run")
     assert (run.run_id, run.project, run.display_name) == ("agent", "demo", "agent")
-    rows = rows_of(found)
+    rows = rows_of(records)
     assert [row["training_step"] for row in rows] == [1, 2]
     assert [row["train/reward"] for row in rows] == [0.25, 0.5]
-    configs = {
-        item.key: json.loads(item.value_json)
-        for each in found
-        if each.WhichOneof("record_type") == "config"
-        for item in each.config.update
-    }
+    changes = [record.config for record in records if record.WhichOneof("record_type") == "config"]
+    configs = {item.key: json.loads(item.value_json) for change in changes for item in change.update}
     assert configs == {**CONFIG, "learning_rate": 2e-5}
     table = json.loads((folders["agent"] / "files" / rows[0]["train/rollouts.path"]).read_text())
     assert table["columns"] == ["step", "group", "index", "reward", "text", "error"]
@@ -163,7 +159,7 @@ def test_wandb_has_a_run_for_each_model_with_metrics_config_and_a_table(tmp_path
     assert rows_of(read_wandb(folders["other"]))[0]["training_step"] == 7
     report(tmp_path / "later", "wandb", [make_record(3)])
     (later,) = (tmp_path / "later").glob("wandb/offline-run-*-agent")
-    (run,) = (each.run for each in read_wandb(later) if each.WhichOneof("record_type") == "run")
+    (run,) = (record.run for record in read_wandb(later) if record.WhichOneof("record_type") == "run")
     assert run.run_id == "agent", "a restarted program continues the run"
 
 
@@ -238,8 +234,8 @@ def test_tensorboard_has_the_metrics_in_event_files_and_needs_no_torch(tmp_path:
 
     events = EventAccumulator(str(tmp_path / "tensorboard" / "demo" / "agent"))
     events.Reload()
-    found = [(each.step, make_ndarray(each.tensor_proto).item()) for each in events.Tensors("train/reward")]
-    assert found == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    rewards = [(event.step, make_ndarray(event.tensor_proto).item()) for event in events.Tensors("train/reward")]
+    assert rewards == [(1, 0.25), (2, 0.5), (3, 0.75)]
     code = "import sys, tensorboard.summary; assert not {'torch', 'tensorflow'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
@@ -258,7 +254,7 @@ def test_mlflow_has_an_experiment_with_a_run_for_each_model(tmp_path: Path) -> N
     assert set(runs) == {"agent", "other"}
     run = runs["agent"]
     history = client.get_metric_history(run.info.run_id, "train/reward")
-    assert [(each.step, each.value) for each in history] == [(1, 0.25), (2, 0.5)]
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.25), (2, 0.5)]
     assert run.data.metrics["train/acc_1"] == 1.0
     assert run.data.params["base_model"] == "art/tiny" and run.data.params["learning_rate"] == "1e-05"
     assert run.info.status == "FINISHED"
@@ -280,23 +276,23 @@ class FakeRun:
 
 def fake_tracker(monkeypatch: pytest.MonkeyPatch, act: Callable[[StepRecord], None]) -> list[FakeRun]:
     """Takes the place of TensorBoard."""
-    made: list[FakeRun] = []
+    runs: list[FakeRun] = []
 
     def open_run(record: StepRecord, folder: Path) -> FakeRun:
-        made.append(FakeRun(act))
-        return made[-1]
+        runs.append(FakeRun(act))
+        return runs[-1]
 
     module = ModuleType("art_trackers.tensorboard")
     module.open_run = open_run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "art_trackers.tensorboard", module)
-    return made
+    return runs
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard", "mlflow"])
 def test_a_tracker_that_is_not_installed_costs_one_warning_that_names_the_extra(
     name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for module in [each for each in sys.modules if each.partition(".")[0] == name]:
+    for module in [loaded for loaded in sys.modules if loaded.partition(".")[0] == name]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)  # its import fails
     report(tmp_path, name, [make_record(1), make_record(2)])
@@ -386,13 +382,13 @@ def test_of_a_full_queue_the_oldest_reports_are_lost_with_one_warning(
 
 def test_reports_after_close_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[int] = []
-    made = fake_tracker(monkeypatch, lambda record: got.append(record.step))
+    runs = fake_tracker(monkeypatch, lambda record: got.append(record.step))
     trackers = Trackers(["tensorboard"], tmp_path)
     trackers.report(make_record(1))
     trackers.close(SECONDS)
     trackers.report(make_record(2))
     trackers.close(SECONDS)
-    assert got == [1, 2] and len(made) == 2 and all(run.is_closed for run in made)
+    assert got == [1, 2] and len(runs) == 2 and all(run.is_closed for run in runs)
 
 
 def test_an_unknown_tracker_is_refused() -> None:
@@ -540,7 +536,7 @@ CHECKS: dict[str, Callable[[Path, Any, str], bool]] = {
     'trackers=["mlflow"]': lambda logs, *_: (logs / "mlflow.db").exists(),
     "on_step=on_step": lambda _, __, printed: "agent train {'train/reward': 0.5} 1e-05" in printed,
     'trackers=["otlp"]': lambda _, server, __: any(
-        b"train documented/agent" in each.body for each in server.sent("POST", "/v1/traces")
+        b"train documented/agent" in request.body for request in server.sent("POST", "/v1/traces")
     ),
 }
 PAGE = Path(__file__).parents[3] / "docs" / "tracking.md"
@@ -557,7 +553,7 @@ async def test_the_pages_snippet_reports(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (snippet,) = (each for each in SNIPPETS if use in each)
+    (snippet,) = (text for text in SNIPPETS if use in text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tracing, "_program", None)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", server.url)

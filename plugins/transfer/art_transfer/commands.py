@@ -56,7 +56,7 @@ def run(flags: argparse.Namespace) -> None:
         ServerError: the command failed; the message has the reason and the remedy.
         ModuleNotFoundError: the server's packages are not installed.
     """
-    # Imported here, because `art --help` needs none of their packages.
+    # Imported here, because `art --help` needs none of the packages that `transfer` imports.
     from art_transfer import transfer
 
     commands = {

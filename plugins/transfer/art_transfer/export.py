@@ -26,7 +26,8 @@ def write_adapter(content: Path, description: Description, folder: Path) -> None
 
 
 def public_name(base_model: str) -> str:
-    """A base model's name for other programs: a folder's absolute path, "smollm2"'s id on the hub, else the name."""
+    """A base model's name for other programs: the id of "smollm2" on the hub, the absolute path of a folder, else the name
+    itself."""
     if base_model == "smollm2":
         return SMOLLM2_ID
     folder = find_folder(base_model)
@@ -34,13 +35,13 @@ def public_name(base_model: str) -> str:
 
 
 def write_merged(content: Path, description: Description, folder: Path) -> None:
-    """Writes the base model with the adapter merged into its weights, in the base's dtype, and copies the other files
-    of its folder: tokenizer, chat template, generation settings.
+    """Writes the base model with the adapter merged into its weights, in the base model's dtype, and copies the
+    other files of the base model's folder: tokenizer, chat template, generation settings.
 
     Raises:
-        InvalidInput: the base's weights are quantised.
+        InvalidInput: the base model's weights are quantised.
     """
-    # Imported here, because they take seconds to load.
+    # Imported here, because these packages take seconds to load.
     import torch
     from peft import PeftModel
 
@@ -57,10 +58,11 @@ def write_merged(content: Path, description: Description, folder: Path) -> None:
     dtype = config.get_text_config().dtype or torch.float32
     model = PeftModel.from_pretrained(load_base(str(base.path), dtype, torch.device("cpu")), content)
     model.merge_and_unload(safe_merge=True).save_pretrained(folder)
-    for file in (file for pattern in SMALL_FILES for file in base.path.glob(pattern)):
-        is_of_weights = file.name.endswith(".index.json") or file.name == OTHER_CONFIG
-        if not is_of_weights and not (folder / file.name).exists():
-            shutil.copyfile(file, folder / file.name)
+    for pattern in SMALL_FILES:
+        for file in base.path.glob(pattern):
+            is_of_weights = file.name.endswith(".index.json") or file.name == OTHER_CONFIG
+            if not is_of_weights and not (folder / file.name).exists():
+                shutil.copyfile(file, folder / file.name)
 
 
 def push_folder(folder: Path, repository: str) -> str:

@@ -40,7 +40,7 @@ class TransferClient:
         self._http.close()
 
     def download(self, project: str, name: str, step: int | None, content: Path) -> Description:
-        """Downloads a model's step (None: the serving one) into a new folder and returns its description.
+        """Downloads a model's step (None: the serving step) into a new folder and returns its description.
 
         Raises:
             InvalidInput: there is no such model or step, or the received checkpoint is invalid.
@@ -66,7 +66,7 @@ class TransferClient:
         """Uploads a checkpoint as a step of a model.
 
         Raises:
-            InvalidInput: the server refuses it.
+            InvalidInput: the server refuses the checkpoint.
             Unavailable: all attempts failed.
         """
         path = checkpoint_path(project, name, description.step)
@@ -81,15 +81,15 @@ class TransferClient:
 
     def _find(self, project: str, name: str) -> ModelInfo:
         models = repeat(lambda: read_reply(ModelList, self._http.get("/api/models"))).models
-        found = [each for each in models if each.name == name and project in ("", each.project)]
-        if len(found) != 1:
-            known = ", ".join(each.inference_name for each in found or models) or "none"
+        matches = [model for model in models if model.name == name and project in ("", model.project)]
+        if len(matches) != 1:
+            known = ", ".join(model.inference_name for model in matches or models) or "none"
             raise InvalidInput(
-                f"'{name}' is {'one of several models' if found else 'no model'} of {self._http.base_url}; models: "
+                f"'{name}' is {'one of several models' if matches else 'no model'} of {self._http.base_url}; models: "
                 f"{known}. Write PROJECT/NAME",
                 code="unknown_model",
             )
-        return found[0]
+        return matches[0]
 
 
 def checkpoint_path(project: str, name: str, step: int) -> str:

@@ -1,7 +1,7 @@
 """`art export`, `art import`, `art copy`: move a checkpoint from a source to a target.
 
 Sources and targets are a server's folder, a server's URL, a PEFT folder, and any address that fsspec opens. In between,
-a checkpoint is a folder of files and a description with their digests (`checkpoints/archive.py`). A target gets the
+a checkpoint is a folder of files and a description with their digests (`art_server/store/archive.py`). A target gets the
 complete checkpoint or none.
 """
 
@@ -43,7 +43,7 @@ from art_transfer.export import push_folder, write_adapter, write_merged
 from art_transfer.http_transfer import TransferClient
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
-"""Schemes without folders. fsspec would create a missing bucket as if it were one."""
+"""Schemes without folders. fsspec would create a missing bucket like a missing folder."""
 MAX_STEP_DIGITS = 12
 """Length of the name of a checkpoint's folder in a folder of checkpoints."""
 
@@ -116,7 +116,7 @@ def copy_checkpoint(flags: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def opened_model(flags: argparse.Namespace, text: str) -> Iterator[tuple[Path, Description]]:
-    """Yields folder and description of the checkpoint [PROJECT/]NAME[@k], from a server or from its folder.
+    """Yields folder and description of the checkpoint [PROJECT/]NAME[@k], from a running server or from a server's folder.
 
     Raises:
         InvalidInput: there is no such model, or its files are damaged.
@@ -131,8 +131,10 @@ def opened_model(flags: argparse.Namespace, text: str) -> Iterator[tuple[Path, D
             yield content, server.download(project, name, int(step) if step else None, content)
         return
     folder = find_model_folder(flags.path, project, name)
-    newest = folder.newest_step()
-    number = int(step) if step else newest if newest is not None else 0
+    if step:
+        number = int(step)
+    else:
+        number = folder.newest_step() or 0
     description = describe_step(folder, folder.read(), number)
     check_content(folder.checkpoint_dir(number), description)
     yield folder.checkpoint_dir(number), description
@@ -140,19 +142,21 @@ def opened_model(flags: argparse.Namespace, text: str) -> Iterator[tuple[Path, D
 
 def find_model_folder(root: Path, project: str, name: str) -> ModelFolder:
     folders = list_model_folders(root.absolute())
-    found = [each for each in folders if each.name == name and project in ("", each.project)]
-    if len(found) != 1:
-        known = ", ".join(f"{each.project}/{each.name}" for each in found or folders) or "none"
+    matches = [folder for folder in folders if folder.name == name and project in ("", folder.project)]
+    if len(matches) != 1:
+        known = ", ".join(f"{folder.project}/{folder.name}" for folder in matches or folders) or "none"
+        model = f"{project}/{name}" if project else name
+        problem = "one of several models" if matches else "no model"
         raise InvalidInput(
-            f"'{project + '/' if project else ''}{name}' is {'one of several models' if found else 'no model'} in {root}; "
+            f"'{model}' is {problem} in {root}; "
             f"models: {known}. Write PROJECT/NAME, and name the server's folder with --path or a server with --url",
             code="unknown_model",
         )
-    return found[0]
+    return matches[0]
 
 
 def store_model(flags: argparse.Namespace, text: str, content: Path, description: Description) -> None:
-    """Stores a checkpoint as PROJECT/NAME, on a running server or in the folder of a stopped one."""
+    """Stores a checkpoint as PROJECT/NAME, on a running server or in the folder of a stopped server."""
     project, slash, name = text.partition("/")
     if not slash:
         raise InvalidInput(f"'{text}' names no project: write PROJECT/NAME", code="bad_name", param="model")
@@ -197,7 +201,7 @@ def store_in_folder(root: Path, folder: ModelFolder, content: Path, description:
 
 
 def describe_folder(source: Path, content: Path, base_model: str | None) -> Description:
-    """Describes a PEFT folder as a checkpoint: of the step in its checkpoint.json, else of step 0.
+    """Describes a PEFT folder as the checkpoint of a step: the step in the folder's checkpoint.json, else step 0.
 
     Raises:
         InvalidInput: the folder holds no plain LoRA adapter in safetensors, or no base model is named.
@@ -222,7 +226,7 @@ def describe_folder(source: Path, content: Path, base_model: str | None) -> Desc
     known["files"] = known.get("files") or content_digests(content)
     known.setdefault("lora", lora.model_dump())
     description = read_description(json.dumps(known | {"base_model": base}).encode())
-    if not (content / OPTIMIZER_FILE).exists():  # deleted when newer steps were made
+    if not (content / OPTIMIZER_FILE).exists():  # a server deletes the optimizer state of earlier steps
         description.files.pop(OPTIMIZER_FILE, None)
     return description
 
@@ -231,7 +235,7 @@ def describe_folder(source: Path, content: Path, base_model: str | None) -> Desc
 
 
 def open_address(address: str) -> tuple[Any, str]:
-    """Returns the file system of an address and the folder in it. Any: fsspec is untyped."""
+    """Returns the file system of an address and the folder in the file system. Any: fsspec is untyped."""
     # Imported here, because only this command needs it.
     from fsspec.core import url_to_fs
 
@@ -241,7 +245,7 @@ def open_address(address: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def address_errors(address: str) -> Iterator[None]:
-    """Translates what fsspec and the packages below it raise, which may be anything.
+    """Translates the exceptions of fsspec and of the packages below fsspec, which may be of any class.
 
     Raises:
         InvalidInput: the scheme is unknown, its package or the credentials are missing, or the store failed.
@@ -276,8 +280,8 @@ def write_address(address: str, content: Path, description: Description) -> None
 
 
 def read_address(address: str, folder: Path, not_after: int | None = None) -> Description:
-    """Downloads a checkpoint from an address into a folder and returns its description. Of several checkpoints it takes
-    the newest one that is not after step `not_after`.
+    """Downloads a checkpoint from an address into a folder and returns its description. Of several checkpoints,
+    downloads the newest that is not after step `not_after`.
 
     Raises:
         NotFound: the address holds no complete checkpoint up to this step.
@@ -303,27 +307,27 @@ def read_address(address: str, folder: Path, not_after: int | None = None) -> De
 
 
 def check_size(system: Any, file: str, limit: int) -> None:
-    if (system.size(file) or 0) > limit:  # None: a web server does not tell
+    if (system.size(file) or 0) > limit:  # None: a web server does not send the size
         raise InvalidInput(f"{file} has more than {limit} bytes", code="broken_checkpoint")
 
 
 def identity(description: Description) -> tuple[object, ...]:
-    """What two copies of a checkpoint have in common, also if one was made after its optimizer state was deleted."""
+    """What two copies of a checkpoint have in common, also if only one copy has the optimizer state."""
     return description.step, description.base_model, description.files.get(ADAPTER_FILE)
 
 
 def newest_in(system: Any, root: str, address: str, not_after: int | None) -> str:
-    """The folder of the checkpoint at an address, or of the newest one in its folders, which are named by their steps.
-    Steps after `not_after` are left out.
+    """The folder of a checkpoint at an address: the address itself, or the newest of its folders, which are named by their
+    steps. Folders of steps after `not_after` are left out.
 
     Raises:
-        NotFound: there is none.
+        NotFound: there is no such checkpoint.
     """
     if system.exists(f"{root}/{DESCRIPTION_FILE}"):
         return root
-    names = (
-        [each.rstrip("/").rpartition("/")[2] for each in system.ls(root, detail=False)] if system.exists(root) else []
-    )
+    names: list[str] = []
+    if system.exists(root):
+        names = [path.rstrip("/").rpartition("/")[2] for path in system.ls(root, detail=False)]
     steps = [name for name in names if name.isdecimal() and len(name) <= MAX_STEP_DIGITS]
     for name in sorted(steps, key=int, reverse=True):
         is_early_enough = not_after is None or int(name) <= not_after

@@ -62,7 +62,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
 
 def test_an_exported_adapter_loads_with_peft_and_names_its_base(path: Path, tmp_path: Path) -> None:
     run("export", "p/a@1", tmp_path / "out", "--path", path)
-    assert {each.name for each in (tmp_path / "out").iterdir()} == {ADAPTER_FILE, CONFIG_FILE}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {ADAPTER_FILE, CONFIG_FILE}
     config = json.loads((tmp_path / "out" / CONFIG_FILE).read_text())
     assert config["base_model_name_or_path"] == "art/tiny"
     base = AutoModelForCausalLM.from_pretrained(TINY_DIR)
@@ -103,7 +103,7 @@ def test_an_export_fills_an_empty_folder(path: Path, tmp_path: Path, monkeypatch
     here.mkdir()
     monkeypatch.chdir(here)
     run("export", "a", ".", "--path", path)
-    assert {each.name for each in Path.cwd().iterdir()} >= {ADAPTER_FILE, CONFIG_FILE}
+    assert {file.name for file in Path.cwd().iterdir()} >= {ADAPTER_FILE, CONFIG_FILE}
     (tmp_path / "elsewhere").mkdir()
     link.symlink_to(tmp_path / "elsewhere")
     run("export", "a", link, "--path", path)
@@ -126,7 +126,7 @@ def test_an_export_leaves_what_is_there(path: Path, tmp_path: Path, capsys: pyte
     assert "one of several" in refused(capsys, "export", "a", tmp_path / "new", "--path", path)
     (path / "p/models/a/checkpoints/0002" / ADAPTER_FILE).write_bytes(b"rot")
     assert "SHA-256" in refused(capsys, "export", "p/a", tmp_path / "new", "--path", path)
-    assert {each.name for each in tmp_path.iterdir()} == {"path", "out"}
+    assert {folder.name for folder in tmp_path.iterdir()} == {"path", "out"}
 
 
 def test_a_quantised_base_is_not_merged(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,16 +161,16 @@ class Hub(BaseHTTPRequestHandler):
             return self.answer({"url": f"{self.server_url}/me/agent"})
         if self.path.endswith("/preupload/main"):
             asked = json.loads(body)["files"]
-            files = [{"path": each["path"], "uploadMode": "regular"} for each in asked]
-            files = [each | {"shouldIgnore": False, "oid": None} for each in files]
+            files = [{"path": file["path"], "uploadMode": "regular"} for file in asked]
+            files = [file | {"shouldIgnore": False, "oid": None} for file in files]
             return self.answer({"files": files})
         if self.path.endswith("/commit/main"):
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     content = base64.b64decode(line["value"]["content"])
                     self.files[line["value"]["path"]] = content
-            made = {"commitUrl": f"{self.server_url}/me/agent/commit/1", "commitOid": "1"}
-            return self.answer(made | {"pullRequestUrl": None, "success": True})
+            commit = {"commitUrl": f"{self.server_url}/me/agent/commit/1", "commitOid": "1"}
+            return self.answer(commit | {"pullRequestUrl": None, "success": True})
         return self.answer({"error": f"no route {self.path}"}, 404)
 
     def do_GET(self) -> None:
@@ -212,7 +212,7 @@ def test_a_push_uploads_the_folder_to_a_private_repository(
     path: Path, tmp_path: Path, hub: type[Hub], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("export", "a", tmp_path / "out", "--push", "me/agent", "--path", path)
-    assert hub.files == {each.name: each.read_bytes() for each in (tmp_path / "out").iterdir()}
+    assert hub.files == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     assert hub.created[0]["name"] == "agent" and hub.created[0].get("private", True)
     assert "me/agent" in capsys.readouterr().out
     hub.is_closed = True
@@ -346,7 +346,7 @@ def test_a_checkpoint_goes_to_an_address_and_back(scheme: str, path: Path, tmp_p
     address = f"{scheme}://{tmp_path}/backup/a/0001/"
     for _ in range(2):  # what is there already is left as it is
         run("copy", "p/a@1", address, "--path", path)
-    names = {Path(each["name"]).name for each in listed(address)}
+    names = {Path(file["name"]).name for file in listed(address)}
     assert names == {ADAPTER_FILE, CONFIG_FILE, OPTIMIZER_FILE, DESCRIPTION_FILE}
     other = tmp_path / "other"
     run("copy", address, "q/b", "--path", other)
@@ -455,7 +455,7 @@ def test_a_step_is_copied_again_after_its_optimizer_state_was_deleted(path: Path
     run("copy", "p/a@1", address, "--path", path)
     (path / "p/models/a/checkpoints/0001" / OPTIMIZER_FILE).unlink()
     run("copy", "p/a@1", address, "--path", path)
-    assert any(each["name"].endswith(OPTIMIZER_FILE) for each in listed(address))
+    assert any(file["name"].endswith(OPTIMIZER_FILE) for file in listed(address))
 
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])

@@ -5,7 +5,7 @@ from typing import Any
 
 def captions(page: Any) -> dict[str, dict[str, float | None]]:
     """The numbers that the charts' captions show, in full, by title and label."""
-    found = page.evaluate(
+    charts = page.evaluate(
         """() => [...document.querySelectorAll(".chart")].map((chart) => [
             chart.querySelector("h3").firstChild.textContent,
             [...chart.querySelectorAll(".legend li")].map((item) => [
@@ -14,4 +14,4 @@ def captions(page: Any) -> dict[str, dict[str, float | None]]:
             ]),
         ])"""
     )
-    return {title: {label: None if text is None else float(text) for label, text in values} for title, values in found}
+    return {title: {label: None if text is None else float(text) for label, text in values} for title, values in charts}

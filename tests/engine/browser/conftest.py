@@ -59,5 +59,5 @@ def serve() -> Iterator[Any]:
         return running[-1]
 
     yield start
-    for each in running:
-        each.stop()
+    for served in running:
+        served.stop()

@@ -50,11 +50,11 @@ def test_axe_finds_nothing_serious(page: Any, serve: Any, root: Path, theme: str
             page.get_by_role("button", name="Tags, notes, name").click()
             page.wait_for_selector("#notes")
             page.get_by_role("button", name="Delete this run").click()
-        found = axe.run(page).response["violations"]
+        violations = axe.run(page).response["violations"]
         bad = {
-            each["id"]: [node["html"][:200] for node in each["nodes"][:3]]
-            for each in found
-            if each["impact"] in ("serious", "critical")
+            violation["id"]: [node["html"][:200] for node in violation["nodes"][:3]]
+            for violation in violations
+            if violation["impact"] in ("serious", "critical")
         }
         assert not bad, (name, bad)
 
@@ -78,16 +78,16 @@ def test_cards_and_jobs_are_whole_without_scrolling(page: Any, serve: Any, root:
     open_page(page, url, PAGES["rollouts"])
     page.wait_for_selector("a.card")
     parts = [*page.locator("a.card").all(), *page.locator(".card.failure").all()]
-    assert all(each.bounding_box()["x"] + each.bounding_box()["width"] <= width for each in parts)
+    assert all(part.bounding_box()["x"] + part.bounding_box()["width"] <= width for part in parts)
     open_page(page, url, PAGES["jobs"])
     page.wait_for_selector("progress")
-    for each in (
+    for element in (
         page.locator("progress"),
         page.get_by_text("the gap is 1.3"),
         page.get_by_role("button", name="Cancel the job").first,
     ):
-        box = each.bounding_box()
-        assert box["x"] + box["width"] <= width - 12, each
+        box = element.bounding_box()
+        assert box["x"] + box["width"] <= width - 12, element
 
 
 def test_hostile_text_stays_text_everywhere(page: Any, serve: Any, root: Path) -> None:
@@ -208,8 +208,8 @@ def test_tokens_are_read_with_the_arrow_keys(page: Any, serve: Any, root: Path) 
     page.wait_for_selector("b:text-is('rollout 1')")
 
 
-NAME = """(each) => [each.tagName, each.id, each.getAttribute("href"), each.getAttribute("aria-label"),
-    each.textContent.slice(0, 30)].join()"""
+NAME = """(element) => [element.tagName, element.id, element.getAttribute("href"), element.getAttribute("aria-label"),
+    element.textContent.slice(0, 30)].join()"""
 """Of an element; it stays when the page shows new data."""
 
 
@@ -221,18 +221,18 @@ def test_everything_is_reached_with_tab_and_shows_the_focus(page: Any, serve: An
         page.wait_for_timeout(300)
         wanted = page.evaluate(
             f"""() => [...document.querySelectorAll("a[href], button, input, select, summary, [tabindex='0']")]
-                .filter((each) => !each.disabled && each.checkVisibility()).map({NAME})"""
+                .filter((element) => !element.disabled && element.checkVisibility()).map({NAME})"""
         )
         page.evaluate("document.activeElement.blur()")
         reached: set[str] = set()
         for _ in range(len(wanted) + 5):
             page.keyboard.press("Tab")
-            found, outline = page.evaluate(
+            focused, outline = page.evaluate(
                 f"""() => [({NAME})(document.activeElement), getComputedStyle(document.activeElement).outlineStyle]"""
             )
-            if not found.startswith("BODY"):
-                reached.add(found)
-                assert outline != "none", (name, found)
+            if not focused.startswith("BODY"):
+                reached.add(focused)
+                assert outline != "none", (name, focused)
         assert set(wanted) - reached == set(), name
 
 

@@ -40,18 +40,18 @@ def shown(page: Any, row: dict[str, Any]) -> None:
         "document.querySelector('#at')?.textContent.startsWith(`step ${step},`)",
         arg=row["step"],
     )
-    found = captions(page)
-    assert found["Reward"] == {"train": row["train/reward"], "validation": row.get("val/reward")}
-    assert found["Gap of log-probabilities"]["mean"] == row["loss/logprob_gap_mean"]
-    assert found["Entropy"]["nats"] == row["loss/entropy"]
-    assert found["Dead groups"] == {
+    numbers = captions(page)
+    assert numbers["Reward"] == {"train": row["train/reward"], "validation": row.get("val/reward")}
+    assert numbers["Gap of log-probabilities"]["mean"] == row["loss/logprob_gap_mean"]
+    assert numbers["Entropy"]["nats"] == row["loss/entropy"]
+    assert numbers["Dead groups"] == {
         "dead": row["data/step_num_groups_dead"],
         "submitted": row["data/step_num_groups_submitted"],
     }
-    assert found["Seconds of a step"] == {
+    assert numbers["Seconds of a step"] == {
         phase: row[f"time/job_{phase}_s"] for phase in ("pause", "train", "save", "load", "finish")
     }
-    assert found[HOSTILE_METRIC]["value"] == row[HOSTILE_METRIC]
+    assert numbers[HOSTILE_METRIC]["value"] == row[HOSTILE_METRIC]
 
 
 def test_charts_show_the_numbers_of_the_history_at_any_step(page: Any, serve: Any, root: Path) -> None:
@@ -161,28 +161,28 @@ AXES = """async () => {
 
 def test_axes_begin_and_end_where_numbers_can_be_read(page: Any, serve: Any, root: Path) -> None:
     page.goto(serve(make_view(root)).url)
-    found = page.evaluate(AXES)
-    assert -1 < found["counts"][0] < 0 and found["counts"][1] > 8, "a line at 0 is seen whole"
-    assert -0.1 < found["zeros"][0] < 0 and found["zeros"][1] > 1
-    assert found["near"][0] < 0 and found["far"][0] > 0.7
-    assert found["constant"][0] < 0.5 < found["constant"][1]
-    assert {"0.8", "1.0", "1.2"} <= set(found["ratios"])
-    assert found["speeds"][0] == "0" and "80k" in found["speeds"]
-    assert found["rates"][0] == "0" and found["rates"][-1] == "2.0e-5"
-    assert found["steps"] == ["1", "2", "3"]
-    assert found["outlier"]["isLog"] and found["outlier"]["ticks"]["labels"][-1] == "1M"
-    assert found["decades"]["ticks"]["labels"] == ["0.001", "0.01", "0.1", "1", "10"]
-    low, high = (10**end for end in found["decades"]["range"])
+    axes = page.evaluate(AXES)
+    assert -1 < axes["counts"][0] < 0 and axes["counts"][1] > 8, "a line at 0 is seen whole"
+    assert -0.1 < axes["zeros"][0] < 0 and axes["zeros"][1] > 1
+    assert axes["near"][0] < 0 and axes["far"][0] > 0.7
+    assert axes["constant"][0] < 0.5 < axes["constant"][1]
+    assert {"0.8", "1.0", "1.2"} <= set(axes["ratios"])
+    assert axes["speeds"][0] == "0" and "80k" in axes["speeds"]
+    assert axes["rates"][0] == "0" and axes["rates"][-1] == "2.0e-5"
+    assert axes["steps"] == ["1", "2", "3"]
+    assert axes["outlier"]["isLog"] and axes["outlier"]["ticks"]["labels"][-1] == "1M"
+    assert axes["decades"]["ticks"]["labels"] == ["0.001", "0.01", "0.1", "1", "10"]
+    low, high = (10**end for end in axes["decades"]["range"])
     assert 1e-4 < low < 2e-4 and 30 < high < 60, "as far as the values, and not to the next decade"
-    assert found["fitted"]["ticks"]["labels"] == ["0.2", "0.5", "1", "2"]
-    assert found["narrow"]["ticks"]["labels"] == ["0.45", "0.50", "0.55"]
-    low, high = (10**end for end in found["logRatios"]["range"])
+    assert axes["fitted"]["ticks"]["labels"] == ["0.2", "0.5", "1", "2"]
+    assert axes["narrow"]["ticks"]["labels"] == ["0.45", "0.50", "0.55"]
+    low, high = (10**end for end in axes["logRatios"]["range"])
     assert low < 0.8 and high > 1.2
-    assert found["hidden"]
-    assert found["nothing"][0] < found["nothing"][1]
-    assert found["gaps"] == [1, 2, None, 4, 5] and found["sparse"] == [1, 2, 3], "missing is a gap"
-    assert found["rows"] == [[0, 1], [3]]
-    assert found["smooth"] == [1, 1, None, 1]
+    assert axes["hidden"]
+    assert axes["nothing"][0] < axes["nothing"][1]
+    assert axes["gaps"] == [1, 2, None, 4, 5] and axes["sparse"] == [1, 2, 3], "missing is a gap"
+    assert axes["rows"] == [[0, 1], [3]]
+    assert axes["smooth"] == [1, 1, None, 1]
 
 
 def test_captions_name_the_step_of_a_number_that_is_of_another_one(page: Any, serve: Any, root: Path) -> None:
@@ -195,8 +195,8 @@ def test_captions_name_the_step_of_a_number_that_is_of_another_one(page: Any, se
     page.locator("#zoom-to").fill("7")
     page.locator("#zoom-to").press("Enter")
     page.wait_for_selector("#at:has-text('step 7 (newest shown)')")
-    found = captions(page)
-    assert found["Reward"] == {"train": rows[7]["train/reward"], "validation": rows[5]["val/reward"]}
+    numbers = captions(page)
+    assert numbers["Reward"] == {"train": rows[7]["train/reward"], "validation": rows[5]["val/reward"]}
     page.get_by_label("Numbers of").focus()
     page.keyboard.press("ArrowLeft")
     page.wait_for_selector("#at:has-text('step 6,')")
@@ -247,9 +247,9 @@ def test_the_pointer_shows_one_step_in_all_charts(page: Any, serve: Any, root: P
     text = page.inner_text("#at")
     step = int(re.findall(r"step (\d+)", text)[0])
     assert 4 <= step <= 9
-    found = captions(page)
-    assert found["Reward"]["train"] == rows[step]["train/reward"]
-    assert found["Entropy"]["nats"] == rows[step]["loss/entropy"]
+    numbers = captions(page)
+    assert numbers["Reward"]["train"] == rows[step]["train/reward"]
+    assert numbers["Entropy"]["nats"] == rows[step]["loss/entropy"]
     assert page.locator(".chart:nth-child(2) .spikeline").count() > 0, "a line in the others"
 
 
@@ -257,10 +257,10 @@ def test_a_new_step_appears_without_reload(page: Any, serve: Any, root: Path) ->
     page.goto(serve(make_view(root)).url)
     page.wait_for_selector("text=Connected")
     step = "[data-run='demo/sql-repair'] td:nth-child(3) .number"
-    for place, value in ((step, 0.123456789), (step, 0.5)):
+    for selector, value in ((step, 0.123456789), (step, 0.5)):
         log(folder_of(root, "sql-repair"), NUM_STEPS + 1, {"train/reward": value})
         page.wait_for_function(
-            "([place, value]) => document.querySelector(place)?.title === value", arg=[place, str(value)]
+            "([selector, value]) => document.querySelector(selector)?.title === value", arg=[selector, str(value)]
         )
     page.goto(page.url.split("#")[0] + "#/run/demo/sql-repair")
     page.wait_for_selector(".js-plotly-plot")
@@ -285,14 +285,14 @@ def test_a_page_that_is_open_before_the_first_step_gets_every_chart(page: Any, s
     page.wait_for_selector(".chart h3:text('right') + .legend :text('validation')")
     page.reload()
     page.wait_for_selector(".chart h3:text('val/reward')")
-    titles = page.locator(".chart h3").evaluate_all("all => all.map(each => each.firstChild.textContent)")
+    titles = page.locator(".chart h3").evaluate_all("all => all.map(title => title.firstChild.textContent)")
     assert titles == ["Reward", "right", "Entropy", "val/reward"], (
         "own metrics follow the reward; the address has added ones"
     )
-    found = captions(page)
-    assert found["right"] == {"train": 0.75, "validation": 1.0}
-    assert found["Reward"] == {"train": 0.5, "validation": 0.25}
-    assert found["Entropy"]["nats"] == 1.25 and found["val/reward"]["value"] == 0.25
+    numbers = captions(page)
+    assert numbers["right"] == {"train": 0.75, "validation": 1.0}
+    assert numbers["Reward"] == {"train": 0.5, "validation": 0.25}
+    assert numbers["Entropy"]["nats"] == 1.25 and numbers["val/reward"]["value"] == 0.25
 
 
 def test_the_table_of_runs_filters_sorts_and_compares(page: Any, serve: Any, root: Path) -> None:
@@ -308,7 +308,7 @@ def test_the_table_of_runs_filters_sorts_and_compares(page: Any, serve: Any, roo
     page.reload()
     page.wait_for_selector("tbody tr")
     rewards = [
-        float(each) for each in page.locator("td:nth-child(3) .number").evaluate_all("all => all.map(e => e.title)")
+        float(title) for title in page.locator("td:nth-child(3) .number").evaluate_all("all => all.map(e => e.title)")
     ]
     assert rewards == sorted(rewards, reverse=True) and len(rewards) == 3
     shown = page.locator("td:nth-child(3) .number").all_inner_texts()
@@ -338,10 +338,10 @@ def test_rollouts_are_sorted_and_filtered(page: Any, serve: Any, root: Path) -> 
     page.goto(f"{serve(make_view(root)).url}{RUN}/rollouts/train/1")
     page.wait_for_selector(".cards")
     groups = rollouts.groups(folder_of(root), "train", 1)
-    for place, group in enumerate(groups):
-        cards = page.locator("section.rollouts").nth(place).locator("a.card .number")
+    for index, group in enumerate(groups):
+        cards = page.locator("section.rollouts").nth(index).locator("a.card .number")
         seen = [float(text) for text in cards.evaluate_all("all => all.map(e => e.title)")]
-        assert seen == sorted((each["reward"] for each in group["rollouts"]), reverse=True)
+        assert seen == sorted((rollout["reward"] for rollout in group["rollouts"]), reverse=True)
     for group in page.locator("section.rollouts").all():
         texts = group.locator(".earned .number").all_inner_texts()
         assert len({len(text.partition(".")[2]) for text in texts}) == 1, "the same decimals"
@@ -351,7 +351,7 @@ def test_rollouts_are_sorted_and_filtered(page: Any, serve: Any, root: Path) -> 
     assert page.locator(".badge", has_text="dead").count() == 1
     assert "groups with signal" in page.locator("#show option").all_inner_texts()
     page.get_by_label("Reward from").fill("0.3")
-    wanted = sum(each["reward"] >= 0.3 for group in groups for each in group["rollouts"])
+    wanted = sum(rollout["reward"] >= 0.3 for group in groups for rollout in group["rollouts"])
     page.wait_for_function("n => document.querySelectorAll('a.card').length === n", arg=wanted)
     page.reload()
     page.wait_for_function("n => document.querySelectorAll('a.card').length === n", arg=wanted)
@@ -374,29 +374,29 @@ def test_rollouts_are_sorted_and_filtered(page: Any, serve: Any, root: Path) -> 
 @pytest.mark.parametrize("colour", ["logprob", "gap", "ratio", "advantage", "entropy"])
 def test_tokens_have_the_colour_and_the_numbers_of_the_record(page: Any, serve: Any, root: Path, colour: str) -> None:
     page.goto(f"{serve(make_view(root)).url}{ROLLOUT}?colour={colour}&figures=1")
-    found = rollouts.rollout(folder_of(root), "train", 1, 0, 1)
-    sequence, turn = found["sequences"][0], found["histories"][0]["entries"][2]["turn"]
+    rollout = rollouts.rollout(folder_of(root), "train", 1, 0, 1)
+    sequence, turn = rollout["sequences"][0], rollout["histories"][0]["entries"][2]["turn"]
     tokens = page.locator(".turn.role-assistant .tokens").first.locator(".token")
     page.wait_for_selector(".token[data-figure]")
     facts = page.locator("dl.facts").first.inner_text()
-    advantage = next(each for each in sequence["advantages"] if each is not None)
-    assert "mean of its group" in facts and f"{found['group_mean']:.4g}" in facts and f"{advantage:.4g}" in facts
+    advantage = next(advantage for advantage in sequence["advantages"] if advantage is not None)
+    assert "mean of its group" in facts and f"{rollout['group_mean']:.4g}" in facts and f"{advantage:.4g}" in facts
     assert tokens.count() == turn["stop"] - turn["start"]
     seen = tokens.evaluate_all(
         "all => all.map(e => [e.className, e.style.getPropertyValue('--level'), Number(e.dataset.place), e.textContent])"
     )
-    for name, level, place, text in seen:
-        logprob, trainer = sequence["sampled_logprobs"][place], sequence["trainer_logprobs"][place]
-        assert text == sequence["texts"][place]
-        value = {"logprob": logprob, "gap": round(trainer - logprob, 5), "entropy": sequence["entropies"][place]}
+    for name, level, position, text in seen:
+        logprob, trainer = sequence["sampled_logprobs"][position], sequence["trainer_logprobs"][position]
+        assert text == sequence["texts"][position]
+        value = {"logprob": logprob, "gap": round(trainer - logprob, 5), "entropy": sequence["entropies"][position]}
         if colour in value:
             assert ("minus" in name) == (value[colour] < 0), (text, value[colour])
         if colour == "logprob":
             assert float(level) == pytest.approx(min(1, -logprob / 5), abs=1e-3)
-        assert ("clipped" in name) == sequence["is_clipped"][place]
-    for place in (0, 5, 20):
-        tokens.nth(place).hover()
-        index = seen[place][2]
+        assert ("clipped" in name) == sequence["is_clipped"][position]
+    for number in (0, 5, 20):
+        tokens.nth(number).hover()
+        index = seen[number][2]
         tip = page.inner_text("#tip")
         assert f"log-probability {sequence['sampled_logprobs'][index]} " in tip.replace("e-0", "e-")
         assert f"id {sequence['ids'][index]}, position {index}" in tip
@@ -488,7 +488,7 @@ def test_a_running_server_shows_its_time_and_its_jobs(page: Any, serve: Any, roo
     assert "waits for 1 earlier job, of demo/webnav-8b" in page.inner_text("main")
     page.get_by_role("button", name="Cancel the job of demo/sql-repair").click()
     page.get_by_role("button", name="No").click()
-    states = {key: each.state for key, each in served.app.state.server.infos.items()}
+    states = {key: info.state for key, info in served.app.state.server.infos.items()}
     assert states["job-1"] == "queued", "nothing happens without the confirmation"
     page.get_by_role("button", name="Cancel the job of demo/sql-repair").click()
     page.get_by_role("button", name="Yes, cancel it").click()
@@ -614,7 +614,7 @@ def test_the_chosen_step_is_the_newest_again_after_a_rollback(page: Any, serve: 
 
 def test_a_server_with_keys_asks_for_one(page: Any, serve: Any, root: Path) -> None:
     app = make_view(root)
-    authentication: Any = next(each for each in app.user_middleware if "keys" in each.kwargs)
+    authentication: Any = next(middleware for middleware in app.user_middleware if "keys" in middleware.kwargs)
     few = ApiKey(key="few", projects=frozenset({"other"}))
     authentication.kwargs["keys"] = Keys((ApiKey(key="right"), few))
     page.goto(f"{serve(app).url}{RUN}")

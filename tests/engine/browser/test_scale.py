@@ -51,8 +51,8 @@ def server(root: Path) -> Iterator[tuple[str, psutil.Process]]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         lines = iter(process.stderr)
-        found = next(filter(None, (re.search(r"http://[\d.]+:\d+", line) for line in lines)))
-        yield f"{found[0]}/", psutil.Process(process.pid)
+        match = next(filter(None, (re.search(r"http://[\d.]+:\d+", line) for line in lines)))
+        yield f"{match[0]}/", psutil.Process(process.pid)
         process.terminate()
         process.stderr.read()
 

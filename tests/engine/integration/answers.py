@@ -39,8 +39,8 @@ def sse_data(text: str) -> list[dict[str, Any]]:
 def session_records(server: Server, session: str, name: str = "exact") -> list[Record]:
     """The records of a session, read from the ledger file of the running server."""
     with closing(Ledger(server.path / "art" / ".server" / "ledger.sqlite")) as ledger:
-        found = ledger.find_session(PROJECT, name, session)
-        records = [ledger.find(heading.choice_id) for heading, _ in found]
+        headings = ledger.find_session(PROJECT, name, session)
+        records = [ledger.find(heading.choice_id) for heading, _ in headings]
         return [record for record in records if record is not None]
 
 

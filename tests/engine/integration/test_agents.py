@@ -35,7 +35,7 @@ async def test_url_key_and_header_name_the_same_session(server: Server, backend:
         by_url = openai.AsyncOpenAI(base_url=r.base_url, api_key="any")
         by_key = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=r.api_key)
         questions = [f"respond with yes, no, maybe: {number}" for number in range(5)]
-        *bodies, last = [{**BODY, "messages": [{"role": "user", "content": each}]} for each in questions]
+        *bodies, last = [{**BODY, "messages": [{"role": "user", "content": question}]} for question in questions]
         clients = (by_url, by_key, r.openai_client(), model.openai_client())
         for client, body in zip(clients, bodies, strict=True):
             await client.chat.completions.create(model=name, **body)

@@ -36,18 +36,18 @@ async def model(server: Server) -> AsyncIterator[art.TrainableModel]:
         config = art.TrainConfig(learning_rate=2e-3, normalisation="trajectory")
         for _ in range(await model.get_step(), NUM_STEPS):
             groups = await art.gather_trajectory_groups(
-                (art.TrajectoryGroup(rollout(model, each) for _ in range(8)) for each in PROMPTS), min_informative=4
+                (art.TrajectoryGroup(rollout(model, prompt) for _ in range(8)) for prompt in PROMPTS), min_informative=4
             )
             await model.train(groups, config)
         yield model
 
 
 def texts(evaluation: art.Evaluation) -> list[Any]:
-    return [each.messages()[-1].get("content") for group in evaluation.groups for each in group]
+    return [trajectory.messages()[-1].get("content") for group in evaluation.groups for trajectory in group]
 
 
 def sampled_by(evaluation: art.Evaluation) -> set[tuple[str | None, int | None]]:
-    choices: Any = [each.messages_and_choices[-1] for group in evaluation.groups for each in group]
+    choices: Any = [trajectory.messages_and_choices[-1] for group in evaluation.groups for trajectory in group]
     return {(choice.art["model"], choice.art["step"]) for choice in choices}
 
 
@@ -74,7 +74,7 @@ async def test_step_0_equals_the_base_and_the_best_step_answers_to_its_name(
     untrained = await art.evaluate(model, rollout, PROMPTS, step=0, baseline="base", seed=3)
     assert untrained.baseline is not None and texts(untrained) == texts(untrained.baseline)
     trained = await art.evaluate(model, rollout, PROMPTS, seed=3)
-    by_step = {each.step: each for each in await model.checkpoints()}
+    by_step = {checkpoint.step: checkpoint for checkpoint in await model.checkpoints()}
     assert by_step[0].metrics["val/reward"] == pytest.approx(untrained.reward.mean)
     assert by_step[NUM_STEPS].metrics["val/reward"] == pytest.approx(trained.reward.mean)
     assert by_step[NUM_STEPS].is_best

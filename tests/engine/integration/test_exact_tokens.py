@@ -206,8 +206,8 @@ def test_agents_that_keep_only_text_are_trained_on_exact_tokens(server: Server) 
 
         def bare(choice: dict[str, Any], with_logprobs: bool) -> dict[str, Any]:
             message = {"role": "assistant", "content": choice["message"]["content"]}
-            made = {"index": 0, "finish_reason": "stop", "message": message}
-            return made | ({"logprobs": choice["logprobs"]} if with_logprobs else {})
+            bare_choice = {"index": 0, "finish_reason": "stop", "message": message}
+            return bare_choice | ({"logprobs": choice["logprobs"]} if with_logprobs else {})
 
         for with_logprobs in (False, True):
             group = {
@@ -252,10 +252,10 @@ def test_of_retries_of_the_last_turn_the_used_answer_is_trained(
         """The answer's text; sent once, so that each request of the session is one of the agent's."""
         asked: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": 6}
         if not stream:
-            made = client.chat.completions.create(**asked)
-            return made.choices[0].message.content
+            completion = client.chat.completions.create(**asked)
+            return completion.choices[0].message.content
         chunks = client.chat.completions.create(**asked, stream=True)
-        return "".join(each.choices[0].delta.content or "" for each in chunks if each.choices)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
     messages: list[Any] = [QUESTION, {"role": "assistant", "content": ask([QUESTION])}, QUESTION]
     heard: list[str] = []

@@ -73,7 +73,7 @@ QUESTIONS = ("respond with yes, no, maybe", "answer with no, maybe, yes")
 def make_file(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeFile:
     enter(tmp_path, monkeypatch)
     (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": each}) + "\n" for each in QUESTIONS))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": question}) + "\n" for question in QUESTIONS))
 
     def make(workflow: str, reward: str = "score", **changes: Any) -> dict[str, Any]:
         return finetune_file(
@@ -120,7 +120,7 @@ async def test_each_kind_of_workflow_trains(make_file: MakeFile, tmp_path: Path,
         model = art.TrainableModel(name=backend["name"], project=PROJECT, base_model="art/tiny")
         await model.register(server)
         assert await model.get_step() == rows[-1]["step"]
-        kept = {each.step: each.metrics for each in await model.checkpoints()}
+        kept = {checkpoint.step: checkpoint.metrics for checkpoint in await model.checkpoints()}
     trained = [row for row in rows if row["filtered_groups"]]
     for row in trained:
         if row["filtered_groups"] == row["num_groups"]:  # the server's mean is over all groups that it was sent
@@ -134,8 +134,8 @@ async def test_each_kind_of_workflow_trains(make_file: MakeFile, tmp_path: Path,
 async def test_any_step_can_be_evaluated(make_file: MakeFile) -> None:
     file = make_file("coroutine")
     await art.finetune.run(file)
-    found = await art.finetune.evaluate(file, step="best", baseline="base", reps=2)
-    assert found.difference is not None and found.baseline is not None and found.baseline.step is None
+    evaluation = await art.finetune.evaluate(file, step="best", baseline="base", reps=2)
+    assert evaluation.difference is not None and evaluation.baseline is not None and evaluation.baseline.step is None
     alone = {"eval.general.max_concurrency": 1, "finetuning.seed": 3, "finetuning.validation": {}}
     again = [await art.finetune.evaluate(file, alone, step="0", reps=2) for _ in range(2)]
     assert again[0].num_failed == 0 and again[0].num_rollouts == again[1].num_rollouts

@@ -109,10 +109,10 @@ def test_half_a_character_in_arguments_is_sent_as_a_replacement(server: Server, 
         arguments = call["function"]["arguments"]
     assert json.loads(arguments) == {"x": "a\ufffdb"}
     function = {"name": "f", "arguments": arguments}
-    made = {"id": "c1", "type": "function", "function": function}
+    tool_call = {"id": "c1", "type": "function", "function": function}
     messages = [
         *QUESTION,
-        {"role": "assistant", "content": None, "tool_calls": [made]},
+        {"role": "assistant", "content": None, "tool_calls": [tool_call]},
         {"role": "tool", "tool_call_id": "c1", "content": "done"},
     ]
     assert ask(server, messages=messages, tools=tools, max_tokens=2).status_code == 200

@@ -94,8 +94,8 @@ async def shell(line: str) -> str:
 
 def lines(page: str, program: str) -> list[str]:
     """The lines of bash that call a program."""
-    found = "".join(blocks(page, "bash")).splitlines()
-    return [line for line in found if line.startswith(f"{program} ")]
+    bash_lines = "".join(blocks(page, "bash")).splitlines()
+    return [line for line in bash_lines if line.startswith(f"{program} ")]
 
 
 async def test_the_gap_is_that_of_float32(model: art.TrainableModel, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +114,7 @@ async def test_rollouts_and_tokens_are_read(model: art.TrainableModel, capsys: p
     asked = [line for line in told if line.split() == ["user", *QUESTION.split()]]
     answers = [line for line in told if line.startswith("    assistant ")]
     assert len(asked) == len(answers) >= 32
-    assert {each["step"] for each in names["trajectory"]["turns"]} == {2}
+    assert {turn["step"] for turn in names["trajectory"]["turns"]} == {2}
     await run("read-rollouts.md", 1, names)
     word, gap = capsys.readouterr().out.rsplit(" ", 1)
     assert word.startswith("'") and 0 < float(gap) < 4e-4
@@ -178,7 +178,7 @@ async def test_a_student_learns_from_its_teacher_s_probabilities(backend: art.Ba
 
 
 def write_examples(trajectories: list[art.Trajectory]) -> None:
-    rows = [{"messages": each.messages()} for each in trajectories]
+    rows = [{"messages": trajectory.messages()} for trajectory in trajectories]
     Path("examples.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
@@ -239,10 +239,10 @@ async def test_the_same_program_gives_the_same_rewards_again(
     assert names["result"].step == names["NUM_STEPS"] + 1
     keep(names["groups"])  # as read again from the file, and so with another digest than the sampled ones
     await run("resume.md", 1, names)
-    made: art.TrainResult = names["result"]
+    first_result: art.TrainResult = names["result"]
     keep(names["groups"])
     await run("resume.md", 1, names)
-    assert names["result"].step == made.step
+    assert names["result"].step == first_result.step
 
 
 async def test_the_queue_is_shown_and_its_routes_answer(server: Server, model: art.TrainableModel) -> None:
@@ -295,8 +295,8 @@ async def test_programs_of_others_train(home: Path, capsys: pytest.CaptureFixtur
     )
     await names["as_in_art"](num_steps=2)
     for name, num_steps in (("from-trl", 16), ("from-verl", 4), ("from-art", 2)):
-        found = rows_by_step(Path(f".art/howto/models/{name}/history.jsonl"))
-        rewards = [row["train/reward"] for row in found.values()]
+        rows = rows_by_step(Path(f".art/howto/models/{name}/history.jsonl"))
+        rewards = [row["train/reward"] for row in rows.values()]
         assert len(rewards) == num_steps, (name, rewards)
         if name == "from-trl":
             assert sum(rewards[-3:]) > sum(rewards[:3]), rewards
@@ -306,7 +306,7 @@ async def test_programs_of_others_train(home: Path, capsys: pytest.CaptureFixtur
 async def test_a_file_of_the_toolkit_trains(server: Server, home: Path) -> None:
     code = re.findall(r"```python\n(# agent.py.*?)```", (HOWTO.parent / "finetune.md").read_text(), re.DOTALL)
     (home / "agent.py").write_text(code[0])
-    rows = [{"question": each, "answer": "maybe"} for each in (QUESTION, "answer with no, maybe, yes")]
+    rows = [{"question": question, "answer": "maybe"} for question in (QUESTION, "answer with no, maybe, yes")]
     (home / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (text,) = blocks("from-others.md", "yaml")
     (home / "from-nat.yml").write_text(text.replace("port: 7623", f"port: {server.url.rpartition(':')[2]}"))
@@ -323,12 +323,12 @@ async def test_retries_of_an_agent_are_left_out_or_are_turns(backend: art.Backen
     await run("agent-retries.md", 0, names)
     await run("agent-retries.md", 1, names)
     played = await art.gather_trajectories(names["rollout"](model, QUESTION) for _ in range(16))
-    for each in played:
-        assert each.metrics.get("unused_choices", 0) == each.metrics["tries"] - 1
-        assert len(each.messages()) == 2
-    assert max(each.metrics["tries"] for each in played) > 1
+    for trajectory in played:
+        assert trajectory.metrics.get("unused_choices", 0) == trajectory.metrics["tries"] - 1
+        assert len(trajectory.messages()) == 2
+    assert max(trajectory.metrics["tries"] for trajectory in played) > 1
     talked = await art.gather_trajectories(names["corrected"](model, QUESTION) for _ in range(16))
-    longest = max(talked, key=lambda each: len(each.messages()))
+    longest = max(talked, key=lambda trajectory: len(trajectory.messages()))
     assert longest.turn_rewards is not None and len(longest.turn_rewards) > 1
     longest.reward += 1.0  # by chance all are equal
     result = await model.train([art.TrajectoryGroup(talked)])

@@ -101,18 +101,16 @@ def test_chat_stream_ends_with_the_mark_of_its_record(server: Server, model: str
     assert response.headers["x-art-step"] == "0"
     chunks = sse_data(response.text)
     assert all(chunk["model"] == model for chunk in chunks)
-    marks = [c["art"]["id"] for chunk in chunks for c in chunk["choices"] if "art" in c]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    marks = [choice["art"]["id"] for choice in choices if "art" in choice]
     records = records_of(server, chunks[0]["id"].removeprefix("chatcmpl-"))
     assert sorted(marks) == [record.choice_id for record in records]
     for index, record in enumerate(records):
         check_record(record)
-        said = [
-            entry["logprob"]
-            for chunk in chunks
-            for choice in chunk["choices"]
-            if choice["index"] == index and choice.get("logprobs")
-            for entry in choice["logprobs"]["content"]
-        ]
+        said: list[float] = []
+        for choice in choices:
+            if choice["index"] == index and choice.get("logprobs"):
+                said += [entry["logprob"] for entry in choice["logprobs"]["content"]]
         assert said == pytest.approx(record.logprobs, abs=1e-6)
 
 
@@ -125,18 +123,16 @@ def test_completions_leave_a_record(server: Server, model: str, stream: bool) ->
     bodies = sse_data(response.text) if stream else [response.json()]
     records = {r.choice_id: r for r in records_of(server, bodies[0]["id"].removeprefix("cmpl-"))}
     assert len(records) == 4
-    marked = [c for body in bodies for c in body["choices"] if "art" in c]
+    choices = [choice for body in bodies for choice in body["choices"]]
+    marked = [choice for choice in choices if "art" in choice]
     assert {choice["art"]["id"] for choice in marked} == set(records)
     for choice in marked:
         record = records[choice["art"]["id"]]
         check_record(record)
-        said = [
-            value
-            for body in bodies
-            for c in body["choices"]
-            if c["index"] == choice["index"] and c["logprobs"]
-            for value in c["logprobs"]["token_logprobs"]
-        ]
+        said: list[float] = []
+        for part in choices:
+            if part["index"] == choice["index"] and part["logprobs"]:
+                said += part["logprobs"]["token_logprobs"]
         assert said == pytest.approx(record.logprobs, abs=1e-6)
 
 
@@ -227,8 +223,8 @@ def test_seeds_and_prompt_logprobs_beside_other_traffic_leave_the_engine_alive(s
             threads.submit(complete, number, prompt=f"{number} yes", prompt_logprobs=0)
             for number in range(24, 40)
         ]
-        texts = [each.result()["text"] for each in seeded]
-        assert all(each.result()["prompt_logprobs"] for each in scored)
+        texts = [future.result()["text"] for future in seeded]
+        assert all(future.result()["prompt_logprobs"] for future in scored)
     same = sum(text == complete(number, seed=number)["text"] for number, text in enumerate(texts))
     assert same >= 22, "a seed gives the same answer; rounding may change one"
     assert (server.path / "server.log").read_text().count("engine restarts") == restarts

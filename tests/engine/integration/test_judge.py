@@ -54,7 +54,7 @@ async def test_a_small_model_judges_or_its_answers_are_refused(
     except JudgeError:
         return
     assert scored is not None and len(scored) == 3
-    assert all(0 <= each.metrics["ruler_score"] <= 1 for each in scored)
+    assert all(0 <= trajectory.metrics["ruler_score"] <= 1 for trajectory in scored)
     assert scored.trajectories[0].reward == scored.trajectories[2].reward
     assert scored.metrics["ruler_prompt_tokens"] > 0
     assert scored.metrics["ruler_completion_tokens"] > 0

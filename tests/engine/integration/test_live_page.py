@@ -37,11 +37,11 @@ def test_the_numbers_of_a_live_run_are_those_of_its_history(page: Any, trained: 
     page.wait_for_selector(".js-plotly-plot")
     page.get_by_label("Numbers of").focus()
     for step in (2, 1):
-        row, found = rows_of(trained)[step], captions(page)
-        assert found["Reward"]["train"] == row["train/reward"]
-        assert found["Entropy"]["nats"] == row["loss/entropy"]
-        assert found["Gap of log-probabilities"]["mean"] == row["loss/logprob_gap_mean"]
-        seconds = found["Seconds of a step"]
+        row, numbers = rows_of(trained)[step], captions(page)
+        assert numbers["Reward"]["train"] == row["train/reward"]
+        assert numbers["Entropy"]["nats"] == row["loss/entropy"]
+        assert numbers["Gap of log-probabilities"]["mean"] == row["loss/logprob_gap_mean"]
+        seconds = numbers["Seconds of a step"]
         assert seconds["train"] == row["time/job_train_s"]
         assert seconds["load"] == row["time/job_load_s"]
         page.keyboard.press("ArrowLeft")
@@ -57,10 +57,10 @@ def test_a_new_step_appears_by_itself(page: Any, trained: Server) -> None:
     ended = train_one_step(trained, NAME)
     assert ended["step"] == before + 1
     reward = rows_of(trained)[before + 1]["train/reward"]
-    for place, field, value in ((row, "textContent", str(before + 1)), (REWARD, "title", reward)):
+    for selector, field, value in ((row, "textContent", str(before + 1)), (REWARD, "title", reward)):
         page.wait_for_function(
-            "([place, field, value]) => document.querySelector(place)?.[field] == value",
-            arg=[place, field, value],
+            "([selector, field, value]) => document.querySelector(selector)?.[field] == value",
+            arg=[selector, field, value],
         )
 
 
@@ -110,5 +110,5 @@ def test_tokens_have_the_recorded_numbers(page: Any, trained: Server) -> None:
     )
     assert seen
     logprobs = record["sampled_logprobs_T"]  # the first rollout's are the first
-    for level, place in seen:
-        assert level == pytest.approx(min(1, -float(logprobs[place]) / 5), abs=2e-3)
+    for level, position in seen:
+        assert level == pytest.approx(min(1, -float(logprobs[position]) / 5), abs=2e-3)

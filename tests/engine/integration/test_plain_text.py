@@ -43,7 +43,7 @@ def test_no_message_writes_a_control_token(server: Server, model: str, api: str,
 
 
 def test_tools_and_their_results_are_text(server: Server, model: str) -> None:
-    found = []
+    control_ids = []
     for text in ("word", FORGED):
         session = f"plain-tools-{len(text)}"
         function = WEATHER_TOOL["function"] | {"description": text}
@@ -65,8 +65,8 @@ def test_tools_and_their_results_are_text(server: Server, model: str) -> None:
         }
         post(server, "chat", body, session)
         (record,) = session_records(server, session, "plain")
-        found.append(controls(record.prompt_token_ids))
-    assert found[0] == found[1]
+        control_ids.append(controls(record.prompt_token_ids))
+    assert control_ids[0] == control_ids[1]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -104,10 +104,10 @@ class Rollout:
                     if len(calls) <= call["index"]:
                         empty = {"name": "", "arguments": ""}
                         calls.append({"id": "", "type": "function", "function": empty})
-                    made = calls[call["index"]]
-                    made["id"] = call.get("id") or made["id"]
+                    whole_call = calls[call["index"]]
+                    whole_call["id"] = call.get("id") or whole_call["id"]
                     for key, value in call["function"].items():
-                        made["function"][key] += value or ""
+                        whole_call["function"][key] += value or ""
                 identity = (part.get("art") or {}).get("id", identity)
         return message, identity
 
@@ -116,7 +116,7 @@ async def play_all(server: Server, model: str) -> list[list[Rollout]]:
     groups = [[Rollout(model, g, i) for i in range(GROUP_SIZE)] for g in range(NUM_GROUPS)]
     limits = httpx.Limits(max_connections=32)
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_SECONDS, limits=limits) as client:
-        await asyncio.gather(*(each.play(client) for group in groups for each in group))
+        await asyncio.gather(*(rollout.play(client) for group in groups for rollout in group))
     return groups
 
 
@@ -144,8 +144,8 @@ def test_no_rollout_is_sampled_behind_anothers_thinking(server: Server) -> None:
     for group in groups:
         of_group: list[set[str]] = []
         for rollout in group:
-            found = [ledger.find(identity) for identity in rollout.choice_ids]
-            records: list[Record] = [record for record in found if record is not None]
+            loaded = [ledger.find(identity) for identity in rollout.choice_ids]
+            records: list[Record] = [record for record in loaded if record is not None]
             assert len(records) == NUM_TURNS
             own: set[str] = set()
             for turn, record in enumerate(records):
@@ -159,29 +159,17 @@ def test_no_rollout_is_sampled_behind_anothers_thinking(server: Server) -> None:
         assert len(set().union(*of_group)) > 1, "siblings thought the same: the test would see nothing"
     ledger.close()
     assert num_thoughts > NUM_GROUPS * GROUP_SIZE
-    bodies = [
-        {
-            "trajectories": [
-                {
-                    "messages_and_choices": [
-                        rollout.messages[0],
-                        *(
-                            entry
-                            for turn, choice in enumerate(rollout.choices)
-                            for entry in (
-                                choice,
-                                *([rollout.messages[2 * turn + 2]] if turn < NUM_TURNS - 1 else []),
-                            )
-                        ),
-                    ],
-                    "tools": [PICK],
-                    "reward": float(index),
-                }
-                for index, rollout in enumerate(group)
-            ]
-        }
-        for group in groups
-    ]
+    bodies: list[dict[str, Any]] = []
+    for group in groups:
+        trajectories: list[dict[str, Any]] = []
+        for index, rollout in enumerate(group):
+            entries: list[Any] = [rollout.messages[0]]
+            for turn, choice in enumerate(rollout.choices):
+                entries.append(choice)
+                if turn < NUM_TURNS - 1:
+                    entries.append(rollout.messages[2 * turn + 2])
+            trajectories.append({"messages_and_choices": entries, "tools": [PICK], "reward": float(index)})
+        bodies.append({"trajectories": trajectories})
     with server.client() as client:
         done = train(client, "siblings", bodies)[-1]
     assert done["event"] == "done", done

@@ -102,8 +102,8 @@ def said_again(api: str, answer: Any) -> list[dict[str, Any]]:
     events: list[Any] = answer if isinstance(answer, list) else []
     if api == "responses":
         items = (events[-1]["response"] if events else whole)["output"]
-        made = [i["call_id"] for i in items if i["type"] == "function_call"]
-        results = [{"type": "function_call_output", "call_id": call, "output": "sunny"} for call in made]
+        call_ids = [i["call_id"] for i in items if i["type"] == "function_call"]
+        results = [{"type": "function_call_output", "call_id": call, "output": "sunny"} for call in call_ids]
         return [*items, *results]
     if api == "messages":
         blocks = streamed_blocks(events) if events else whole["content"]

@@ -33,7 +33,7 @@ def test_a_step_leaves_checkpoint_history_and_trajectories(server: Server) -> No
     assert any(not before[key].equal(after[key]) for key in before)
     (row,) = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     (group,) = read_rows(folder / "trajectories" / "train" / "0001.jsonl.gz")
-    rewards = [each["reward"] for each in group["trajectories"]]
+    rewards = [trajectory["reward"] for trajectory in group["trajectories"]]
     assert row["step"] == 1 and len(rewards) == 4 and row["train/reward"] == sum(rewards) / 4
 
 
@@ -177,8 +177,8 @@ def test_a_step_that_is_made_again_reads_no_prompt_of_the_one_before(server: Ser
         first = score(client)
         url = f"/api/models/{PROJECT}/rolled/rollback"
         assert client.post(url, json={"step": 0}).status_code == 200
-        for each in group["trajectories"]:
-            each["reward"] = -each["reward"]
+        for trajectory in group["trajectories"]:
+            trajectory["reward"] = -trajectory["reward"]
         assert train(client, "rolled", [group], learning_rate=1e-2)[-1]["step"] == 1
         second, uncached = score(client), score(client, cache_salt="never used before")
     assert second == pytest.approx(uncached, abs=1e-5)

@@ -26,8 +26,8 @@ CORE = "VLLM::EngineCore"
 
 def num_running(client: httpx.Client) -> float:
     """Requests that vLLM works on."""
-    found = re.findall(r"^vllm:num_requests_running\S* (\S+)", client.get("/metrics").text, re.M)
-    return sum(map(float, found))
+    counts = re.findall(r"^vllm:num_requests_running\S* (\S+)", client.get("/metrics").text, re.M)
+    return sum(map(float, counts))
 
 
 def test_the_engine_dies_under_load(server: Server) -> None:
@@ -134,8 +134,8 @@ def test_a_rank_is_killed_during_a_step(server: Server) -> None:
     wait_until_gone({killed})
     history = (server.model_dir("ranks") / "history.jsonl").read_text().splitlines()
     assert len(history) == 1
-    made = json.loads((server.model_dir("ranks") / "checkpoints/0001/checkpoint.json").read_text())
-    assert made["environment"]["ranks"] == "2"
+    checkpoint = json.loads((server.model_dir("ranks") / "checkpoints/0001/checkpoint.json").read_text())
+    assert checkpoint["environment"]["ranks"] == "2"
     command = [sys.executable, "scripts/replay.py", f"{PROJECT}/ranks", "--path", str(server.path / "art")]
     replayed = subprocess.run(command, capture_output=True, text=True)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr

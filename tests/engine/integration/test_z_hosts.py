@@ -20,12 +20,12 @@ STEPS, LOST_AT = 30, 8
 
 def running_in(folder: Path) -> list[psutil.Process]:
     """The processes that work in a folder."""
-    found: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if Path(process.cwd()).is_relative_to(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def test_an_example_trains_on_two_machines_and_loses_one(tmp_path: Path) -> None:

@@ -84,8 +84,14 @@ class Places:
         return [*flags, "--cluster", self.cluster] if self.cluster else flags
 
     def kinds(self) -> dict[str, int]:
-        of_hosts = OF_HOSTS if self.hosts else {}
-        return KINDS | (OF_SEVERAL if self != Places() else {}) | (OF_CLUSTER if self.cluster else {}) | of_hosts
+        kinds = dict(KINDS)
+        if self != Places():
+            kinds |= OF_SEVERAL
+        if self.cluster:
+            kinds |= OF_CLUSTER
+        if self.hosts:
+            kinds |= OF_HOSTS
+        return kinds
 
     def points(self) -> list[str]:
         has_hosts = self.cluster is not None or self.hosts > 0
@@ -235,7 +241,7 @@ class Chaos:
             self.server.stop()
             for machine in self.server.machines:
                 machine.stop()
-        left = [f"{each.pid} {command_of(each)}" for each in psutil.wait_procs(family, timeout=60)[1]]
+        left = [f"{process.pid} {command_of(process)}" for process in psutil.wait_procs(family, timeout=60)[1]]
         assert not left, f"left running: {left}"
         figures = check(self.folder, self._killed_programs)
         num_deaths = count_deaths(self.folder)
@@ -346,27 +352,29 @@ class Chaos:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if parent is not None:
                     process = psutil.Process(parent.pid)
-                    family += [process] * (parent in hosts) + process.children(recursive=True)
+                    if parent in hosts:
+                        family.append(process)
+                    family += process.children(recursive=True)
         return family
 
     def _processes(self, what: str) -> list[int]:
         """The ids of the server's processes of this kind."""
         if what == "network":
             return [machine.relay.pid for machine in self.server.machines if machine.relay is not None]
-        found: list[int] = []
+        pids: list[int] = []
         for child in self._family():
             with contextlib.suppress(OSError, psutil.Error):
                 leader = os.getsid(child.pid) if what in ("trainer", "engine") else child.pid
                 if MODULES[what] in command_of(psutil.Process(leader)):
-                    found.append(child.pid)
-        return found
+                    pids.append(child.pid)
+        return pids
 
     # --- checking ---
 
     def _check_answers(self) -> None:
         """Scores some sampled tokens again with their step's complete adapter: none came from a half-loaded adapter."""
         for name in MODELS:
-            rows = [row for each in read_lines(self.folder / f"{name}.jsonl") for row in each["answers"]]
+            rows = [row for line in read_lines(self.folder / f"{name}.jsonl") for row in line["answers"]]
             rows = [row for row in rows if row["tokens"]]
             for row in self.random.sample(rows, min(NUM_RESCORED, len(rows))):
                 body = {

@@ -36,7 +36,7 @@ def finish(folder: Path, num_jobs: int) -> None:
     assert start(folder, num_jobs).wait(timeout=PATIENCE_SECONDS) == 0, (folder / "log").read_text()[-3000:]
 
 
-def made(folder: Path, num_jobs: int) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
+def weights_and_history(folder: Path, num_jobs: int) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
     """Weights and optimizer states by file, and the history."""
     model = folder / "p" / "models" / "a"
     weights = {
@@ -69,8 +69,8 @@ def test_weights_of_a_run_that_was_killed_equal_those_of_one_that_was_not(tmp_pa
         time.sleep(0.1)
     assert num_kills
     finish(killed, num_jobs)
-    weights, history = made(killed, num_jobs)
-    expected_weights, expected_history = made(quiet, num_jobs)
+    weights, history = weights_and_history(killed, num_jobs)
+    expected_weights, expected_history = weights_and_history(quiet, num_jobs)
     assert history == expected_history
     assert weights.keys() == expected_weights.keys()
     assert [name for name, content in weights.items() if content != expected_weights[name]] == []

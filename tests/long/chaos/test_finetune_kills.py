@@ -44,7 +44,7 @@ ORDERS = ("yes, no, maybe", "no, maybe, yes", "maybe, yes, no", "no, yes, maybe"
 def prepare(folder: Path, server: Server, name: str) -> None:
     folder.mkdir()
     (folder / "agent.py").write_text(AGENT)
-    rows = [{"id": each, "question": f"respond with {each}"} for each in ORDERS]
+    rows = [{"id": order, "question": f"respond with {order}"} for order in ORDERS]
     (folder / "rows.json").write_text(json.dumps(rows))
     tree = finetune_file(
         {"url": server.url, "name": name, "project": PROJECT},
@@ -77,17 +77,17 @@ def figures(folder: Path) -> list[Any]:
 
     def without_times(value: Any) -> Any:
         if isinstance(value, list):
-            return [without_times(each) for each in value]
+            return [without_times(entry) for entry in value]
         if isinstance(value, dict):
-            return {name: without_times(each) for name, each in value.items() if name not in ("timestamp", "run_id")}
+            return {name: without_times(entry) for name, entry in value.items() if name not in ("timestamp", "run_id")}
         return value
 
-    found: list[Any] = []
+    contents: list[Any] = []
     for name in FILES:
         text = (folder / "out" / name).read_text()
         rows = [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
-        found.append(without_times(rows))
-    return found
+        contents.append(without_times(rows))
+    return contents
 
 
 def left_out(server: Server, name: str) -> dict[str, int]:
@@ -131,4 +131,4 @@ def test_a_run_that_is_killed_twenty_times_ends_like_one_that_is_not(exact: Serv
         assert num_asked(killed) <= total + num_kills
         assert left_out(exact, "killed") == left_out(exact, "whole")
         models = httpx.get(f"{exact.url}/api/models").json()["models"]
-        assert {each["name"]: each["step"] for each in models} == {"whole": EPOCHS, "killed": EPOCHS}
+        assert {model["name"]: model["step"] for model in models} == {"whole": EPOCHS, "killed": EPOCHS}

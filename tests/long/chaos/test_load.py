@@ -17,9 +17,9 @@ def test_a_minute_of_load_loses_nothing() -> None:
     command = [sys.executable, str(LOAD), "--seconds", "60", "--connections", "500"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[0])
-    assert found["answers"].keys() <= MAY_HAPPEN, found
-    assert found["answers"]["200"] > 100 and found["answers"]["steps"] >= 1, found
-    assert found["faults"] == {}, found
-    earlier, later = found["memory_mb"][:-3], found["memory_mb"][-3:]
-    assert min(later) < max(earlier) + MAX_MB_MORE, found
+    figures = json.loads(done.stdout.splitlines()[0])
+    assert figures["answers"].keys() <= MAY_HAPPEN, figures
+    assert figures["answers"]["200"] > 100 and figures["answers"]["steps"] >= 1, figures
+    assert figures["faults"] == {}, figures
+    earlier, later = figures["memory_mb"][:-3], figures["memory_mb"][-3:]
+    assert min(later) < max(earlier) + MAX_MB_MORE, figures

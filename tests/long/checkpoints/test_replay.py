@@ -130,7 +130,7 @@ def test_a_replayed_step_is_bit_equal(trained: ModelFolder, record: Path) -> Non
 def test_a_replay_has_the_token_budget_of_its_step(record: Path, tmp_path: Path) -> None:
     described = ReplayRecord.model_validate_json((record / "record.json").read_bytes())
     names = "max_tokens", "max_tokens_at_end", "checkpointing", "checkpointing_factor"
-    assert [described.environment[each] for each in names] == ["16", "16", "True", "1.5"]
+    assert [described.environment[name] for name in names] == ["16", "16", "True", "1.5"]
     (tmp_path / "again").mkdir()
     done = asyncio.run(replay.train(record, described, TINY_DIR, tmp_path / "again"))
     assert done.environment == described.environment

@@ -19,8 +19,8 @@ def make_notebook(url: str, *more: str) -> NotebookClient:
     cells = [*blocks("notebook.md", "python")[:-1], *more]
     for address in SERVERS:
         cells = [cell.replace(address, url) for cell in cells]
-    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    return NotebookClient(made, kernel_name="python3", timeout=PATIENCE_SECONDS, allow_errors=True)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    return NotebookClient(notebook, kernel_name="python3", timeout=PATIENCE_SECONDS, allow_errors=True)
 
 
 def shown(client: NotebookClient, number: int) -> str:

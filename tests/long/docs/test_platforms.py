@@ -24,10 +24,10 @@ def test_the_client_calls_nothing_that_a_system_lacks(system: str, missing: dict
     command = [str(Path(sys.prefix) / "bin" / "pyright"), "--pythonplatform", system, "--outputjson"]
     annexes = [folder for folder in ROOT.glob("plugins/*/art*") if folder.is_dir()]
     ran = subprocess.run([*command, "art_client", *annexes], cwd=ROOT, capture_output=True, text=True, check=False)
-    found: dict[str, set[str]] = {}
-    for each in json.loads(ran.stdout)["generalDiagnostics"]:
-        named = re.match(r'"(\w+)" is not a known attribute of module', each["message"])
+    reported: dict[str, set[str]] = {}
+    for diagnostic in json.loads(ran.stdout)["generalDiagnostics"]:
+        named = re.match(r'"(\w+)" is not a known attribute of module', diagnostic["message"])
         if named is not None:
-            file = re.split(r"/art_client/|/plugins/", each["file"])[1]
-            found.setdefault(file, set()).add(named[1])
-    assert found == missing
+            file = re.split(r"/art_client/|/plugins/", diagnostic["file"])[1]
+            reported.setdefault(file, set()).add(named[1])
+    assert reported == missing

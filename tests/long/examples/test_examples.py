@@ -42,7 +42,7 @@ def test_a_learner_trains_exact_tokens_and_compares_before_and_after(
 def test_a_warm_start_is_compared_before_it_after_it_and_at_the_end(server: Server, tmp_path: Path) -> None:
     arguments = [str(ROOT / "examples" / "warm_start.py"), "--server", server.url, *SHORT]
     printed = run(arguments, tmp_path)
-    compared = [(found[1], found[3]) for found in BEFORE_AND_AFTER.findall(printed)]
+    compared = [(match[1], match[3]) for match in BEFORE_AND_AFTER.findall(printed)]
     assert compared == [("1", "0"), ("2", "1")]
     warm, *sampled = done_jobs(server, "warm-start")
     assert warm["report"]["turns"] == {"recomputed": 3 * 16}, "three turns of each demonstration"
@@ -52,7 +52,7 @@ def test_a_warm_start_is_compared_before_it_after_it_and_at_the_end(server: Serv
 def test_a_student_is_distilled_from_the_teacher_that_the_program_trained(server: Server, tmp_path: Path) -> None:
     arguments = [str(ROOT / "examples" / "distillation.py"), "--server", server.url, *SHORT]
     printed = run([*arguments, *FEWER, "--teacher-steps", "1"], tmp_path)
-    compared = [(found[0], found[1]) for found in BEFORE_AND_AFTER.findall(printed)]
+    compared = [(match[0], match[1]) for match in BEFORE_AND_AFTER.findall(printed)]
     assert [(name.rpartition("-")[2], step) for name, step in compared] == [
         ("teacher", "1"),
         ("student", "2"),
@@ -85,7 +85,7 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(server: Server, tmp_p
 def test_the_example_of_the_readme_runs_with_a_server_of_its_own(tmp_path: Path) -> None:
     printed = run([str(ROOT / "examples" / "minimal.py")], tmp_path)
     steps = [re.match(r"step (\d+): mean reward [01]\.\d\d$", line) for line in printed.splitlines()]
-    assert [found and int(found[1]) for found in steps] == list(range(1, 13))
+    assert [match and int(match[1]) for match in steps] == list(range(1, 13))
     checkpoints = tmp_path / ".art" / "minimal" / "models" / "agent-001" / "checkpoints"
     assert sorted(p.name for p in checkpoints.iterdir()) == [f"{n:04d}" for n in range(13)]
 

@@ -46,7 +46,7 @@ class FleetServer(Server):
         return httpx.get(f"{self.url}/health", timeout=PATIENCE_SECONDS).json()["replicas"]
 
     def wait_all_ready(self) -> None:
-        wait_until(lambda: all(each["engine"] == "ready" for each in self.replicas()), self.log_tail)
+        wait_until(lambda: all(replica["engine"] == "ready" for replica in self.replicas()), self.log_tail)
 
     def find(self, number: int, mark: str) -> int:
         """The id of a process of one replica: its sockets' folder is in the command of its child."""
@@ -143,7 +143,8 @@ async def ask(http: httpx.AsyncClient, number: int, model: str, outcome: Outcome
             else:
                 outcome.wrong.append(f"{number} {api}: {error}")
             return
-        choices = [choice for event in events for choice in event.get("choices", ()) if "art" in choice]
+        parts = [part for event in events for part in event.get("choices", ())]
+        choices = [part for part in parts if "art" in part]
         if api in ("responses", "messages") and events[-1]["type"] not in ("response.completed", "message_stop"):
             outcome.wrong.append(f"{number} {api}: cut off after {events[-1]}")
             return

@@ -39,7 +39,7 @@ async def serving(folder: Path) -> AsyncIterator[Server]:
     server = build(ServerConfig(path=folder, base_model="art/tiny", engines=2, exact=True, max_seq_length=512))
     await server.start()
     try:
-        await until(lambda: all(each.state == "ready" for each in server.engine.replicas))
+        await until(lambda: all(replica.state == "ready" for replica in server.engine.replicas))
         yield server
     finally:
         await server.stop()
@@ -47,20 +47,20 @@ async def serving(folder: Path) -> AsyncIterator[Server]:
 
 def write_step(model: RegisteredModel, step: int) -> None:
     """A step whose weights are those of no other."""
-    made = model.folder.checkpoints_dir / ".made"
-    copy_content(model.folder.checkpoint_dir(0), made)
-    tensors = safetensors.torch.load_file(made / ADAPTER_FILE)
+    checkpoint = model.folder.checkpoints_dir / ".made"
+    copy_content(model.folder.checkpoint_dir(0), checkpoint)
+    tensors = safetensors.torch.load_file(checkpoint / ADAPTER_FILE)
     torch.manual_seed(step)
     safetensors.torch.save_file(
-        {name: 0.02 * torch.randn(each.shape) for name, each in tensors.items()}, made / ADAPTER_FILE
+        {name: 0.02 * torch.randn(tensor.shape) for name, tensor in tensors.items()}, checkpoint / ADAPTER_FILE
     )
-    model.folder.commit_checkpoint(made, CheckpointRecord(step=step))
+    model.folder.commit_checkpoint(checkpoint, CheckpointRecord(step=step))
 
 
 async def loaded(replica: Engine) -> set[str]:
     """The adapters that vLLM itself lists."""
     async with replica.http.get("/v1/models") as response:
-        return {each["id"] for each in (await response.json())["data"]} - {"art/tiny"}
+        return {model["id"] for model in (await response.json())["data"]} - {"art/tiny"}
 
 
 class Change:
@@ -84,7 +84,7 @@ class Change:
         assert fault != "refuses"
         if fault == "dies before the alias":
             kill(victim, signal.SIGKILL)
-        assert all(each.holds(name) for each in self.fleet.replicas if each.state == "ready")
+        assert all(replica.holds(name) for replica in self.fleet.replicas if replica.state == "ready")
         self.model.step = step
         for old in self.fleet.loaded_adapters():  # as `Attempt._unload_old`
             if old not in (name, self.model.adapter_name(step - 1), self.model.adapter_name(step - 2)):
@@ -143,7 +143,7 @@ async def test_a_step_serves_from_all_replicas_or_from_none(tmp_path: Path) -> N
                 tasks.create_task(keep_asking(number))
             await make_changes(change, model)
             over.set()
-        await until(lambda: all(each.state == "ready" for each in change.fleet.replicas))
+        await until(lambda: all(replica.state == "ready" for replica in change.fleet.replicas))
         await change.fleet.load_adapter(
             model.adapter_name(model.step), model.folder.checkpoint_dir(model.step), PATIENCE_SECONDS
         )
@@ -160,7 +160,7 @@ async def make_changes(change: Change, model: RegisteredModel) -> None:
         await asyncio.to_thread(write_step, model, step)
         fault = faults.get(step)
         if fault is not None:  # the other one serves meanwhile
-            await until(lambda: all(each.state == "ready" for each in change.fleet.replicas))
+            await until(lambda: all(replica.state == "ready" for replica in change.fleet.replicas))
         victim = change.fleet.replicas[step % 2]
         serves = await change.make(step, fault, victim)
         assert serves == (fault != "refuses")

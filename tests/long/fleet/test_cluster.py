@@ -59,7 +59,7 @@ def test_an_example_trains_on_two_machines_of_a_ray_that_is_there(two_nodes: str
         assert server.process is not None
         assert "site-packages/ray/" not in Path(f"/proc/{server.process.pid}/maps").read_text()
         told = subprocess.run(example(server), cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-        engines = [each["name"] for each in httpx.get(f"{server.url}/health", timeout=30).json()["replicas"]]
+        engines = [replica["name"] for replica in httpx.get(f"{server.url}/health", timeout=30).json()["replicas"]]
     first, last = rewards(told)
     assert last > first + USUAL_RISE, told
     assert sorted(engines) == ["engine-ray-engine-0-0", "engine-ray-engine-1-0"]
@@ -107,13 +107,13 @@ def rewards(told: str) -> tuple[float, float]:
 
 def running(*words: str) -> list[psutil.Process]:
     """The processes of the server's Ray and its hosts: their command lines name its folders."""
-    found: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             line = " ".join(process.cmdline())
             if all(word in line for word in words) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def test_an_example_trains_where_ray_places_and_outlives_rays_head(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ async def test_no_request_is_lost_and_each_answer_has_its_records(tmp_path: Path
             assert Counter(record.request.api for record in records) == outcome.choices, "as many records as answers"
             assert set(outcome.ids) <= {record.choice_id for record in records}
             assert {record.request.step for record in records} == {1, 2}
-            gaps = [gap for each in await scored_again(http, records) for gap in each]
+            gaps = [gap for record_gaps in await scored_again(http, records) for gap in record_gaps]
             print(f"{len(gaps)} tokens scored again: {sum(gaps) / len(gaps):.2g} on average, {max(gaps):.2g} at most")
             assert sum(gaps) / len(gaps) <= MEAN_GAP and max(gaps) <= MAX_GAP
 
@@ -106,8 +106,8 @@ def stored(server: FleetServer) -> list[Record]:
     with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as db:
         rows = db.execute("SELECT choice_id FROM records WHERE is_delivered AND session IS NULL").fetchall()
     with closing(Ledger(file)) as ledger:
-        found = [ledger.find(choice_id) for (choice_id,) in rows]
-        return [record for record in found if record is not None]
+        records = [ledger.find(choice_id) for (choice_id,) in rows]
+        return [record for record in records if record is not None]
 
 
 async def scored_again(http: httpx.AsyncClient, records: list[Record]) -> list[list[float]]:
@@ -125,7 +125,7 @@ async def scored_again(http: httpx.AsyncClient, records: list[Record]) -> list[l
             response = await http.post("/v1/completions", json=body)
         assert response.status_code == 200, response.text
         scores = json.loads(response.text)["choices"][0]["prompt_logprobs"][len(record.prompt_token_ids) :]
-        again = [each[str(token)]["logprob"] for each, token in zip(scores, record.token_ids, strict=True)]
+        again = [entry[str(token)]["logprob"] for entry, token in zip(scores, record.token_ids, strict=True)]
         return [abs(a - b) for a, b in zip(again, record.logprobs, strict=True)]
 
     return list(await asyncio.gather(*map(score, records)))

@@ -77,14 +77,14 @@ def check_order(table: Path) -> None:
     rows = [(project, tokens) for project, tokens, _, finished in rows if finished > last_accepted]
     largest = max(tokens for _, tokens in rows)
     passed, own = 0, dict.fromkeys(PROJECTS, 0)
-    for place, (project, tokens) in enumerate(rows):
+    for index, (project, tokens) in enumerate(rows):
         passed, own[project] = passed + tokens, own[project] + tokens
         if project == "heavy":
             continue
         # Its own tokens and as many of each other project, behind the job that ran when it came.
         fair = len(PROJECTS) * own[project] + largest
-        assert passed <= 2 * fair, (place, project, passed, fair)
-    waiting_until = max(place for place, (project, _) in enumerate(rows) if project != "heavy")
+        assert passed <= 2 * fair, (index, project, passed, fair)
+    waiting_until = max(index for index, (project, _) in enumerate(rows) if project != "heavy")
     while_others = [(project, tokens) for project, tokens in rows[: waiting_until + 1]]
     of_heavy = sum(tokens for project, tokens in while_others if project == "heavy")
     total = sum(tokens for _, tokens in while_others)

@@ -132,7 +132,7 @@ async def test_unlike_machines_train_what_one_does_or_are_named(machines: Machin
         shutil.copy(steps / "0001" / "optimizer.safetensors", folder / f"{name}.safetensors")
         record = json.loads((steps / "0001" / "checkpoint.json").read_text())
         names = ("data/step_num_micro_batches", "data/step_trainable_assistant_tokens", "loss/grad_norm")
-        print(name, {each: record["metrics"][each] for each in names}, record["environment"]["ranks"])
+        print(name, {key: record["metrics"][key] for key in names}, record["environment"]["ranks"])
         assert record["metrics"]["data/step_num_micro_batches"] >= 4 and record["metrics"]["loss/grad_norm"] > 1e-3
         await model.rollback(0)
         return record["environment"]
@@ -152,9 +152,9 @@ async def test_unlike_machines_train_what_one_does_or_are_named(machines: Machin
             computed = await train("one rank")
             assert (computed["ranks"], computed["max_tokens"]) == ("1", str(BUDGET // 2))
             for name in ("unlike tokens, out of memory", "learned"):
-                found = difference(folder / "one rank.safetensors", folder / f"{name}.safetensors")
-                print(f"{name}: difference of moments {found:.1e}")
-                assert found < 1e-6
+                deviation = difference(folder / "one rank.safetensors", folder / f"{name}.safetensors")
+                print(f"{name}: difference of moments {deviation:.1e}")
+                assert deviation < 1e-6
             for name, (unlike, code) in UNLIKE.items():
                 with machines.host("two", unlike, code):
                     began = time.monotonic()

@@ -78,8 +78,8 @@ def measure(family: str, folder: Path, token_ids: list[int]) -> Iterator[dict[st
         "kv_tokens": planned.kv_tokens,
         "counted": [size.num_parameters, size.lora_width * LORA.rank],
         "there": [
-            sum(each.numel() for file in weight_files(base) for each in load_file(file).values()),
-            sum(each.numel() for each in policy.parameters.values()),
+            sum(tensor.numel() for file in weight_files(base) for tensor in load_file(file).values()),
+            sum(parameter.numel() for parameter in policy.parameters.values()),
         ],
         "changed": changed_weights(policy, base),
         "trees": policy.shares_prefixes,
@@ -92,18 +92,18 @@ def measure(family: str, folder: Path, token_ids: list[int]) -> Iterator[dict[st
         yield {"refused": error.message}
         return
     engine = start_engine(family, base, number_type)
-    whole, found = score(engine, token_ids, after)
+    whole, engine_logprobs = score(engine, token_ids, after)
     trained = policy.sequence_logprobs(whole)
-    gaps = {"trained": float((found - trained).abs().max())}
+    gaps = {"trained": float((engine_logprobs - trained).abs().max())}
     if number_type == "bfloat16":
         rounded = Policy(str(base), torch.bfloat16)
         rounded.load_adapter(LORA, after)
-        gaps["mean"] = float((found - trained).abs().mean())
+        gaps["mean"] = float((engine_logprobs - trained).abs().mean())
         gaps["rounding"] = float((rounded.sequence_logprobs(whole) - trained).abs().mean())
     with policy.model.disable_adapter():
         gaps["moved"] = float((trained - policy.sequence_logprobs(whole)).abs().max())
-        whole, found = score(engine, token_ids, None)
-        gaps["base"] = float((found - policy.sequence_logprobs(whole)).abs().max())
+        whole, engine_logprobs = score(engine, token_ids, None)
+        gaps["base"] = float((engine_logprobs - policy.sequence_logprobs(whole)).abs().max())
     yield gaps
 
 
@@ -158,13 +158,13 @@ def changed_weights(policy: Policy, base: Path) -> list[str]:
     """Names of the base's weights, those of towers and routers too, that are not as in its files."""
     loaded = load_base(str(base), torch.float32, torch.device("cpu"))
     kept = {
-        name.removeprefix("base_model.model.").replace(".base_layer.", "."): each
-        for name, each in policy.model.named_parameters()
-        if not each.requires_grad
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): parameter
+        for name, parameter in policy.model.named_parameters()
+        if not parameter.requires_grad
     }
     there = dict(loaded.named_parameters())
     assert kept.keys() == there.keys()
-    return [name for name, each in kept.items() if not each.equal(there[name])]
+    return [name for name, parameter in kept.items() if not parameter.equal(there[name])]
 
 
 def a_group() -> Batch:

@@ -25,7 +25,10 @@ async def main() -> None:
         await model.register(backend)
         questions = [task.draw_question(str(number)) for number in range(4)]
         groups = await art.gather_trajectory_groups(
-            (art.TrajectoryGroup(wrap_rollout(model, rollout)(model, each) for _ in range(8)) for each in questions),
+            (
+                art.TrajectoryGroup(wrap_rollout(model, rollout)(model, question) for _ in range(8))
+                for question in questions
+            ),
             max_exceptions=0.5,
             max_concurrent_rollouts=8,
         )

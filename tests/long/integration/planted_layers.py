@@ -33,8 +33,8 @@ def main() -> None:
     find_layers = layers.find_layers
 
     def with_folded(model: layers.PreTrainedModel) -> layers.Layers:
-        found = find_layers(model)
-        return layers.Layers(found.takes | found.folded, frozenset(), found.is_mixture)
+        family_layers = find_layers(model)
+        return layers.Layers(family_layers.takes | family_layers.folded, frozenset(), family_layers.is_mixture)
 
     layers.find_layers = with_folded
     with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +46,7 @@ def main() -> None:
             write_changed(adapters / CHANGED, adapters / change, change)
         engine = start_engine(family, base, "float32")
         kinds = {kind: compare(engine, probe, adapters / kind) for kind, probe in probes.items()}
-        changes = {each: compare(engine, probes[CHANGED], adapters / each) for each in CHANGES}
+        changes = {change: compare(engine, probes[CHANGED], adapters / change) for change in CHANGES}
         changes["base"] = compare(engine, probes[CHANGED], None)
         print(json.dumps(kinds))
         print(json.dumps(changes))
@@ -55,12 +55,12 @@ def main() -> None:
 def compare(engine: Any, probe: Probe, adapter: Path | None) -> str | None:
     """What is wrong with the engine's log-probabilities. Any: vLLM's LLM."""
     assert LIMITS is not None and probe.factor == 1
-    _, found = score(engine, probe.token_ids, adapter, next(numbers))
-    return find_fault(probe, found[: len(probe.logprobs)].tolist(), [], LIMITS)
+    _, logprobs = score(engine, probe.token_ids, adapter, next(numbers))
+    return find_fault(probe, logprobs[: len(probe.logprobs)].tolist(), [], LIMITS)
 
 
 def next_layer(name: str) -> str:
-    return re.sub(r"layers\.(\d)\.", lambda found: f"layers.{1 - int(found[1])}.", name)
+    return re.sub(r"layers\.(\d)\.", lambda match: f"layers.{1 - int(match[1])}.", name)
 
 
 def in_the_tower(name: str) -> str:

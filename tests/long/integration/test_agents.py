@@ -17,7 +17,7 @@ def environments() -> None:
     make_environments()
 
 
-@pytest.mark.parametrize("agent", [*PYTHON, *(pytest.param(each, marks=NEEDS_NODE) for each in JAVASCRIPT)])
+@pytest.mark.parametrize("agent", [*PYTHON, *(pytest.param(agent, marks=NEEDS_NODE) for agent in JAVASCRIPT)])
 def test_an_agent_trains_unmodified_and_its_turns_join(server: Server, tmp_path: Path, agent: str) -> None:
     trained = train(server, tmp_path, agent, *SHORT)
     assert trained.steps == 2

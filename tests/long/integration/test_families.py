@@ -22,7 +22,7 @@ def test_what_was_trained_is_what_is_served(toy: str) -> None:
     assert_served(toy)
 
 
-@pytest.mark.parametrize("toy", [each for each in (*FAMILIES, *PUBLISHED, *ROPES) if each not in QUICK])
+@pytest.mark.parametrize("toy", [toy for toy in (*FAMILIES, *PUBLISHED, *ROPES) if toy not in QUICK])
 def test_what_was_trained_is_what_is_served_or_a_cpu_refuses_it(toy: str) -> None:
     assert_served(toy)
 

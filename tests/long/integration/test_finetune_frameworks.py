@@ -59,8 +59,8 @@ def command() -> Path:
 
 
 def write_rows(file: Path, seed: str, number: int) -> None:
-    questions = [draw_question(f"{seed} {each}") for each in range(number)]
-    rows = [{"id": f"{seed} {each}", "question": q.text, "answer": q.answer} for each, q in enumerate(questions)]
+    questions = [draw_question(f"{seed} {index}") for index in range(number)]
+    rows = [{"id": f"{seed} {index}", "question": q.text, "answer": q.answer} for index, q in enumerate(questions)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

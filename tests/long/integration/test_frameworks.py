@@ -68,32 +68,32 @@ def test_one_trace_joins_a_langgraph_rollout_with_the_step_that_it_trained(
     wait_until(lambda: len(spans(collector, "job")) >= 2)  # the server sends its spans every five seconds
     jobs = spans(collector, "job")
     for step, done in enumerate(done_jobs(server, "traced"), 1):
-        (job,) = [each for each in jobs if attributes(each)["art.step"] == step]
+        (job,) = [span for span in jobs if attributes(span)["art.step"] == step]
         assert attributes(job)["art.adapter"] == f"traced/art-tiny@{step}"
-        names = {each.span_id: each.name for each in spans(collector, trace=job.trace_id)}
+        names = {span.span_id: span.name for span in spans(collector, trace=job.trace_id)}
         rollouts = spans(collector, "rollout", job.trace_id)
         assert len(rollouts) >= done["report"]["num_trajectories"]
         chats = spans(collector, "chat traced/art-tiny", job.trace_id)
-        of_rollouts = [each for each in chats if names[each.parent_span_id] == "rollout"]
+        of_rollouts = [span for span in chats if names[span.parent_span_id] == "rollout"]
         assert chats == of_rollouts and len(chats) >= 1.5 * len(rollouts), "tool calls and answers"
-        assert {attributes(each)["art.adapter"] for each in chats} == {f"traced/art-tiny@{step - 1}"}
+        assert {attributes(span)["art.adapter"] for span in chats} == {f"traced/art-tiny@{step - 1}"}
         (train,) = spans(collector, "train traced/art-tiny", job.trace_id)
         assert job.parent_span_id == train.span_id
-        phases = {each for each, parent in parents(collector, job) if parent == "job"}
+        phases = {phase for phase, parent in parents(collector, job) if parent == "job"}
         # The first job on a base checks its layers.
         assert phases - {"check"} == {"queued", "pause", "train", "save", "load", "finish"}
 
 
 def spans(collector: Collector, name: str | None = None, trace: bytes | None = None) -> list[Any]:
     """The spans of the model, or of one trace."""
-    found = [each for _, each in collector.spans if trace in (None, each.trace_id)]
-    found = [each for each in found if name in (None, each.name)]
+    matches = [span for _, span in collector.spans if trace in (None, span.trace_id)]
+    matches = [span for span in matches if name in (None, span.name)]
     if trace is not None:
-        return found
-    return [each for each in found if "traced/art-tiny" in str(attributes(each))]
+        return matches
+    return [span for span in matches if "traced/art-tiny" in str(attributes(span))]
 
 
 def parents(collector: Collector, job: Any) -> list[tuple[str, str | None]]:
     all_spans = spans(collector, trace=job.trace_id)
-    names = {each.span_id: each.name for each in all_spans}
-    return [(each.name, names.get(each.parent_span_id)) for each in all_spans]
+    names = {span.span_id: span.name for span in all_spans}
+    return [(span.name, names.get(span.parent_span_id)) for span in all_spans]

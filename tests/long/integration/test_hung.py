@@ -56,7 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def processes(server: Server) -> dict[str, int]:
     """The ids of vLLM's processes, by their kind."""
     assert server.process is not None
-    found: dict[str, int] = {}
+    pids: dict[str, int] = {}
     for pid in descendants(server.process.pid):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
@@ -68,9 +68,9 @@ def processes(server: Server) -> dict[str, int]:
             ("api", "art_server.engine.vllm_process.child"),
         ):
             if mark in command:
-                found.setdefault(name, pid)
+                pids.setdefault(name, pid)
                 break
-    return found
+    return pids
 
 
 def ask(server: Server, num_tokens: int, prompt: Any = "Say something") -> int:
@@ -114,7 +114,7 @@ def test_full_batches_for_minutes_are_work(server: Server) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(NUM_REQUESTS) as threads:
         asked = [threads.submit(ask_for_minutes) for _ in range(NUM_REQUESTS)]
-        assert set().union(*(each.result() for each in asked)) == {200}
+        assert set().union(*(future.result() for future in asked)) == {200}
     print(f"{NUM_REQUESTS} requests of {NUM_TOKENS} tokens at a time: {time.monotonic() - started:.0f} s")
     assert num_restarts(server) == before
     assert ask(server, 5) == 200

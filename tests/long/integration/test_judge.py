@@ -32,7 +32,7 @@ async def test_a_model_that_was_taught_to_judge_gives_right_scores(server: Serve
         demonstrations.append(art.Trajectory(messages_and_choices=told))
         return answer["content"]
 
-    orders = [list(each) for size in (2, 3) for each in itertools.permutations(VALUES, size)]
+    orders = [list(order) for size in (2, 3) for order in itertools.permutations(VALUES, size)]
     random.Random(0).shuffle(orders)
     for words in orders[4:]:
         await ruler_score_group(group_of(words), Judge(teacher))
@@ -45,8 +45,8 @@ async def test_a_model_that_was_taught_to_judge_gives_right_scores(server: Serve
         for words in orders[:4]:
             scored = await ruler_score_group(group_of(words), judge)
             assert scored is not None
-            assert [each.reward for each in scored] == [VALUES[word] for word in words]
+            assert [trajectory.reward for trajectory in scored] == [VALUES[word] for word in words]
         pairwise = await ruler_score_group(group_of([*VALUES, "yes"]), judge, mode="pairwise")
         assert pairwise is not None
-        assert [each.reward for each in pairwise] == [0.5, 0.0, 1.0, 0.5]
+        assert [trajectory.reward for trajectory in pairwise] == [0.5, 0.0, 1.0, 0.5]
         await model.delete()

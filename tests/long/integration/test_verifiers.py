@@ -42,9 +42,9 @@ def test_a_taskset_with_tools_trains(server: Server, python: Path) -> None:
 
 def test_several_agents_and_episodes_that_fail(server: Server, python: Path) -> None:
     program = Path(__file__).with_name("verifiers_program.py")
-    (found,) = run(server, python, program)
+    (outcome,) = run(server, python, program)
     by_task: dict[str, list[str]] = {}
-    for group in found["groups"]:
+    for group in outcome["groups"]:
         assert len(group["rewards"]) in (0, 4)
         if group["rewards"]:
             (task,) = group["tasks"]
@@ -53,14 +53,14 @@ def test_several_agents_and_episodes_that_fail(server: Server, python: Path) -> 
             assert group["turns"] == [{"first": 1, "second": 2}[group["agent"]]] * 4
             assert {"length", "reward/says_it", "num_turns"} <= set(group["metrics"])
     assert by_task == {"no": ["first", "second"], "maybe": ["first", "second"]}
-    assert len(found["failures"]) == 4 and all("no score today" in f for f in found["failures"])
-    report = found["report"]
+    assert len(outcome["failures"]) == 4 and all("no score today" in f for f in outcome["failures"])
+    report = outcome["report"]
     assert report["turns"].keys() <= {"ids", "ledger"}
     # Without a baseline all groups train, unless each reward in them happens to be 0.
-    has_reward = any(any(group["rewards"]) for group in found["groups"])
+    has_reward = any(any(group["rewards"]) for group in outcome["groups"])
     assert (report["num_trained_tokens"] > 0) == has_reward
     assert sum(report["turns"].values()) == 2 * 4 * (1 + 2)
-    errors = found["errors"]
+    errors = outcome["errors"]
     assert "give tasks() a count" in errors["infinite"]
     assert "2 were trained (first, second): call gather()" in errors["several"]
     assert "no score today" in errors["failed"]

@@ -17,7 +17,7 @@ async def main() -> None:
             infinite = str(error)
         good, other, broken = environment.tasks(3)
         groups = await environment.gather(model, [good, other, broken], 4, max_exceptions=0.5, max_tokens=8)
-        failures = [each.message for group in groups for each in group.exceptions]
+        failures = [exception.message for group in groups for exception in group.exceptions]
         result = await model.train(
             [group for group in groups if group.trajectories], art.TrainConfig(learning_rate=1e-3, baseline="none")
         )
@@ -29,14 +29,14 @@ async def main() -> None:
             await environment.rollout(model, broken, max_tokens=8)
         except EpisodeFailed as error:
             failed = str(error)
-    found = {
+    outcome = {
         "groups": [
             {
                 "agent": group.metadata["agent"],
-                "rewards": [each.reward for each in group],
-                "turns": [each.metrics["num_turns"] for each in group],
-                "metrics": sorted({name for each in group for name in each.metrics}),
-                "tasks": sorted({str(each.metadata["task"]) for each in group}),
+                "rewards": [trajectory.reward for trajectory in group],
+                "turns": [trajectory.metrics["num_turns"] for trajectory in group],
+                "metrics": sorted({name for trajectory in group for name in trajectory.metrics}),
+                "tasks": sorted({str(trajectory.metadata["task"]) for trajectory in group}),
             }
             for group in groups
         ],
@@ -44,7 +44,7 @@ async def main() -> None:
         "report": result.report.model_dump(),
         "errors": {"infinite": infinite, "several": several, "failed": failed},
     }
-    print(json.dumps(found))
+    print(json.dumps(outcome))
 
 
 asyncio.run(main())

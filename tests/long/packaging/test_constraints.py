@@ -37,8 +37,8 @@ def test_an_extra_installs_under_its_constraints(extra: str, python: str, tmp_pa
         )
 
     venv = str(tmp_path / "venv")
-    made = uv("venv", "--python", interpreter, venv)
-    assert made.returncode == 0, made.stderr
+    created = uv("venv", "--python", interpreter, venv)
+    assert created.returncode == 0, created.stderr
     if extra != "environments":  # reasoning-gym needs cellpylib, which has no wheels
         options += ["--only-binary", ":all:"]
     install = ["pip", "install", "--dry-run", "--python", venv, *options]

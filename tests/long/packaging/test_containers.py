@@ -124,9 +124,9 @@ def copy(sources: Sequence[str], folder: Path, target: str) -> None:
             ignore = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / source, folder / target, ignore=ignore)
         else:
-            place = folder / target / Path(source).name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / source, place)
+            destination = folder / target / Path(source).name
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / source, destination)
 
 
 def programs_without_compilers(folder: Path) -> Path:

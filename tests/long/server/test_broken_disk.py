@@ -41,9 +41,9 @@ def test_calls_that_fail_lose_nothing_acknowledged(tmp_path: Path, call: str, fi
     folder = ModelFolder(tmp_path, "p", "a")
     newest = folder.newest_step()
     assert newest is not None
-    made = range(1, newest + 1)
-    assert len(made) >= len(acknowledged["jobs"])
-    assert sorted(rows_by_step(folder.history_file)) == list(made)
+    steps = range(1, newest + 1)
+    assert len(steps) >= len(acknowledged["jobs"])
+    assert sorted(rows_by_step(folder.history_file)) == list(steps)
     assert all(folder.fault(step) is None for step in folder.steps())
     assert not list(folder.checkpoints_dir.glob(".*"))
     ledger = Ledger(tmp_path / "ledger.sqlite")

@@ -37,4 +37,4 @@ def test_a_step_moves_layers_that_the_engine_adapts(family: str, make_batch: Mak
     layers = {name.split(".lora_")[0].rpartition(".")[2] for name in policy.parameters}
     assert layers == {path.rpartition(".")[2] for path in find_layers(meta_model(str(base))).takes}
     assert not layers & {"router", "gate", "experts", "shared_expert_gate", "lm_head"}
-    assert all(each.grad is not None for each in policy.parameters.values())
+    assert all(parameter.grad is not None for parameter in policy.parameters.values())

@@ -16,7 +16,7 @@ from tests.architectures import ARCHITECTURES, CONFIGS
 from tests.ranks import RATE, World, difference
 from tests.unlike_ranks import MADE_ALIKE, UNLIKE, check_made_alike, check_refused
 
-PLACES = [("load", 1), ("forward", 0), ("forward", 1), ("backward", 1), ("reduce", 0), ("reduce", 1), ("save", 0)]
+STAGES = [("load", 1), ("forward", 0), ("forward", 1), ("backward", 1), ("reduce", 0), ("reduce", 1), ("save", 0)]
 
 
 @pytest.fixture(scope="module", params=list(ARCHITECTURES))
@@ -46,8 +46,8 @@ def with_advantages(batch: Batch) -> Batch:
     groups: list[TrainableGroup] = []
     for group in batch.groups:
         taught = [
-            each.model_copy(update={"sequences": [teach(sequence) for sequence in each.sequences]})
-            for each in group.trajectories
+            trajectory.model_copy(update={"sequences": [teach(sequence) for sequence in trajectory.sequences]})
+            for trajectory in group.trajectories
         ]
         groups.append(group.model_copy(update={"trajectories": taught}))
     return batch.model_copy(update={"groups": groups})
@@ -56,31 +56,31 @@ def with_advantages(batch: Batch) -> Batch:
 @pytest.mark.parametrize("option", ["checkpointing", "half the budget", "advantages of tokens", "continued"])
 def test_options_of_a_job_and_a_checkpoint_of_two_ranks(world: World, tmp_path: Path, option: str) -> None:
     config = TrainConfig(learning_rate=RATE)
-    given = {"checkpointing": {"checkpointing": True}, "half the budget": {"budget_divisor": 2}}.get(option, {})
+    fields = {"checkpointing": {"checkpointing": True}, "half the budget": {"budget_divisor": 2}}.get(option, {})
     batches, start = world.batches, world.start
     if option == "advantages of tokens":
         batches = [with_advantages(batch) for batch in batches]
     if option == "continued":
         world.gang(2).train(world.start, tmp_path / "before", config, batches[:1])
         batches, start = batches[1:], tmp_path / "before/1"
-    world.gang(1).train(start, tmp_path / "one", config, batches, **given)
+    world.gang(1).train(start, tmp_path / "one", config, batches, **fields)
     last = str(len(batches))
     for gang in (world.gang(2), world.gang(3), world.gang(2, is_sharded=True)):
         out = tmp_path / gang.folder.name
-        gang.train(start, out, config, batches, **given)
+        gang.train(start, out, config, batches, **fields)
         for file in ("adapter_model.safetensors", "optimizer.safetensors"):
             assert difference(tmp_path / "one" / last / file, out / last / file) < 1e-6
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop", "hang"])
-@pytest.mark.parametrize(("place", "rank"), PLACES)
+@pytest.mark.parametrize(("stage", "rank"), STAGES)
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_a_rank_ends_in_every_phase(
     world: World,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     is_sharded: bool,
-    place: str,
+    stage: str,
     rank: int,
     fault: str,
 ) -> None:
@@ -92,17 +92,17 @@ def test_a_rank_ends_in_every_phase(
     config = TrainConfig(learning_rate=RATE)
     two = world.gang(2, is_sharded=is_sharded)
     two.train(world.start, tmp_path / "before", config, world.batches[:1])
-    if place == "load":
+    if stage == "load":
         two.end()
-    two.break_next(rank, place, fault)
+    two.break_next(rank, stage, fault)
     began = time.monotonic()
     with pytest.raises(TrainerDied):
         two.train(world.start, tmp_path / "broken", config, world.batches[:1])
-    print(f"{place} {rank} {fault} {is_sharded}: {time.monotonic() - began:.1f} s")
+    print(f"{stage} {rank} {fault} {is_sharded}: {time.monotonic() - began:.1f} s")
     assert set(two.gang.pids.values()) == {None}
     two.train(world.start, tmp_path / "after", config, world.batches[:1])
-    made = [tmp_path / of / "1/adapter_model.safetensors" for of in ("before", "after")]
-    assert made[0].read_bytes() == made[1].read_bytes()
+    files = [tmp_path / of / "1/adapter_model.safetensors" for of in ("before", "after")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 @pytest.fixture(scope="module")

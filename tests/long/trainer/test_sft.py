@@ -100,6 +100,8 @@ def run_trl(
     )
     trainer.train()
     weights = {
-        key.replace(".default", ""): each.detach() for key, each in model.named_parameters() if each.requires_grad
+        key.replace(".default", ""): parameter.detach()
+        for key, parameter in model.named_parameters()
+        if parameter.requires_grad
     }
     return losses, norms, weights

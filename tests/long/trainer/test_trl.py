@@ -106,11 +106,11 @@ def make_batch(policy: Policy, noise: float = 0.3, num_dead: int = 0) -> Batch:
 
 def make_inputs(policy: Policy, batch: Batch, config: TrainConfig) -> dict[str, torch.Tensor]:
     """The batch as TRL pads it: prompts on the left, completions on the right."""
-    sequences = [each.sequences[0] for group in batch.groups for each in group.trajectories]
+    sequences = [trajectory.sequences[0] for group in batch.groups for trajectory in group.trajectories]
     advantages = [
         value
         for group in batch.groups
-        for value in group_advantages([each.reward for each in group.trajectories], config)
+        for value in group_advantages([trajectory.reward for trajectory in group.trajectories], config)
         or [0.0] * len(group.trajectories)
     ]
     firsts = [sum(value is None for value in sequence.logprobs) for sequence in sequences]
@@ -127,9 +127,9 @@ def make_inputs(policy: Policy, batch: Batch, config: TrainConfig) -> dict[str, 
         ]
     inputs = {
         "prompt_ids": pad(prompts, left=True),
-        "prompt_mask": pad([[1] * len(each) for each in prompts], left=True),
+        "prompt_mask": pad([[1] * len(prompt) for prompt in prompts], left=True),
         "completion_ids": pad(completions),
-        "completion_mask": pad([[1] * len(each) for each in completions]),
+        "completion_mask": pad([[1] * len(completion) for completion in completions]),
         "advantages": torch.tensor(advantages),
         "old_per_token_logps": pad(olds),
         "num_items_in_batch": torch.tensor(sum(map(len, completions))),
@@ -152,12 +152,12 @@ def pad(sequences: list[list], left: bool = False) -> torch.Tensor:
 def correcting(batch: Batch, inputs: dict[str, torch.Tensor], mode: str, is_one_job: bool) -> MakeInputs:
     """TRL's inputs with the old policy's log-probabilities, and with their truncated or masked ratio to the sampler's:
     those of each step's start, or of the first step's."""
-    sequences = [each.sequences[0] for group in batch.groups for each in group.trajectories]
+    sequences = [trajectory.sequences[0] for group in batch.groups for trajectory in group.trajectories]
     sampled = inputs["old_per_token_logps"]
-    made: list[dict[str, torch.Tensor]] = []
+    corrected: list[dict[str, torch.Tensor]] = []
 
     def make(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        if not made or not is_one_job:
+        if not corrected or not is_one_job:
             olds = []
             for sequence in sequences:
                 first = sum(value is None for value in sequence.logprobs)
@@ -172,8 +172,8 @@ def correcting(batch: Batch, inputs: dict[str, torch.Tensor], mode: str, is_one_
             if mode == "token_mask":
                 capped = torch.where(ratio > CAP, 0.0, ratio)
             assert 0.1 < float((ratio > CAP).float().mean()) < 0.9
-            made.append(inputs | {"old_per_token_logps": old, "importance_sampling_ratio": capped})
-        return made[-1]
+            corrected.append(inputs | {"old_per_token_logps": old, "importance_sampling_ratio": capped})
+        return corrected[-1]
 
     return make
 
@@ -182,8 +182,8 @@ def correcting(batch: Batch, inputs: dict[str, torch.Tensor], mode: str, is_one_
 def test_three_jobs_of_one_step_equal_trls_with_its_correction(
     policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, name: str
 ) -> None:
-    given, theirs = CORRECTED[name]
-    config = TrainConfig(**given, learning_rate=LEARNING_RATE, max_grad_norm=0.5)
+    ours, theirs = CORRECTED[name]
+    config = TrainConfig(**ours, learning_rate=LEARNING_RATE, max_grad_norm=0.5)
     policy.load_adapter(LoRAConfig(), adapter_dir)
     batch = make_batch(policy, NOISE)
     inputs = make_inputs(policy, batch, config)
@@ -196,8 +196,8 @@ def test_three_jobs_of_one_step_equal_trls_with_its_correction(
 def test_one_job_of_three_steps_equals_trls_with_a_fixed_old_policy(
     policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, name: str
 ) -> None:
-    given, theirs = CORRECTED[name]
-    config = TrainConfig(**given, learning_rate=LEARNING_RATE, max_grad_norm=0.5, passes=NUM_STEPS)
+    ours, theirs = CORRECTED[name]
+    config = TrainConfig(**ours, learning_rate=LEARNING_RATE, max_grad_norm=0.5, passes=NUM_STEPS)
     policy.load_adapter(LoRAConfig(), adapter_dir)
     batch = make_batch(policy, NOISE)
     inputs = make_inputs(policy, batch, config)
@@ -217,8 +217,8 @@ def test_one_job_of_three_steps_equals_trls_with_a_fixed_old_policy(
 def test_three_steps_equal_those_of_trl_with_the_sampler_as_old_policy(
     policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, name: str
 ) -> None:
-    given, theirs = TO_SAMPLED[name]
-    config = TrainConfig(**given, ratio_to="sampled", learning_rate=LEARNING_RATE, max_grad_norm=0.5)
+    ours, theirs = TO_SAMPLED[name]
+    config = TrainConfig(**ours, ratio_to="sampled", learning_rate=LEARNING_RATE, max_grad_norm=0.5)
     policy.load_adapter(LoRAConfig(), adapter_dir)
     batch = make_batch(policy)
     inputs = make_inputs(policy, batch, config)
@@ -231,8 +231,8 @@ def test_three_steps_equal_those_of_trl_with_the_sampler_as_old_policy(
 def test_loss_with_kl_equals_that_of_trl_on_batches_with_dead_groups(
     policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, name: str, num_dead: int
 ) -> None:
-    given, theirs = WITH_KL[name]
-    config = TrainConfig(**given, beta=0.2, ratio_to="sampled", learning_rate=LEARNING_RATE, max_grad_norm=0.5)
+    ours, theirs = WITH_KL[name]
+    config = TrainConfig(**ours, beta=0.2, ratio_to="sampled", learning_rate=LEARNING_RATE, max_grad_norm=0.5)
     policy.load_adapter(LoRAConfig(), adapter_dir)
     batch = make_batch(policy, num_dead=num_dead)
     inputs = make_inputs(policy, batch, config)
@@ -240,9 +240,9 @@ def test_loss_with_kl_equals_that_of_trl_on_batches_with_dead_groups(
     losses: list[float] = []
     norms, _ = run_trl(base_dir, adapter_dir, tmp_path, lambda _: inputs, settings, losses)
     # Not the weights: where all groups are dead, Adam enlarges the rounding of gradients near 0.
-    found = run_ours_in_jobs(policy, adapter_dir, tmp_path, config, batch, norms)
-    assert found == pytest.approx(losses, abs=1e-5)
-    assert found[0] == pytest.approx(losses[0], rel=1e-5)
+    own_losses = run_ours_in_jobs(policy, adapter_dir, tmp_path, config, batch, norms)
+    assert own_losses == pytest.approx(losses, abs=1e-5)
+    assert own_losses[0] == pytest.approx(losses[0], rel=1e-5)
 
 
 def run_ours_in_jobs(
@@ -288,8 +288,8 @@ def run_trl(
         def _prepare_inputs(self, generation_batch: Any) -> Any:
             return make_inputs(cast(torch.nn.Module, self.model))  # there is one by now
 
-        def compute_loss(self, *args: Any, **given: Any) -> Any:
-            loss = super().compute_loss(*args, **given)
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
             if losses is not None:
                 losses.append(float(loss.detach()))
             return loss
@@ -335,6 +335,8 @@ def run_trl(
         trainer.use_vllm = True  # the argument would start vLLM
     trainer.train()
     weights = {
-        key.replace(".default", ""): each.detach() for key, each in model.named_parameters() if each.requires_grad
+        key.replace(".default", ""): parameter.detach()
+        for key, parameter in model.named_parameters()
+        if parameter.requires_grad
     }
     return norms, weights

@@ -98,8 +98,8 @@ def python() -> Path:
 @pytest.fixture(scope="module")
 def runs(python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """One process computes for all families: Unsloth takes half a minute to import."""
-    made = {name: prepare(tmp_path_factory.mktemp(name), name) for name in MODELS}
-    working_dir, cache_dir = (tmp_path_factory.mktemp(each) for each in ("work", "cache"))
+    prepared = {name: prepare(tmp_path_factory.mktemp(name), name) for name in MODELS}
+    working_dir, cache_dir = (tmp_path_factory.mktemp(name) for name in ("work", "cache"))
     environment = worker_environment(cache_dir, os.environ) | {
         "UNSLOTH_ALLOW_CPU": "1",
         "TRITON_INTERPRET": "1",
@@ -107,18 +107,18 @@ def runs(python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ru
         "PYTHONPATH": f"{ROOT}:{ROOT / 'art_client'}",
     }
     program = Path(__file__).parent / "unsloth_on_cpu.py"
-    folders = [str(run.folder) for run in made.values()]
+    folders = [str(run.folder) for run in prepared.values()]
     done = subprocess.run([python, program, *folders], cwd=working_dir, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-6000:]
     assert list(working_dir.iterdir()) == []
     assert list(cache_dir.iterdir()) != []
-    return made
+    return prepared
 
 
 def prepare(folder: Path, family: str) -> Run:
     torch.manual_seed(0)
     MODELS[family]().save_pretrained(folder / "base")
-    words = Tokenizer(WordLevel({f"w{each}": each for each in range(128)}, unk_token="w3"))
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(128)}, unk_token="w3"))
     PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w3"
     ).save_pretrained(folder / "base")
@@ -126,8 +126,8 @@ def prepare(folder: Path, family: str) -> Run:
     (folder / "adapter").mkdir()
     save_random_adapter(policy, folder / "adapter")
     batches = {"batch": BATCH, "one_row": pair(20), "one_token": pair(2), "too_long": pair(OWN_LENGTH + 2)}
-    for name, each in batches.items():
-        (folder / f"{name}.json").write_text(each.model_dump_json())
+    for name, batch in batches.items():
+        (folder / f"{name}.json").write_text(batch.model_dump_json())
     return Run(folder, policy)
 
 
@@ -140,8 +140,8 @@ def pair(length: int) -> Batch:
 
 
 def micro_batch(batch: Batch, *, shared: bool = True) -> MicroBatch:
-    (made,) = make_micro_batches(make_train_batch(batch).sequences, 100_000, shared=shared)
-    return made
+    (packed,) = make_micro_batches(make_train_batch(batch).sequences, 100_000, shared=shared)
+    return packed
 
 
 def backward(policy: Policy, batch: MicroBatch) -> torch.Tensor:
@@ -155,10 +155,10 @@ def backward(policy: Policy, batch: MicroBatch) -> torch.Tensor:
 
 @pytest.fixture(params=MODELS)
 def run(request: pytest.FixtureRequest, runs: dict[str, Run]) -> Run:
-    found = runs[request.param]
-    found.policy.use_trees(True)
-    found.policy.load_adapter(LoRAConfig(), found.folder / "adapter")
-    return found
+    family_run = runs[request.param]
+    family_run.policy.use_trees(True)
+    family_run.policy.load_adapter(LoRAConfig(), family_run.folder / "adapter")
+    return family_run
 
 
 def test_a_short_model_keeps_its_own_length_and_rope(run: Run) -> None:

@@ -90,7 +90,7 @@ def compute(policy: UnslothPolicy, batch: MicroBatch) -> dict[str, torch.Tensor]
     logprobs_N, _ = policy.logprobs(batch)
     policy.model.zero_grad(set_to_none=True)
     (logprobs_N * weights_of(len(logprobs_N))).sum().backward()
-    gradients = {f"gradient {name}": each.grad for name, each in policy.parameters.items()}
+    gradients = {f"gradient {name}": parameter.grad for name, parameter in policy.parameters.items()}
     return {"logprobs": logprobs_N.detach(), **gradients}  # type: ignore[dict-item]
 
 
@@ -104,7 +104,7 @@ def refusal(compute: Any, *arguments: Any) -> str:
 
 def check(folder: Path) -> None:
     base, adapter = str(folder / "base"), folder / "adapter"
-    batches = {each.stem: Batch.model_validate_json(each.read_text()) for each in folder.glob("*.json")}
+    batches = {file.stem: Batch.model_validate_json(file.read_text()) for file in folder.glob("*.json")}
     batch = batches["batch"]
     told: dict[str, Any] = {}
     policy = UnslothPolicy(base, torch.float32, CPU, SERVERS_LENGTH)
@@ -130,8 +130,8 @@ def check(folder: Path) -> None:
     )
     told["metrics"] = train(policy, task, 100_000, lambda _: None, between_steps="leave").metrics
     policy.return_to_device()
-    layers = [each for each in policy.model.modules() if isinstance(each, GradientCheckpointingLayer)]
-    told["checkpointing"] = [each.gradient_checkpointing and each.training for each in layers]
+    layers = [layer for layer in policy.model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    told["checkpointing"] = [layer.gradient_checkpointing and layer.training for layer in layers]
     told["too long"] = refusal(policy.logprobs, one_micro_batch(batches["too_long"]))
 
     write_first_checkpoint(base, ATTENTION, 3, folder / "attention")
@@ -162,8 +162,8 @@ def check_half(folder: Path) -> None:
 
 def num_fused(policy: UnslothPolicy) -> int:
     names = ("apply_lora_qkv", "apply_lora_o", "apply_lora_mlp_swiglu")
-    own = [each for module in policy._base.modules() for each in vars(module).values()]
-    return sum(getattr(each, "__name__", None) in names for each in own)
+    own = [attribute for module in policy._base.modules() for attribute in vars(module).values()]
+    return sum(getattr(attribute, "__name__", None) in names for attribute in own)
 
 
 if __name__ == "__main__":

@@ -37,13 +37,13 @@ def choice(number: int = 5, **more: Any) -> dict[str, Any]:
     entry = {"token": "ok", "bytes": [111, 107], "logprob": -0.25, "top_logprobs": []}
     message = {"content": "ok", "refusal": None, "role": "assistant", "annotations": None}
     message |= {"audio": None, "function_call": None, "tool_calls": None}
-    made = {"finish_reason": "stop", "index": 0, "message": message}
-    made |= {"logprobs": {"content": [entry], "refusal": None}}
-    return made | {"token_ids": [number], "prompt_token_ids": [1, 2]} | more
+    fields = {"finish_reason": "stop", "index": 0, "message": message}
+    fields |= {"logprobs": {"content": [entry], "refusal": None}}
+    return fields | {"token_ids": [number], "prompt_token_ids": [1, 2]} | more
 
 
 def train_body(*choices: dict[str, Any], **more: Any) -> dict[str, Any]:
-    episodes = [[{"role": "user", "content": "hi"}, each] for each in choices]
+    episodes = [[{"role": "user", "content": "hi"}, answer] for answer in choices]
     return art_wire_bodies.train_body(MODEL, *episodes) | more
 
 

@@ -48,7 +48,7 @@ async def test_an_event_is_one_line_also_for_who_splits_at_u2028() -> None:
     event = DONE.model_copy(update={"metrics": {"train/calls\u2028a\u2029b\u0085\x1c": 1.0}})
     server: Any = SimpleNamespace(runner=SimpleNamespace())
     follow_with(server, event)
-    (line,) = [each async for each in event_lines(server.runner, "j")]
+    (line,) = [line async for line in event_lines(server.runner, "j")]
     assert len(line.decode().splitlines()) == 1
     assert JobEvent.model_validate_json(line) == event
 
@@ -271,8 +271,8 @@ async def test_the_key_that_is_handed_out_opens_its_model_only(tmp_path: Path) -
     assert secret.stat().st_mode & 0o077 == 0 and len(secret.read_bytes()) == 32
     spoilt = [key[:-1], key.replace("run", "ran"), key.replace(":", ":x:", 1), ""]
     async with client(app, "box") as http:
-        for each in spoilt:
-            headers = {"authorization": f"Bearer {each}"}
+        for spoilt_key in spoilt:
+            headers = {"authorization": f"Bearer {spoilt_key}"}
             assert (await http.get("/v1/models", headers=headers)).status_code == 401
     config = server.config.model_copy(update={"api_keys": KEYS[1:]})
     again = make_app(dataclasses.replace(server, config=config), inference_port=None)

@@ -205,21 +205,21 @@ def lines_of(parts: list[bytes], max_mb: float = 1.0) -> GroupLines:
 
 async def read(lines: GroupLines) -> tuple[TrainRequest, list[TrajectoryGroupBody]]:
     request = await lines.fields(TrainRequest)
-    return request, [each async for each in lines.groups()]
+    return request, [parsed async for parsed in lines.groups()]
 
 
 @given(st.lists(st.integers(0, 400), max_size=8), st.booleans())
 def test_a_body_is_read_alike_however_it_arrives(cuts: list[int], has_end: bool) -> None:
     body = ndjson({"expected_step": 3, "groups": [group(0.0)]}, group(1.0), group(2.0))
     body += b"\n\n" if has_end else b""
-    places = sorted({0, len(body), *(cut for cut in cuts if cut < len(body))})
-    parts = [body[a:b] for a, b in itertools.pairwise(places)]
+    bounds = sorted({0, len(body), *(cut for cut in cuts if cut < len(body))})
+    parts = [body[a:b] for a, b in itertools.pairwise(bounds)]
 
     async def check() -> None:
         lines = lines_of(parts)
         request, groups = await read(lines)
         assert request.expected_step == 3
-        assert [each.trajectories[0].reward for each in groups] == [0.0, 1.0, 2.0]
+        assert [parsed.trajectories[0].reward for parsed in groups] == [0.0, 1.0, 2.0]
         assert await lines.digest() == hashlib.sha256(body).hexdigest()
 
     asyncio.run(check())

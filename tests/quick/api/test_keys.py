@@ -59,7 +59,7 @@ async def test_a_model_s_key_lives_while_its_owner_has_a_key(tmp_path: Path) -> 
 
     async with client(started(ApiKey(key="one", name="alice"))) as http:
         body, path = {"model": MODEL, "config": None}, "/_prepare_backend_for_training"
-        made = (await http.post(path, json=body, headers=bearer("one"))).json()[1]
+        issued = (await http.post(path, json=body, headers=bearer("one"))).json()[1]
     for accepted, status in (
         (ApiKey(key="two", name="alice"), 200),
         (ApiKey(key="two", name="alice", expires=PAST), 401),
@@ -67,7 +67,7 @@ async def test_a_model_s_key_lives_while_its_owner_has_a_key(tmp_path: Path) -> 
         (ApiKey(key="two", name="alice", projects=frozenset({"q"})), 200),
     ):
         async with client(started(accepted)) as http:
-            answer = await http.get("/v1/models", headers=bearer(made))
+            answer = await http.get("/v1/models", headers=bearer(issued))
         assert answer.status_code == status
     assert answer.json()["data"] == [], "its project is another key's now"
 

@@ -61,11 +61,11 @@ def references(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         if isinstance(value.get("$ref"), str):
             yield value["$ref"]
-        for each in value.values():
-            yield from references(each)
+        for entry in value.values():
+            yield from references(entry)
     elif isinstance(value, list):
-        for each in value:
-            yield from references(each)
+        for entry in value:
+            yield from references(entry)
 
 
 def test_every_route_that_takes_a_body_shows_it(app: FastAPI) -> None:
@@ -75,7 +75,7 @@ def test_every_route_that_takes_a_body_shows_it(app: FastAPI) -> None:
             takes_one = method in ("post", "put") and path != "/close"
             assert ("requestBody" in operation) == takes_one, (method, path)
     known = described["components"]["schemas"]
-    assert {each.rpartition("/")[2] for each in references(described)} <= known.keys()
+    assert {reference.rpartition("/")[2] for reference in references(described)} <= known.keys()
     train = described["paths"]["/api/models/{project}/{name}/train"]["post"]["requestBody"]
     (content,) = train["content"].values()
     assert "expected_step" in content["schema"]["properties"]
@@ -95,8 +95,8 @@ def test_a_row_of_the_page_is_true(app: FastAPI, row: str) -> None:
         assert (status != 403) == (scope == "infer")
     if limit == "none" or "jobs" in path:  # there is no job to ask for
         return
-    found = {"4 MB": 4, "8 GiB": 8 * 2**10, "`--max-body-mb": 512, "--max-body-mb": 512}
-    mb = next(size for name, size in found.items() if limit.startswith(name))
+    sizes = {"4 MB": 4, "8 GiB": 8 * 2**10, "`--max-body-mb": 512, "--max-body-mb": 512}
+    mb = next(size for name, size in sizes.items() if limit.startswith(name))
     too_long = {**KEY, "content-length": str((mb + 1) * 2**20), "content-type": "application/json"}
     assert send(app, method, path, headers=too_long, content=b"{}").status_code in (409, 413, 422)
 

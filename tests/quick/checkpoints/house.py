@@ -50,8 +50,8 @@ def commit(folder: ModelFolder, adapter: Path, step: int, **fields: Any) -> None
     content = folder.checkpoints_dir / ".made"
     copy_content(adapter, content)
     job = f"job {step}" if step else None
-    made = {"created_at": 1.0, "optimizer_steps": 3 * step, **fields}
-    described = CheckpointRecord(step=step, job_id=job, **made)
+    values = {"created_at": 1.0, "optimizer_steps": 3 * step, **fields}
+    described = CheckpointRecord(step=step, job_id=job, **values)
     folder.commit_checkpoint(content, described)
 
 
@@ -99,8 +99,8 @@ class House:
 
 @contextlib.asynccontextmanager
 async def house(root: Path, **settings: Any) -> AsyncIterator[House]:
-    made = House(root, **settings)
+    here = House(root, **settings)
     try:
-        yield made
+        yield here
     finally:
-        made.server.close()
+        here.server.close()

@@ -34,15 +34,15 @@ MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCh
 
 
 @pytest.fixture(scope="module")
-def made(tiny_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Description]:
+def checkpoint(tiny_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Description]:
     """A checkpoint's folder and its description."""
     folder = add_model(tmp_path_factory.mktemp("path"), tiny_adapter, steps=2)
     return folder.checkpoint_dir(1), describe_step(folder, folder.read(), 1)
 
 
 @pytest.fixture(scope="module")
-def whole(made: tuple[Path, Description]) -> bytes:
-    return tar_of(*made)
+def whole(checkpoint: tuple[Path, Description]) -> bytes:
+    return tar_of(*checkpoint)
 
 
 def tar_of(content: Path, description: Description) -> bytes:
@@ -58,15 +58,15 @@ def taken_in(data: bytes, folder: Path) -> Description:
 
 
 def test_a_tar_is_the_same_each_time_and_is_read_back(
-    made: tuple[Path, Description], whole: bytes, tmp_path: Path
+    checkpoint: tuple[Path, Description], whole: bytes, tmp_path: Path
 ) -> None:
-    assert tar_of(*made) == whole
+    assert tar_of(*checkpoint) == whole
     with tarfile.open(fileobj=io.BytesIO(whole)) as theirs:
         assert theirs.getnames() == [DESCRIPTION_FILE, *sorted(CONTENT_FILES)]
     description = taken_in(whole, tmp_path)
-    assert description == made[1] and description.lora == TINY_LORA
+    assert description == checkpoint[1] and description.lora == TINY_LORA
     for name in CONTENT_FILES:
-        assert (tmp_path / "0" / name).read_bytes() == (made[0] / name).read_bytes()
+        assert (tmp_path / "0" / name).read_bytes() == (checkpoint[0] / name).read_bytes()
 
 
 def test_a_checkpoint_without_its_optimizer_is_complete(tiny_adapter: Path, tmp_path: Path) -> None:
@@ -99,12 +99,12 @@ KINDS = st.sampled_from(
 @MANY
 @given(members=st.lists(st.tuples(NAMES, KINDS, st.binary(max_size=40)), max_size=6))
 def test_no_member_leaves_the_folder_whatever_it_is_called(
-    members: list[tuple[str, bytes, bytes]], made: tuple[Path, Description], tmp_path: Path
+    members: list[tuple[str, bytes, bytes]], checkpoint: tuple[Path, Description], tmp_path: Path
 ) -> None:
     """Behind a good description come members of any name and kind."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as tar:
-        add(tar, DESCRIPTION_FILE, made[1].model_dump_json().encode())
+        add(tar, DESCRIPTION_FILE, checkpoint[1].model_dump_json().encode())
         for name, kind, content in members:
             add(tar, name, content, kind)
     number = len(list(tmp_path.iterdir()))
@@ -155,19 +155,19 @@ def test_received_files_are_private(whole: bytes, tmp_path: Path) -> None:
 
 
 @MANY
-@given(cut=st.integers(0, 2**20), place=st.integers(0, 2**20), bit=st.integers(0, 7))
+@given(cut=st.integers(0, 2**20), offset=st.integers(0, 2**20), bit=st.integers(0, 7))
 def test_a_tar_that_was_cut_or_changed_is_refused_or_the_same(
-    cut: int, place: int, bit: int, whole: bytes, made: tuple[Path, Description], tmp_path: Path
+    cut: int, offset: int, bit: int, whole: bytes, checkpoint: tuple[Path, Description], tmp_path: Path
 ) -> None:
     data = bytearray(whole)
-    data[place % len(data)] ^= 1 << bit
+    data[offset % len(data)] ^= 1 << bit
     for spoilt in (bytes(data), whole[: cut % len(whole)]):
         try:
             description = taken_in(spoilt, tmp_path)
         except InvalidInput:
             continue
         # A bit of padding, of an unused field of a header, of the job's metrics.
-        assert description.files == made[1].files
+        assert description.files == checkpoint[1].files
 
 
 @MANY
@@ -280,8 +280,8 @@ B = A.replace("lora_A", "lora_B")
 
 def tensor(shape: list[int], start: int, kind: str = "F32", width: int = 4) -> dict[str, Any]:
     size = width
-    for each in shape:
-        size *= each
+    for length in shape:
+        size *= length
     return {"dtype": kind, "shape": shape, "data_offsets": [start, start + size]}
 
 
@@ -311,6 +311,6 @@ def test_weights_of_another_number_type_are_refused(tmp_path: Path, tiny_adapter
     folder = adapter(tmp_path, tiny_adapter)
     for kind in (torch.int32, torch.float64, torch.float8_e4m3fn):
         tensors = load_file(tiny_adapter / ADAPTER_FILE)
-        save_file({name: each.to(kind) for name, each in tensors.items()}, folder / ADAPTER_FILE)
+        save_file({name: weights.to(kind) for name, weights in tensors.items()}, folder / ADAPTER_FILE)
         with pytest.raises(BadCheckpoint, match="torch"):
             check_checkpoint(str(TINY_DIR), TINY_LORA, folder)

@@ -53,7 +53,7 @@ async def test_steps_are_listed_with_their_metrics(tmp_path: Path, tiny_adapter:
         here.registry.get("p", "a").history.add(1, {"val/reward": 0.5})
         reply = (await http.get(f"{MODEL}/checkpoints")).json()
         assert reply["best_metric"] == "val/reward"
-        assert [each["step"] for each in reply["checkpoints"] if each["is_best"]] == [1]
+        assert [checkpoint["step"] for checkpoint in reply["checkpoints"] if checkpoint["is_best"]] == [1]
 
 
 # --- pruning ------------------------------------------------------------------------------------------------------
@@ -350,8 +350,8 @@ async def test_a_key_of_a_step_that_is_gone_can_be_used_again(tmp_path: Path, ti
             here.queue.set_done(job, {}, here.queue.get(job).report)
 
         def keys() -> list[int | None]:
-            found = [here.queue.find_key("p", "a", f"batch {step}", "digest") for step in (1, 2)]
-            return [job.target_step for job in found if job is not None]
+            jobs = [here.queue.find_key("p", "a", f"batch {step}", "digest") for step in (1, 2)]
+            return [job.target_step for job in jobs if job is not None]
 
         assert keys() == [1, 2]
         assert (await post(here, "rollback", {"step": 1})).status_code == 200
@@ -436,7 +436,7 @@ async def test_a_renamed_model_has_its_steps_history_jobs_and_records(tmp_path: 
         assert here.queue.get(job).name == "b" and here.queue.has_key("p", "b", "k")
         assert (await post(here, "rename", {"name": "c"})).status_code == 404
     again = Registry(tmp_path)
-    assert [each.id for each in again.all()] == ["p/b"]
+    assert [model.id for model in again.all()] == ["p/b"]
     assert again.get("p", "b").history.means("train/reward") == {2: 0.2, 1: 0.1}
     again.history.close()
 
@@ -455,7 +455,7 @@ async def test_a_name_that_is_taken_or_wrong_renames_nothing(tmp_path: Path, tin
             async with here.client(headers={"authorization": f"Bearer {key}"}) as http:
                 reply = await http.post(f"{MODEL}/rename", json={"name": name})
             assert reply.status_code == status, (name, reply.text)
-        assert {each.id for each in here.registry.all()} == {"p/a", "p/other"}
+        assert {model.id for model in here.registry.all()} == {"p/a", "p/other"}
 
 
 async def test_a_server_that_died_while_it_renamed_a_model_has_one_of_the_names(

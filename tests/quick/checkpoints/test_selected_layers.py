@@ -64,8 +64,8 @@ def saved(folder: Path, **fields: Any) -> PeftModel:
 
 def changes(model: PeftModel) -> dict[str, torch.Tensor]:
     """What an adapter adds to the weights of each layer."""
-    layers = [(name, each) for name, each in model.named_modules() if isinstance(each, LoraLayer)]
-    return {name: each.get_delta_weight("default") for name, each in layers}  # type: ignore[operator]
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    return {name: layer.get_delta_weight("default") for name, layer in layers}  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -79,10 +79,10 @@ def test_an_adapter_is_the_function_that_peft_makes_of_it(name: str, tmp_path: P
     policy.save_adapter(tmp_path / "again")
     again, _ = read_lora(tmp_path / "again")
     policy.load_adapter(check_checkpoint(str(TINY_DIR), again, tmp_path / "again"), tmp_path / "again")
-    made = changes(policy.model)
-    assert made.keys() == expected.keys() and made
+    actual = changes(policy.model)
+    assert actual.keys() == expected.keys() and actual
     for layer, change in expected.items():
-        torch.testing.assert_close(made[layer], change)
+        torch.testing.assert_close(actual[layer], change)
 
 
 def test_layers_have_their_shortest_names(tmp_path: Path) -> None:
@@ -118,12 +118,12 @@ async def test_an_upload_by_a_pattern_trains_on_and_what_does_not_fit_names_no_p
     saved(content, target_modules=UNSLOTH)
     lora, _ = read_lora(content)
     (content / "README.md").unlink()
-    made = Description(step=1, base_model="art/tiny", lora=lora, files=content_digests(content))
+    description = Description(step=1, base_model="art/tiny", lora=lora, files=content_digests(content))
     async with house(tmp_path / "server") as here, here.client() as http:
-        reply = await http.put("/api/models/q/new/checkpoints/1.tar", content=tar_of_description(content, made))
+        reply = await http.put("/api/models/q/new/checkpoints/1.tar", content=tar_of_description(content, description))
         assert reply.status_code == 201, reply.text
         assert here.registry.get("q", "new").record.lora == LoRAConfig(rank=4, alpha=8.0)
-        fewer = made.model_copy(update={"lora": LoRAConfig(rank=4, alpha=8.0, target_modules=["q_proj"])})
+        fewer = description.model_copy(update={"lora": LoRAConfig(rank=4, alpha=8.0, target_modules=["q_proj"])})
         refused = await http.put("/api/models/q/other/checkpoints/1.tar", content=tar_of_description(content, fewer))
         error = refused.json()["error"]
         assert (refused.status_code, error["param"]) == (422, "adapter")

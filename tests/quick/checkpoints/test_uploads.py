@@ -51,8 +51,8 @@ def tar_bytes(content: Path, description: Description) -> bytes:
 
 def tar_of_adapter(content: Path, **changes: Any) -> bytes:
     """A checkpoint of step 1 that no server made."""
-    made = Description(step=1, base_model="art/tiny", lora=TINY_LORA, files=content_digests(content))
-    return tar_bytes(content, made.model_copy(update=changes))
+    description = Description(step=1, base_model="art/tiny", lora=TINY_LORA, files=content_digests(content))
+    return tar_bytes(content, description.model_copy(update=changes))
 
 
 # --- download -----------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ async def test_a_download_is_the_whole_checkpoint(tmp_path: Path, folder: ModelF
         assert reply.headers["content-length"] == str(len(reply.content))
         assert reply.content == tar_of(folder)
         assert read_tar(io.BytesIO(reply.content), tmp_path / "x").step == 1
-        assert sorted(each.name for each in folder.checkpoints_dir.iterdir()) == [
+        assert sorted(entry.name for entry in folder.checkpoints_dir.iterdir()) == [
             *("0000", "0001", "0002"),
         ]
 
@@ -186,7 +186,7 @@ async def test_a_step_with_other_content_is_not_replaced(
 def change(content: Path, name: str, **tensors: torch.Tensor | None) -> None:
     file = content / name
     held: dict[str, Any] = load_file(file) | tensors
-    save_file({key: each for key, each in held.items() if each is not None}, file)
+    save_file({key: tensor for key, tensor in held.items() if tensor is not None}, file)
 
 
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

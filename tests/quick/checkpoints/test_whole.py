@@ -118,7 +118,7 @@ async def test_a_step_that_is_made_again_has_none_of_the_lost_one_s_metrics(tmp_
     folder.append_history(history_row(2, {"val/reward": 0.9}, "then"))
     spoil(folder.checkpoint_dir(2) / ADAPTER_FILE)
     forgotten: list[tuple[str, str, int]] = []
-    registry = Registry(tmp_path, lambda *given: forgotten.append(given))
+    registry = Registry(tmp_path, lambda *arguments: forgotten.append(arguments))
     model = registry.get("p", "a")
     await registry.verify(model)
     assert forgotten == [("p", "a", 1)]
@@ -178,8 +178,8 @@ async def test_every_use_of_a_model_verifies_it(tmp_path: Path, tiny_adapter: Pa
     }
     assert folder.newest_step() == 1
     for use, (method, path, options) in uses.items():
-        made = add_model(tmp_path / use, tiny_adapter, steps=3)
-        spoil(made.checkpoint_dir(2) / ADAPTER_FILE)
+        model_folder = add_model(tmp_path / use, tiny_adapter, steps=3)
+        spoil(model_folder.checkpoint_dir(2) / ADAPTER_FILE)
         async with house(tmp_path / use) as here, here.client() as client:
             assert here.registry.get("p", "a").step == 2
             await client.request(method, path, **options)

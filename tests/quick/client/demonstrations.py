@@ -9,8 +9,8 @@ TRAIN = "/api/models/demo/agent/train"
 
 def example(text: str, *answers: str) -> art.Trajectory:
     messages: list[Any] = [{"role": "user", "content": text}]
-    for each in answers:
-        messages += [{"role": "assistant", "content": each}, {"role": "user", "content": "more"}]
+    for answer in answers:
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "more"}]
     return art.Trajectory(messages_and_choices=messages[: 2 * len(answers)])
 
 

@@ -123,7 +123,7 @@ async def test_other_refusals_show_their_text(server, answer, backend, status: i
     with pytest.raises(art.ArtStatusError, match="<html>no") as caught:
         await make_model().register(backend)
     assert (caught.value.status, caught.value.retryable) == (status, False)
-    posted = [each for each in server.requests if each.method == "POST"]
+    posted = [request for request in server.requests if request.method == "POST"]
     assert len(posted) == 1, "another try would get the same answer"
 
 

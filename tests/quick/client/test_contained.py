@@ -92,7 +92,7 @@ async def test_what_ends_a_rollout_is_a_failed_rollout(end: Callable[[], Awaitab
     (group,) = await art.gather_trajectory_groups(
         [art.TrajectoryGroup([good(), end(), good(0.0)])], pbar_desc=None, max_exceptions=1
     )
-    assert [each.reward for each in group] == [1.0, 0.0]
+    assert [trajectory.reward for trajectory in group] == [1.0, 0.0]
     (failure,) = group.exceptions
     assert failure.traceback is not None
     assert any(name in failure.traceback for name in ("ended with SystemExit(2)", "Panic", "GeneratorExit"))
@@ -101,7 +101,7 @@ async def test_what_ends_a_rollout_is_a_failed_rollout(end: Callable[[], Awaitab
 
 async def test_each_way_to_run_a_rollout_survives_its_end():
     results = await art.gather_trajectories([in_coroutine(), good()], pbar_desc=None, max_exceptions=1)
-    assert [type(each) for each in results] == [RuntimeError, art.Trajectory]
+    assert [type(result) for result in results] == [RuntimeError, art.Trajectory]
 
     async def group_of_the_caller() -> art.TrajectoryGroup:
         await in_parallel_tools()

@@ -8,8 +8,8 @@ import art
 
 
 def batches(*arguments, **options) -> list[tuple]:
-    made = art.iterate_dataset(*arguments, use_tqdm=False, **options)
-    return [(each.step, each.epoch, each.epoch_step, each.items) for each in made]
+    iterator = art.iterate_dataset(*arguments, use_tqdm=False, **options)
+    return [(batch.step, batch.epoch, batch.epoch_step, batch.items) for batch in iterator]
 
 
 def test_batches_are_those_of_art() -> None:
@@ -30,14 +30,14 @@ sizes = st.tuples(st.integers(1, 40), st.integers(1, 50), st.integers(1, 4))
 @given(sizes)
 def test_every_epoch_has_every_item_once_in_the_order_of_its_seed(size: tuple[int, int, int]):
     num_items, groups_per_step, num_epochs = size
-    made = batches(range(num_items), groups_per_step, num_epochs)
+    batch_rows = batches(range(num_items), groups_per_step, num_epochs)
     for epoch in range(num_epochs):
         expected = list(range(num_items))
         random.Random(epoch).shuffle(expected)
-        items = [item for _, of_epoch, _, items in made if of_epoch == epoch for item in items]
-        assert items == expected
-        assert [each[2] for each in made if each[1] == epoch] == list(range(len(made) // num_epochs))
-    assert [each[0] for each in made] == list(range(len(made)))
+        rows_of_epoch = [row for row in batch_rows if row[1] == epoch]
+        assert [item for row in rows_of_epoch for item in row[3]] == expected
+        assert [row[2] for row in rows_of_epoch] == list(range(len(batch_rows) // num_epochs))
+    assert [row[0] for row in batch_rows] == list(range(len(batch_rows)))
 
 
 @given(sizes, st.integers(0, 200))
@@ -59,7 +59,7 @@ def test_a_batch_unpacks_as_in_older_releases() -> None:
         (items, epoch, step, epoch_step)
         for items, epoch, step, epoch_step in art.iterate_dataset(range(3), 2, 2, use_tqdm=False)
     ]
-    assert [each[1:] for each in unpacked] == [(0, 0, 0), (0, 1, 1), (1, 2, 0), (1, 3, 1)]
+    assert [row[1:] for row in unpacked] == [(0, 0, 0), (0, 1, 1), (1, 2, 0), (1, 3, 1)]
 
 
 def test_a_dataset_smaller_than_a_batch_makes_one_batch_per_epoch() -> None:
@@ -88,7 +88,7 @@ def test_what_cannot_be_iterated_is_refused_at_the_call(dataset, options: dict, 
 
 def test_a_dataset_without_a_length_is_refused() -> None:
     with pytest.raises(TypeError, match="generator"):
-        art.iterate_dataset(each for each in range(3))  # type: ignore[arg-type]
+        art.iterate_dataset(index for index in range(3))  # type: ignore[arg-type]
 
 
 def test_the_bar_starts_where_the_program_resumes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,12 +98,12 @@ async def test_a_turn_that_branches_share_counts_once(teacher: Teacher, identity
     branch = art.History(messages_and_choices=[user(), shared(), user(), choice([1, 2, 3, 9], [8])])
     branched = art.Trajectory(messages_and_choices=[user(), shared()], additional_histories=[branch], reward=0.0)
     (taught,) = await art.distill([art.TrajectoryGroup([branched])], teacher.model)
-    (found,) = taught.trajectories
+    (branched_with_advantages,) = taught.trajectories
     # One sample after [1, 2] has no siblings: its gap is its advantage.
-    assert found.turn_advantages == [pytest.approx([0.2])]
-    of_branch = found.additional_histories[0].turn_advantages
+    assert branched_with_advantages.turn_advantages == [pytest.approx([0.2])]
+    of_branch = branched_with_advantages.additional_histories[0].turn_advantages
     assert of_branch == [pytest.approx([0.2]), pytest.approx([-0.3])]
-    assert found.metrics["teacher_gap"] == pytest.approx((0.2 - 0.3) / 2)
+    assert branched_with_advantages.metrics["teacher_gap"] == pytest.approx((0.2 - 0.3) / 2)
 
 
 async def test_equal_turns_with_other_ids_are_two_samples(teacher: Teacher) -> None:
@@ -152,9 +152,11 @@ async def test_trajectories_without_samples_stay_as_they_are(teacher: Teacher) -
 async def test_one_token_that_the_teacher_never_says_does_not_outweigh_its_siblings(teacher: Teacher) -> None:
     """Seven siblings with the gap 0 and one with -40, which counts as -5: the mean is -5/8."""
     siblings = [choice([1], [3], logprob=-0.3)] * 7 + [choice([1], [403], logprob=-0.3)]
-    group = art.TrajectoryGroup(art.Trajectory(messages_and_choices=[user(), each], reward=0.0) for each in siblings)
+    group = art.TrajectoryGroup(
+        art.Trajectory(messages_and_choices=[user(), answer], reward=0.0) for answer in siblings
+    )
     (advised,) = await art.distill([group], teacher.model)
-    *same, outlier = [each.turn_advantages for each in advised.trajectories]
+    *same, outlier = [trajectory.turn_advantages for trajectory in advised.trajectories]
     assert same == [[pytest.approx([0.625])]] * 7
     assert outlier == [pytest.approx([-4.375])]
     assert advised.trajectories[-1].metrics["teacher_gap"] == pytest.approx(-40.0)

@@ -70,7 +70,7 @@ async def test_the_page_runs_from_top_to_bottom(names: dict[str, Any], server, c
     assert "Evaluation(demo/agent@20: reward 1 (95% 1 to 1, n=6))" in printed
     assert names["final"].name == "demo/agent@20" and names["final"].difference.mean == 1
     logged = [request.json() for request in server.sent("POST", f"{MODEL}/log")]
-    assert [(each["step"], each["split"]) for each in logged] == [
+    assert [(body["step"], body["split"]) for body in logged] == [
         (19, "val"),
         (30, "val"),
         (0, "val"),

@@ -57,11 +57,11 @@ def test_the_probability_is_the_integral_of_the_density(degrees: int, t: float) 
 
 def test_an_interval_worked_by_hand() -> None:
     """Rewards 0, 0.5, 1, 1, 0: mean 0.5, s = sqrt(1 / 4) = 0.5, error 0.5 / sqrt(5), t = 2.776 for 4 degrees."""
-    found = estimate([0.0, 0.5, 1.0, 1.0, 0.0])
-    assert (found.mean, found.num_scenarios) == (0.5, 5)
-    assert found.standard_error == pytest.approx(0.22360679775)
-    assert found.interval == pytest.approx((0.5 - 0.62083, 0.5 + 0.62083), abs=5e-5)
-    assert str(found) == "0.5 (95% -0.1208 to 1.121, n=5)"
+    reward = estimate([0.0, 0.5, 1.0, 1.0, 0.0])
+    assert (reward.mean, reward.num_scenarios) == (0.5, 5)
+    assert reward.standard_error == pytest.approx(0.22360679775)
+    assert reward.interval == pytest.approx((0.5 - 0.62083, 0.5 + 0.62083), abs=5e-5)
+    assert str(reward) == "0.5 (95% -0.1208 to 1.121, n=5)"
 
 
 def test_the_interval_holds_the_true_mean_in_95_of_100_samples() -> None:

@@ -79,9 +79,9 @@ async def test_the_newest_step_is_resolved_once(server, answer, model: art.Train
         server.on("GET", "/api/models/demo/agent", answer(body=info))
         return await rollout(model, scenario)
 
-    found = await evaluate(model, trains, [0.0, 0.5])
+    evaluation = await evaluate(model, trains, [0.0, 0.5])
     assert sampled(server) == ["demo/agent@3"] * 2
-    assert (found.step, found.name, found.scenario_rewards) == (3, "demo/agent@3", (0.75, 1.25))
+    assert (evaluation.step, evaluation.name, evaluation.scenario_rewards) == (3, "demo/agent@3", (0.75, 1.25))
     assert logged(server)[0]["step"] == 3
 
 
@@ -136,8 +136,8 @@ async def test_nothing_leaks_into_the_model(server, model: art.TrainableModel):
 async def test_a_model_with_another_name_on_the_server_is_evaluated_there(server, answer, backend: art.Backend):
     model = art.TrainableModel(name="mine", run_name="agent", project="demo", base_model="art/tiny")
     await model.register(backend)
-    found = await evaluate(model, rollout, [0.0], step=0)
-    assert found.name == "demo/agent@0" and len(logged(server)) == 1
+    evaluation = await evaluate(model, rollout, [0.0], step=0)
+    assert evaluation.name == "demo/agent@0" and len(logged(server)) == 1
 
 
 async def test_rollouts_of_one_evaluation_share_their_connections(server, model):
@@ -156,8 +156,8 @@ async def test_a_rollout_that_exits_has_failed(server, model: art.TrainableModel
         await asyncio.gather(asyncio.to_thread(sys.exit, 0) if scenario < 0 else rollout(model, scenario))
         return art.Trajectory(reward=scenario)
 
-    found = await evaluate(model, exits, [-1.0, 1.0, 1.0], max_exceptions=1, log=False)
-    assert (found.num_rollouts, found.num_failed, found.reward.mean) == (3, 1, 1.0)
+    evaluation = await evaluate(model, exits, [-1.0, 1.0, 1.0], max_exceptions=1, log=False)
+    assert (evaluation.num_rollouts, evaluation.num_failed, evaluation.reward.mean) == (3, 1, 1.0)
 
 
 # --- seeds ------------------------------------------------------------------------------------------------------------
@@ -169,10 +169,10 @@ async def ask_twice(model: art.TrainableModel, scenario: float) -> art.Trajector
 
 
 def seeds_by_model(server) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    by_model: dict[str, list[int]] = {}
     for request in server.sent("POST", CHAT):
-        found.setdefault(request.json()["model"], []).append(request.json()["seed"])
-    return {name: sorted(seeds) for name, seeds in found.items()}
+        by_model.setdefault(request.json()["model"], []).append(request.json()["seed"])
+    return {name: sorted(seeds) for name, seeds in by_model.items()}
 
 
 async def test_requests_have_their_own_seeds_and_partners_the_same(server, model):
@@ -202,8 +202,8 @@ async def test_the_callers_seed_wins_and_copies_of_the_client_have_seeds(server,
         return art.Trajectory(reward=0.0)
 
     await evaluate(model, asks, [0.0], seed=0, log=False)
-    own, *made = [request.json()["seed"] for request in server.sent("POST", CHAT)]
-    assert own == 5 and len(set(made)) == 3
+    own, *from_the_evaluation = [request.json()["seed"] for request in server.sent("POST", CHAT)]
+    assert own == 5 and len(set(from_the_evaluation)) == 3
 
 
 async def test_without_a_seed_requests_have_none(server, model):
@@ -221,20 +221,20 @@ async def test_repetitions_are_averaged_before_the_error_is_computed(model):
     async def draws(model: art.TrainableModel, scenario: str) -> art.Trajectory:
         return art.Trajectory(reward=next(values))
 
-    found = await evaluate(model, draws, "abc", reps=2, log=False)
-    assert found.scenario_rewards == (0.5, 1.0, 0.0)
-    assert (found.reward.mean, found.reward.num_scenarios, found.num_rollouts) == (0.5, 3, 6)
-    assert found.reward.standard_error == pytest.approx(0.5 / math.sqrt(3))
-    assert found.reward.interval == pytest.approx((0.5 - 1.2421, 0.5 + 1.2421), abs=1e-4)
+    evaluation = await evaluate(model, draws, "abc", reps=2, log=False)
+    assert evaluation.scenario_rewards == (0.5, 1.0, 0.0)
+    assert (evaluation.reward.mean, evaluation.reward.num_scenarios, evaluation.num_rollouts) == (0.5, 3, 6)
+    assert evaluation.reward.standard_error == pytest.approx(0.5 / math.sqrt(3))
+    assert evaluation.reward.interval == pytest.approx((0.5 - 1.2421, 0.5 + 1.2421), abs=1e-4)
 
 
 async def test_two_steps_are_compared_scenario_by_scenario(server, model):
     """Both steps see hard and easy scenarios, whose spread drops out of the difference."""
-    found = await evaluate(model, rollout, [0.0, 10.0, 20.0], step=3, baseline=0)
-    assert found.difference == art.Estimate(0.5, 3, 0.0, (0.5, 0.5))
-    assert found.baseline is not None and found.baseline.reward.mean == 10.25
-    assert found.reward.interval[0] < 0 < 20 < found.reward.interval[1]
-    assert [(each["step"], each["split"]) for each in logged(server)] == [(3, "val"), (0, "val")]
+    evaluation = await evaluate(model, rollout, [0.0, 10.0, 20.0], step=3, baseline=0)
+    assert evaluation.difference == art.Estimate(0.5, 3, 0.0, (0.5, 0.5))
+    assert evaluation.baseline is not None and evaluation.baseline.reward.mean == 10.25
+    assert evaluation.reward.interval[0] < 0 < 20 < evaluation.reward.interval[1]
+    assert [(body["step"], body["split"]) for body in logged(server)] == [(3, "val"), (0, "val")]
 
 
 async def test_the_difference_is_worked_by_hand(model):
@@ -244,18 +244,18 @@ async def test_the_difference_is_worked_by_hand(model):
     async def draws(model: art.TrainableModel, scenario: str) -> art.Trajectory:
         return art.Trajectory(reward=next(values))
 
-    found = await evaluate(model, draws, "abc", reps=2, baseline=0, log=False)
-    assert found.difference is not None and found.difference.mean == pytest.approx(1 / 6)
-    assert found.difference.standard_error == pytest.approx(1 / 3)
-    assert found.difference.interval == pytest.approx((1 / 6 - 1.4342, 1 / 6 + 1.4342), abs=1e-4)
+    evaluation = await evaluate(model, draws, "abc", reps=2, baseline=0, log=False)
+    assert evaluation.difference is not None and evaluation.difference.mean == pytest.approx(1 / 6)
+    assert evaluation.difference.standard_error == pytest.approx(1 / 3)
+    assert evaluation.difference.interval == pytest.approx((1 / 6 - 1.4342, 1 / 6 + 1.4342), abs=1e-4)
 
 
 async def test_the_base_is_compared_but_has_no_history(server, model):
-    found = await evaluate(model, rollout, [0.0, 1.0], baseline="base")
-    assert found.baseline is not None and found.difference is not None
-    assert (found.baseline.step, found.baseline.name) == (None, "art/tiny")
-    assert found.difference.mean == 0.25
-    assert [each["step"] for each in logged(server)] == [3]
+    evaluation = await evaluate(model, rollout, [0.0, 1.0], baseline="base")
+    assert evaluation.baseline is not None and evaluation.difference is not None
+    assert (evaluation.baseline.step, evaluation.baseline.name) == (None, "art/tiny")
+    assert evaluation.difference.mean == 0.25
+    assert [body["step"] for body in logged(server)] == [3]
     base = await evaluate(model, rollout, [0.0], step="base", baseline=0, log=False)
     assert (base.step, base.reward.mean) == (None, 0.5) and len(logged(server)) == 1
 
@@ -266,15 +266,15 @@ async def test_metrics_are_means_over_scenarios(model):
     async def draws(model: art.TrainableModel, scenario: str) -> art.Trajectory:
         return art.Trajectory(metrics=next(rows))
 
-    found = await evaluate(model, draws, "xy", reps=2, log=False)
-    assert found.metrics == {"a": 0.75, "b": 3.0}
+    evaluation = await evaluate(model, draws, "xy", reps=2, log=False)
+    assert evaluation.metrics == {"a": 0.75, "b": 3.0}
 
 
 async def test_a_result_reads_in_one_line(model):
-    found = await evaluate(model, failing(5), [0.0, 1.0, 2.0], step=3, baseline=0, max_exceptions=1)
+    evaluation = await evaluate(model, failing(5), [0.0, 1.0, 2.0], step=3, baseline=0, max_exceptions=1)
     assert (
-        repr(found)
-        == str(found)
+        repr(evaluation)
+        == str(evaluation)
         == (
             "Evaluation(demo/agent@3: reward 1.75 (95% -0.7341 to 4.234, n=3); "
             "demo/agent@0: reward 0.75 (95% -5.603 to 7.103, n=2), 1 of 3 rollouts failed; "
@@ -291,20 +291,20 @@ async def test_a_result_reads_in_one_line(model):
 async def test_a_failed_rollout_is_no_reward_and_its_pair_is_left_out(server, model):
     """Calls alternate between step and baseline. The third call is the second scenario at the step."""
     scenarios = [0.0, 1.0, 2.0]
-    found = await evaluate(model, failing(2), scenarios, baseline=0, max_exceptions=1)
-    assert found.scenario_rewards == (0.75, None, 2.75)
-    assert (found.reward.mean, found.reward.num_scenarios) == (1.75, 2)
-    assert (found.num_failed, found.num_unpaired) == (1, 1)
-    assert found.difference is not None and found.difference.num_scenarios == 2
-    assert found.baseline is not None and found.baseline.num_failed == 0
-    assert [failure.message for group in found.groups for failure in group.exceptions] == ["tool 2 is down"]
+    evaluation = await evaluate(model, failing(2), scenarios, baseline=0, max_exceptions=1)
+    assert evaluation.scenario_rewards == (0.75, None, 2.75)
+    assert (evaluation.reward.mean, evaluation.reward.num_scenarios) == (1.75, 2)
+    assert (evaluation.num_failed, evaluation.num_unpaired) == (1, 1)
+    assert evaluation.difference is not None and evaluation.difference.num_scenarios == 2
+    assert evaluation.baseline is not None and evaluation.baseline.num_failed == 0
+    assert [failure.message for group in evaluation.groups for failure in group.exceptions] == ["tool 2 is down"]
     assert [len(group["exceptions"]) for group in logged(server)[0]["groups"]] == [0, 1, 0]
 
 
 async def test_with_repetitions_the_other_pairs_of_a_scenario_count(model):
-    found = await evaluate(model, failing(0), [0.0, 1.0], baseline=0, reps=2, max_exceptions=1)
-    assert found.scenario_rewards == (0.75, 1.75)
-    assert found.difference == art.Estimate(0.5, 2, 0.0, (0.5, 0.5)) and found.num_unpaired == 1
+    evaluation = await evaluate(model, failing(0), [0.0, 1.0], baseline=0, reps=2, max_exceptions=1)
+    assert evaluation.scenario_rewards == (0.75, 1.75)
+    assert evaluation.difference == art.Estimate(0.5, 2, 0.0, (0.5, 0.5)) and evaluation.num_unpaired == 1
 
 
 async def test_a_tenth_of_the_rollouts_may_fail(server, model):
@@ -330,8 +330,8 @@ async def test_a_number_that_is_not_finite_is_a_failure(model, fields: dict[str,
 
     with pytest.raises(ValueError, match=r"(reward|won)=(nan|inf)"):
         await evaluate(model, draws, [0.0, 1.0])
-    found = await evaluate(model, draws, [0.0, 1.0], max_exceptions=1)
-    assert (found.reward.mean, found.num_failed) == (1.0, 1)
+    evaluation = await evaluate(model, draws, [0.0, 1.0], max_exceptions=1)
+    assert (evaluation.reward.mean, evaluation.num_failed) == (1.0, 1)
 
 
 @pytest.mark.parametrize("step", [0, "base"])
@@ -341,8 +341,8 @@ async def test_a_rollout_that_samples_from_another_step_fails(model, step: Any):
 
     with pytest.raises(ValueError, match="demo/agent@3"):
         await evaluate(model, uses_a_variable, [0.0], step=step)
-    found = await evaluate(model, uses_a_variable, [5.0])
-    assert found.reward.mean == 4.0, "the newest step's bare name is right there"
+    evaluation = await evaluate(model, uses_a_variable, [5.0])
+    assert evaluation.reward.mean == 4.0, "the newest step's bare name is right there"
 
 
 async def test_an_opponent_may_be_any_model(model):
@@ -384,16 +384,16 @@ async def test_a_history_that_cannot_be_written_does_not_lose_the_rollouts(
 ):
     error = {"message": "the disk is full: free space", "code": "disk_full", "retryable": False}
     server.on("POST", LOG, answer(507, {"error": error}))
-    found = await evaluate(model, rollout, [0.0, 1.0], step=3, baseline=0)
-    assert found.reward.mean == 1.25 and found.difference is not None
-    assert found.difference.mean == 0.5
+    evaluation = await evaluate(model, rollout, [0.0, 1.0], step=3, baseline=0)
+    assert evaluation.reward.mean == 1.25 and evaluation.difference is not None
+    assert evaluation.difference.mean == 0.5
     warnings = [record.getMessage() for record in caplog.records if record.name == "art.evaluation"]
     assert [line.split()[1] for line in warnings] == ["demo/agent@3", "demo/agent@0"]
     assert all("the disk is full" in line for line in warnings)
     assert "model.log(result.groups, 'val', step=3)" in warnings[0]
     assert "model.log(result.baseline.groups, 'val', step=0)" in warnings[1]
     server.on("POST", LOG, answer(body={"step": 3, "metrics": {}}))
-    await model.log(found.groups, "val", step=3)
+    await model.log(evaluation.groups, "val", step=3)
     assert logged(server)[-1]["groups"][1]["trajectories"][0]["reward"] == 1.75
 
 
@@ -405,8 +405,8 @@ async def test_a_history_that_cannot_be_encoded_does_not_lose_the_rollouts(
         trajectory.metadata["scenario"] = object()
         return trajectory
 
-    found = await evaluate(model, odd, [0.0, 1.0], step=3)
-    assert found.reward.mean == 1.25
+    evaluation = await evaluate(model, odd, [0.0, 1.0], step=3)
+    assert evaluation.reward.mean == 1.25
     assert "demo/agent@3 is not in the history" in caplog.text
 
 

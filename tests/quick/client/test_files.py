@@ -21,5 +21,5 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError) as caught:
         write_whole(tmp_path / "a" / "file", b"second")
     assert caught.value is failure
-    assert [each.name for each in (tmp_path / "a").iterdir()] == ["file"]
+    assert [entry.name for entry in (tmp_path / "a").iterdir()] == ["file"]
     assert (tmp_path / "a" / "file").read_bytes() == b"first"

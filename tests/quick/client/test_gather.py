@@ -142,10 +142,11 @@ async def test_groups_tolerate_a_tenth_by_default_with_one_warning(
         return
     gathered = await art.gather_trajectory_groups(groups)
     assert sum(len(group.exceptions) for group in gathered) == num_failing
-    assert caplog.messages == [
+    warning = (
         "2 of 20 rollouts failed (BadReward 2); the first: BadReward('bad reward -1'). They have no reward and are not trained. "
         "The exceptions in the result show where they failed; max_exceptions=0 raises the first"
-    ] * (num_failing > 0)
+    )
+    assert caplog.messages == ([warning] if num_failing else [])
 
 
 @pytest.mark.parametrize("size", [1, 3, 30])
@@ -177,7 +178,7 @@ async def test_tasks_that_waited_for_their_turn_are_cancelled_too():
         await asyncio.Event().wait()
         return art.Trajectory()
 
-    tasks = [asyncio.create_task(each) for each in (rollout(-1), late(), late())]
+    tasks = [asyncio.create_task(awaitable) for awaitable in (rollout(-1), late(), late())]
     with pytest.raises(BadReward):
         await art.gather_trajectories(tasks, max_concurrent_rollouts=1)
     await asyncio.sleep(0)
@@ -492,7 +493,7 @@ def group_of(*values: float) -> art.TrajectoryGroup:
 async def test_dead_groups_are_replaced_until_enough_are_informative(caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO", "art.gather")
     dead, mixed = (1, 1), (0, 1)
-    stream = iter([group_of(*each) for each in (dead, mixed, dead, dead, mixed, mixed, dead)])
+    stream = iter([group_of(*rewards_of_group) for rewards_of_group in (dead, mixed, dead, dead, mixed, mixed, dead)])
     groups = await art.gather_trajectory_groups(stream, min_informative=2)
     assert rewards(groups) == [[1, 1], [0, 1], [1, 1], [1, 1], [0, 1]]
     assert caplog.messages == ["sampled 5 groups, 2 of them informative"]
@@ -536,7 +537,8 @@ async def test_what_after_each_returns_decides_what_is_informative():
         first = group.trajectories[0]
         if first.reward == 0:
             return None
-        first.reward += first.reward == 2
+        if first.reward == 2:
+            first.reward += 1
         return group
 
     stream = (group_of(index, index) for index in range(9))
@@ -572,7 +574,7 @@ async def test_a_failing_source_of_groups_is_raised():
     ],
 )
 def test_a_group_is_informative_where_rewards_differ(fields: list[dict], is_expected: bool):
-    group = art.TrajectoryGroup(art.Trajectory(**each) for each in fields)
+    group = art.TrajectoryGroup(art.Trajectory(**trajectory_fields) for trajectory_fields in fields)
     assert is_informative(group) is is_expected
 
 

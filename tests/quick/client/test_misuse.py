@@ -24,7 +24,7 @@ async def gather() -> list[art.TrajectoryGroup]:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("make_groups", "said"),
     [
         (gather, "await"),
         (lambda: art.TrajectoryGroup([art.Trajectory()]), r"\[group\]"),
@@ -33,12 +33,12 @@ async def gather() -> list[art.TrajectoryGroup]:
     ],
 )
 async def test_what_is_no_list_of_groups_is_named(
-    model: art.TrainableModel, given: Callable[[], Any], said: str
+    model: art.TrainableModel, make_groups: Callable[[], Any], said: str
 ) -> None:
     with pytest.raises(TypeError, match=said):
-        await model.train(given())
+        await model.train(make_groups())
     with pytest.raises(TypeError, match=said):
-        await model.backend().train(model, given())  # type: ignore[attr-defined]
+        await model.backend().train(model, make_groups())  # type: ignore[attr-defined]
 
 
 async def test_one_group_is_no_list_to_gather() -> None:

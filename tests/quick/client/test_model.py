@@ -18,13 +18,13 @@ def make_model(**fields: Any) -> art.TrainableModel:
 def test_name_that_cannot_be_a_folder_is_refused(field: str, value: str):
     with pytest.raises(ValidationError) as caught:
         make_model(**{field: value})
-    assert [each["loc"] for each in caught.value.errors()] == [(field,)]
+    assert [error["loc"] for error in caught.value.errors()] == [(field,)]
 
 
 def test_misspelt_field_is_refused():
     with pytest.raises(ValidationError) as caught:
         make_model(basemodel="x")
-    assert [each["loc"] for each in caught.value.errors()] == [("basemodel",)]
+    assert [error["loc"] for error in caught.value.errors()] == [("basemodel",)]
 
 
 def test_inference_name_is_project_and_name_with_an_optional_step():

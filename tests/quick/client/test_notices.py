@@ -31,9 +31,9 @@ def test_what_was_left_out_is_a_sentence_with_number_and_reason() -> None:
 def test_turns_that_do_not_continue_are_explained_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "art.notices")
     notices = Notices()
-    for count, found in ((1, "a</code>"), (8, "b</code>")):
+    for count, text in ((1, "a</code>"), (8, "b</code>")):
         difference = Difference(
-            whose="the policy's answer", expected=found[0], found=found, count=count, example="groups[0].x"
+            whose="the policy's answer", expected=text[0], found=text, count=count, example="groups[0].x"
         )
         notices.job(report().model_copy(update={"differences": [difference]}))
     assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.INFO]

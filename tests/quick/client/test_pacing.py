@@ -34,7 +34,7 @@ class Simulation:
         return (10 if is_slow else 1) * self.rng.uniform(0.5, 1.5)
 
     def begin(self) -> None:
-        next_job = self.step + (self.job is not None)
+        next_job = self.step if self.job is None else self.step + 1
         num_open = len(self.finished) + len(self.running)
         room = min(
             self.pace.room(num_open, self.step, next_job),

@@ -39,7 +39,7 @@ class JobServer(FakeArt):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[str, tuple[bytes, str]] = {}
+        self.jobs_by_key: dict[str, tuple[bytes, str]] = {}
         """By key the body and the id of a job."""
         self.hold: asyncio.Event | None = None
         self.refusal: Refusal | None = None
@@ -57,18 +57,18 @@ class JobServer(FakeArt):
             detail = {"message": "no", "code": self.refusal.code, "retryable": self.refusal.is_retryable}
             return Answer(self.refusal.status, "a proxy's page" if self.refusal.code == "error" else {"error": detail})
         self.job_error = self.fault if is_broken else None
-        if key not in self.made:
+        if key not in self.jobs_by_key:
             answer = super().train(request, model)
             if answer.status != 200:
                 return answer
-            self.made[key] = request.body, f"j{len(self.ended) - 1}"
-        body, job_id = self.made[key]
+            self.jobs_by_key[key] = request.body, f"j{len(self.ended) - 1}"
+        body, job_id = self.jobs_by_key[key]
         assert body == request.body, "a server refuses a key with another body"
         return Answer(lines=[{"event": "accepted", "job_id": job_id}], hang_up=True)
 
     def numbers(self) -> list[list[int]]:
         """The scenarios of each job that made a step, in the order of the jobs."""
-        done = [body for body, job_id in self.made.values() if self.ended[job_id]["event"] == "done"]
+        done = [body for body, job_id in self.jobs_by_key.values() if self.ended[job_id]["event"] == "done"]
         bodies = [body.split(b"\n")[1:] for body in done]
         return [[json.loads(line)["metadata"]["number"] for line in lines] for lines in bodies]
 
@@ -113,9 +113,9 @@ def pipeline(model: art.TrainableModel, rollout_fn: Any, scenarios: Iterable[int
 async def test_scenarios_are_trained_once_and_in_their_order(server: JobServer, model: art.TrainableModel) -> None:
     seen: list[tuple[art.TrainableModel, int, Any]] = []
 
-    async def watched(*given: Any) -> art.TrajectoryGroup:
-        seen.append(given)
-        return group(given[1])
+    async def watched(*arguments: Any) -> art.TrajectoryGroup:
+        seen.append(arguments)
+        return group(arguments[1])
 
     config = art.TrainConfig(learning_rate=1e-3, preset="dapo")
     await pipeline(model, watched, range(7), max_steps_off_policy=0, train_config=config).train()
@@ -137,7 +137,7 @@ async def test_groups_are_sampled_while_a_step_trains_and_no_further_than_the_bo
         return group(number)
 
     training = asyncio.create_task(pipeline(model, watched, range(20), max_steps_off_policy=bound).train())
-    await until(lambda: server.made and len(begun) >= expected)
+    await until(lambda: server.jobs_by_key and len(begun) >= expected)
     assert len(begun) == expected
     server.hold.set()
     await training
@@ -191,7 +191,7 @@ async def test_a_stopped_program_goes_on_where_it_was(
     run = pipeline(model, some, range(6), max_steps=100)
     training = asyncio.create_task(run.train())
     await until(lambda: [group.number for group in getattr(run, "_finished", ())] == [3])
-    await until(lambda: not is_accepted or server.made)
+    await until(lambda: not is_accepted or server.jobs_by_key)
     file = model.backend()._log_dir.parent / ".pipelines" / "demo" / "agent.sqlite"  # type: ignore[attr-defined]
     training.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -208,7 +208,7 @@ async def test_a_stopped_program_goes_on_where_it_was(
     assert sorted(sampled) == list(range(6))
     assert file.stat().st_mode & 0o777 == 0o600
     await pipeline(model, some, range(6), max_steps=100).train()
-    assert len(server.made) == 3
+    assert len(server.jobs_by_key) == 3
 
 
 async def test_a_model_that_another_program_trains_is_refused(server: JobServer, model: art.TrainableModel) -> None:
@@ -248,7 +248,7 @@ async def test_groups_that_a_lower_bound_excludes_are_sampled_again(
 
     run = pipeline(model, watched, range(8), max_steps_off_policy=3)
     training = asyncio.create_task(run.train())
-    await until(lambda: server.made and len(run._finished) == 6)
+    await until(lambda: server.jobs_by_key and len(run._finished) == 6)
     training.cancel()
     with pytest.raises(asyncio.CancelledError):
         await training
@@ -263,7 +263,7 @@ async def test_a_model_that_was_rolled_back_trains_what_was_undone_again(
 ) -> None:
     await pipeline(model, rollout, range(20), max_steps_off_policy=0, max_steps=4).train()
     server.steps[MODEL] = 1
-    server.made = dict(list(server.made.items())[:1])  # the server lets the keys of later steps go
+    server.jobs_by_key = dict(list(server.jobs_by_key.items())[:1])  # the server lets the keys of later steps go
     await pipeline(model, rollout, range(20), max_steps_off_policy=0, max_steps=4).train()
     assert server.numbers() == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
@@ -272,19 +272,19 @@ async def test_a_few_failed_rollouts_are_reported_and_many_end_the_run(
     server: JobServer, model: art.TrainableModel
 ) -> None:
     async def some_fail(model: art.TrainableModel, number: int, config: Any) -> art.TrajectoryGroup:
-        many = [art.Trajectory(reward=float(each)) for each in range(9)]
+        many = [art.Trajectory(reward=float(index)) for index in range(9)]
         return group(number, *many, *([LookupError("no city")] if number == 3 else []))
 
     await pipeline(model, some_fail, range(4), max_steps_off_policy=0).train()
-    failed = [len(each["exceptions"]) for each in server.sent("POST", f"/api/models/{MODEL}/train")[1].json()["groups"]]
-    assert failed == [0, 1]
+    sent_groups = server.sent("POST", f"/api/models/{MODEL}/train")[1].json()["groups"]
+    assert [len(sent_group["exceptions"]) for sent_group in sent_groups] == [0, 1]
 
     async def all_fail(model: art.TrainableModel, number: int, config: Any) -> art.TrajectoryGroup:
         raise LookupError("no town")
 
     with pytest.raises(art.ArtError, match=r"(?s)last 2 groups failed.*no town"):
         await pipeline(model, all_fail, range(8)).train()
-    assert len(server.made) == 2
+    assert len(server.jobs_by_key) == 2
     await pipeline(model, rollout, range(8)).train()
     assert sorted(itertools.chain(*server.numbers())) == list(range(8)), "what failed was sampled again"
 
@@ -303,7 +303,7 @@ async def test_a_group_that_no_job_can_contain_is_an_error_of_its_field(
 
     with pytest.raises(ValueError, match="neither a trajectory"):
         await pipeline(model, empty, range(2)).train()
-    assert not server.made
+    assert not server.jobs_by_key
 
 
 async def broken(model: art.TrainableModel, number: int, config: Any) -> art.TrajectoryGroup:
@@ -343,7 +343,7 @@ async def check_that_a_mended_program_trains(
 
 @pytest.mark.parametrize(
     "refusal",
-    [each for each in refusals() if not each.is_retryable and each.code != "step_moved"],
+    [refusal for refusal in refusals() if not refusal.is_retryable and refusal.code != "step_moved"],
     ids=lambda refusal: f"{refusal.status}-{refusal.code}",
 )
 async def test_a_mended_program_trains_after_each_refusal(
@@ -371,7 +371,7 @@ async def test_a_mended_program_trains_after_a_configuration_that_no_request_can
 
 @pytest.mark.parametrize(
     "refusal",
-    [each for each in refusals() if each.is_retryable],
+    [refusal for refusal in refusals() if refusal.is_retryable],
     ids=lambda refusal: f"{refusal.status}-{refusal.code}",
 )
 async def test_nothing_is_given_up_that_waiting_helps(
@@ -384,7 +384,7 @@ async def test_nothing_is_given_up_that_waiting_helps(
     server.refusal = None
     await pipeline(model, rollout, range(2)).train()
     assert server.numbers() == [[0, 1]] and not given_up(caplog)
-    (body, _) = next(iter(server.made.values()))
+    (body, _) = next(iter(server.jobs_by_key.values()))
     assert BROKEN.encode() in body, "the stored groups"
 
 
@@ -394,7 +394,7 @@ async def test_a_server_that_was_mended_trains_what_it_refused(server: JobServer
     await end_with_an_error(pipeline(model, broken, range(2)))
     server.refusal = None
     await pipeline(model, rollout, range(2)).train()
-    (body, _) = next(iter(server.made.values()))
+    (body, _) = next(iter(server.jobs_by_key.values()))
     assert server.numbers() == [[0, 1]] and BROKEN.encode() in body
 
 
@@ -412,7 +412,7 @@ async def test_the_file_of_an_earlier_version_ends_its_job_under_its_key(
     database.close()
     await pipeline(model, rollout, range(4)).train()
     assert server.numbers() == [[0, 1], [2, 3]]
-    assert next(iter(server.made)) == "earlier-0"
+    assert next(iter(server.jobs_by_key)) == "earlier-0"
 
 
 async def test_evaluations_sample_their_step_while_training_goes_on(
@@ -429,8 +429,8 @@ async def test_evaluations_sample_their_step_while_training_goes_on(
     await pipeline(model, rollout, range(10), max_steps=3, **arguments).train()
     await pipeline(model, rollout, range(10), max_steps=5, **arguments).train()
     assert evaluated == [(f"{MODEL}@{step}", step, "the config") for step in (0, 2, 4)]
-    logged = [each.json() for each in server.sent("POST", f"/api/models/{MODEL}/log")]
-    assert [(each["step"], each["split"]) for each in logged] == [(0, "val"), (0, "test"), (2, "val"), (4, "val")]
+    logged = [request.json() for request in server.sent("POST", f"/api/models/{MODEL}/log")]
+    assert [(body["step"], body["split"]) for body in logged] == [(0, "val"), (0, "test"), (2, "val"), (4, "val")]
 
 
 async def test_a_step_that_was_deleted_before_its_evaluation_is_left_out(
@@ -513,9 +513,9 @@ def test_a_damaged_file_and_one_of_another_version_are_named(tmp_path: Path) -> 
     with pytest.raises(art.ArtError, match="delete it"):
         PipelineFile(file, 0)
     file.unlink()
-    made = PipelineFile(file, 0)
-    made.add(Open(0, 7), "{}")
-    made._db.execute("PRAGMA user_version = 99")
-    made.close()
+    pipeline_file = PipelineFile(file, 0)
+    pipeline_file.add(Open(0, 7), "{}")
+    pipeline_file._db.execute("PRAGMA user_version = 99")
+    pipeline_file.close()
     with pytest.raises(art.ArtError, match="another version of art"):
         PipelineFile(file, 0)

@@ -56,11 +56,11 @@ async def test_the_best_of_each_group(server: Any, model: art.TrainableModel) ->
             member.reward = reward
         return art.TrajectoryGroup(members)
 
-    given = [group(0.0, 1.0, 0.5), example("alone", "y"), group(1.0, 1.0)]
-    await model.train_sft(given, art.TrainSFTConfig(best_of_group=True))
+    entries = [group(0.0, 1.0, 0.5), example("alone", "y"), group(1.0, 1.0)]
+    await model.train_sft(entries, art.TrainSFTConfig(best_of_group=True))
     chosen = [g["trajectories"][0]["messages_and_choices"][0] for g in sent(server)["groups"]]
     assert [message["content"] for message in chosen] == ["1.0", "alone"]
-    await model.train_sft(given)
+    await model.train_sft(entries)
     assert len(sent(server)["groups"]) == 6
 
 

@@ -30,9 +30,9 @@ def test_values_differ_by_more_than_a_millionth(values: list[float], is_expected
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=6), st.floats(1.0, 1e6))
 def test_order_sign_and_repetition_change_nothing(values: list[float], other: float) -> None:
-    found = has_signal(values)
-    assert has_signal(values[::-1]) == has_signal([-each for each in values]) == found
-    assert has_signal([*values, *values]) == found
+    is_expected = has_signal(values)
+    assert has_signal(values[::-1]) == has_signal([-value for value in values]) == is_expected
+    assert has_signal([*values, *values]) == is_expected
     assert has_signal([*values, 3 * other, -other])
 
 

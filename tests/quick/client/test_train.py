@@ -57,7 +57,7 @@ async def test_each_call_has_a_key_of_its_own_unless_given(server, answer, model
 def sampled(number: int, **fields: Any) -> dict[str, Any]:
     """A choice that the server recorded, with its tokens."""
     mark = {"id": f"c-{number}", "step": 3, "model": "demo/agent"}
-    made = {
+    choice = {
         "index": 0,
         "finish_reason": "stop",
         "message": {"role": "assistant", "content": f"answer {number}"},
@@ -66,7 +66,7 @@ def sampled(number: int, **fields: Any) -> dict[str, Any]:
         "prompt_token_ids": [1, 2, 3],
         "art": mark,
     }
-    return made | fields
+    return choice | fields
 
 
 def of_choices(*entries: Any) -> list[art.TrajectoryGroup]:
@@ -89,10 +89,10 @@ async def test_a_recorded_choice_is_sent_as_its_id_and_its_message(server, answe
         *sent["additional_histories"][0]["messages_and_choices"],
     ]
     expected = [
-        {**BARE, "message": each["message"], "art": each["art"]} for each in (sampled(0), sampled(1), sampled(2))
+        {**BARE, "message": choice["message"], "art": choice["art"]} for choice in (sampled(0), sampled(1), sampled(2))
     ]
-    for each in expected[:2]:
-        each["by_reference"] = True
+    for choice in expected[:2]:
+        choice["by_reference"] = True
     assert entries == [*expected, foreign, foreign]
 
 
@@ -104,7 +104,7 @@ async def test_choices_whose_records_are_missing_are_sent_whole_under_the_same_k
     server.on("POST", TRAIN, lambda _: attempts.pop(0))
     await model.train(of_choices(sampled(0), sampled(1), sampled(2)))
     requests = server.sent("POST", TRAIN)
-    given = [
+    whole_ids = [
         [
             entry["art"]["id"]
             for entry in request.json()["groups"][0]["trajectories"][0]["messages_and_choices"]
@@ -112,7 +112,7 @@ async def test_choices_whose_records_are_missing_are_sent_whole_under_the_same_k
         ]
         for request in requests
     ]
-    assert given == [[], ["c-1"], ["c-0", "c-1"]]
+    assert whole_ids == [[], ["c-1"], ["c-0", "c-1"]]
     assert len(set(keys(server))) == 1
     digest = hashlib.sha256(requests[0].body).hexdigest()
     told = [request.headers.get("x-art-request-digest") for request in requests]
@@ -225,7 +225,7 @@ async def test_unknown_fields_of_events_are_ignored(server, answer, model, group
 
 
 @pytest.mark.parametrize(
-    ("spoil", "place"),
+    ("spoil", "path"),
     [
         ({"reward": math.nan}, ".reward"),
         ({"reward": None}, ".reward"),
@@ -237,10 +237,10 @@ async def test_unknown_fields_of_events_are_ignored(server, answer, model, group
         ({"messages_and_choices": ["hi"]}, ".messages_and_choices"),
     ],
 )
-async def test_what_cannot_be_trained_on_is_named_before_it_is_sent(server, model, groups, spoil: dict, place: str):
+async def test_what_cannot_be_trained_on_is_named_before_it_is_sent(server, model, groups, spoil: dict, path: str):
     for name, value in spoil.items():
         setattr(groups[0].trajectories[1], name, value)
-    with pytest.raises(ValueError, match=re.escape(f"groups[0].trajectories[1]{place}")):
+    with pytest.raises(ValueError, match=re.escape(f"groups[0].trajectories[1]{path}")):
         await model.train(groups)
     assert server.sent("POST", TRAIN) == []
 
@@ -281,12 +281,12 @@ async def test_group_of_failures_is_sent_for_the_server_to_count(server, answer,
 
 
 async def test_what_was_not_trained_is_reported(server, answer, model, groups, caplog: pytest.LogCaptureFixture):
-    place = "groups[0].trajectories[1]"
+    path = "groups[0].trajectories[1]"
     report = {
         "num_trajectories": 2,
         "num_trajectories_trained": 1,
         "dropped": [
-            {"reason": "too long", "count": 1, "examples": [place]},
+            {"reason": "too long", "count": 1, "examples": [path]},
             {"reason": "the rollout failed", "count": 2, "unit": "rollout"},
         ],
     }
@@ -294,7 +294,7 @@ async def test_what_was_not_trained_is_reported(server, answer, model, groups, c
     await model.train(groups)
     assert (
         "train: 1 of 2 trajectories trained. Left out: 1 turn, because too long; 2 rollouts, because the rollout failed. "
-        f"For example {place}."
+        f"For example {path}."
     ) in caplog.messages
 
 

@@ -359,7 +359,7 @@ async def test_a_rollout_that_is_cancelled_from_within_is_a_failed_rollout():
         raise asyncio.CancelledError
 
     group = await art.TrajectoryGroup([cancels_itself(), rollout(1)])
-    assert [each.reward for each in group] == [1]
+    assert [trajectory.reward for trajectory in group] == [1]
     (failure,) = group.exceptions
     assert "cancelled, but not by its gather" in failure.message
 

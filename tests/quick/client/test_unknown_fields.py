@@ -11,7 +11,7 @@ from art_protocol.wire import TrainConfig
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("name", "meant"),
     [
         ("learning_rte", "'learning_rate'"),
         ("kl_coef", "`beta`"),
@@ -26,9 +26,9 @@ from art_protocol.wire import TrainConfig
         ("num_train_epochs", "loop"),
     ],
 )
-def test_a_name_of_another_library_is_translated(given: str, meant: str) -> None:
-    unknown: dict[str, Any] = {given: 1}
-    with pytest.raises(ValidationError, match=f"no field '{given}'.*{meant}"):
+def test_a_name_of_another_library_is_translated(name: str, meant: str) -> None:
+    unknown: dict[str, Any] = {name: 1}
+    with pytest.raises(ValidationError, match=f"no field '{name}'.*{meant}"):
         art.TrainConfig(**unknown)
 
 

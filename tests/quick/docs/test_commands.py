@@ -55,26 +55,26 @@ def rows(page: str) -> list[list[str]]:
 
 
 def test_every_program_is_checked() -> None:
-    found = [text for page in PAGES for text in blocks(page, "bash") if not text.startswith(NOT_RUN)]
-    lines = "".join(found).splitlines()
+    shell_blocks = [text for page in PAGES for text in blocks(page, "bash")]
+    lines = "".join(text for text in shell_blocks if not text.startswith(NOT_RUN)).splitlines()
     named = {re.sub(r"^([A-Z_]+=\S* )+", "", line).split()[0] for line in lines if line.strip()}
     assert named <= PROGRAMS
 
 
 def test_art_has_the_commands() -> None:
     parser = make_parser()
-    found = [parser.parse_args(words) for words in calls("art")]
-    assert {each.command for each in found} == {"export", "finetune", "jobs", "show"}
+    namespaces = [parser.parse_args(words) for words in calls("art")]
+    assert {namespace.command for namespace in namespaces} == {"export", "finetune", "jobs", "show"}
 
 
 def test_art_server_has_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = blocks("share-a-server.md", "text")[0] + blocks("hosts.md", "text")[0]
     (tmp_path / "keys.txt").write_text(keys)
     monkeypatch.chdir(tmp_path)
-    found = [flags.parse(words) for words in calls("art-server") if words[0] != "host"]
-    assert len(found) == 7
+    configs = [flags.parse(words) for words in calls("art-server") if words[0] != "host"]
+    assert len(configs) == 7
     assert [parse_host(words[1:]).ranks for words in calls("art-server") if words[0] == "host"] == [1]
-    shared, *_ = (config for config in found if config.api_key_file is not None)
+    shared, *_ = (config for config in configs if config.api_key_file is not None)
     assert [key.name for key in shared.api_keys[:3]] == ["alice", "bob", "agents"]
     assert shared.api_keys[2].scopes == {"infer"} and shared.api_keys[2].expires is not None
 
@@ -83,7 +83,8 @@ def test_art_server_has_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_flags_in_the_text_exist(page: str) -> None:
     named = set(re.findall(r"(?:art-server |`)(--[a-z][a-z-]+)", text_of(page)))
     known = {f"--{flags.flag_of(name).name}" for name in ServerConfig.model_fields}
-    of_art = {word for words in calls("art") for word in words if word.startswith("--")}
+    words = [word for call in calls("art") for word in call]
+    of_art = {word for word in words if word.startswith("--")}
     of_host = {f"--{name.replace('_', '-')}" for name in vars(parse_host(["--join", "URL", "--token-file", "FILE"]))}
     assert named <= known | of_art | of_host | {"--max-lora-rank", "--url", "--path"}
 
@@ -91,20 +92,20 @@ def test_flags_in_the_text_exist(page: str) -> None:
 def test_the_fields_in_tables_of_names_are_those_of_the_code() -> None:
     classes = {"TrainConfig": TrainConfig, "LoRAConfig": LoRAConfig}
     for cells in rows("from-others.md"):
-        for name, given in re.findall(r"`(?:art\.)?(TrainConfig|LoRAConfig)\(([^`]*)\)`", cells[-1]):
-            fields = dict(re.findall(r"(\w+)(?:=(?:\"(\w+)\"|\.\.\.))?(?:, |$)", given))
-            assert fields and fields.keys() <= classes[name].model_fields.keys(), given
+        for name, arguments in re.findall(r"`(?:art\.)?(TrainConfig|LoRAConfig)\(([^`]*)\)`", cells[-1]):
+            fields = dict(re.findall(r"(\w+)(?:=(?:\"(\w+)\"|\.\.\.))?(?:, |$)", arguments))
+            assert fields and fields.keys() <= classes[name].model_fields.keys(), arguments
             if all(fields.values()):
                 classes[name].model_validate(fields)
 
 
 def test_the_tables_of_names_say_what_the_refusals_say() -> None:
-    known = [
-        (cells, name)
-        for cells in rows("from-others.md")
-        for name in re.findall(r"`(?:[\w.]+\.)?(\w+)(?:=[\w\"]+)?`", cells[0])
-        if name in OTHER_NAMES and not cells[-1].startswith(("none", "the default"))
-    ]
+    known: list[tuple[list[str], str]] = []
+    for cells in rows("from-others.md"):
+        if cells[-1].startswith(("none", "the default")):
+            continue
+        names = re.findall(r"`(?:[\w.]+\.)?(\w+)(?:=[\w\"]+)?`", cells[0])
+        known += [(cells, name) for name in names if name in OTHER_NAMES]
     assert len(known) > 40
     for cells, name in known:
         ours = re.findall(r"`(\w+)`", OTHER_NAMES[name]) if OTHER_NAMES[name].startswith("`") else []
@@ -160,7 +161,7 @@ def test_extras_and_links_exist(page: str) -> None:
         assert file.exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
-            slugs = {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+            slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in slugs, f"{target}#{anchor}"
 
 
@@ -173,9 +174,9 @@ def test_the_index_has_every_page() -> None:
 
 def test_the_limits_of_the_gap_are_those_of_the_code() -> None:
     types = {"float32", "float16", "bfloat16"}
-    found = {(row[0], row[1]): row[3:] for row in rows("gap.md") if row[0] in types}
-    assert len(found) == 4
-    for pair, (high, wrong) in found.items():
+    documented = {(row[0], row[1]): row[3:] for row in rows("gap.md") if row[0] in types}
+    assert len(documented) == 4
+    for pair, (high, wrong) in documented.items():
         limits = mismatch_limits(pair)
         assert limits is not None and (float(high), float(wrong)) == (limits.high, limits.wrong), pair
     (exact,) = (row[3:] for row in rows("gap.md") if row[0] == "`--exact`")

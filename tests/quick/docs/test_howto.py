@@ -159,7 +159,7 @@ async def test_two_models_and_two_programs_share_a_server(
 
     fake.steps["demo/agent"] = 197
     await run("share-a-server.md", 1, names)
-    expected = [each.json()["expected_step"] for each in fake.sent("POST", TRAIN.format("demo/agent"))]
+    expected = [request.json()["expected_step"] for request in fake.sent("POST", TRAIN.format("demo/agent"))]
     assert (expected, fake.steps["demo/agent"]) == ([197, 198, 199], 200)
 
 
@@ -239,7 +239,7 @@ async def test_synchronous_agents_run_in_threads(
     trajectory = await names["rollout"](model, QUESTION)
     assert trajectory.reward == 1.0
     assert trajectory.messages()[-1]["content"] == "maybe"
-    (path,) = [each.path for each in fake.requests if each.path.endswith("/chat/completions")]
+    (path,) = [request.path for request in fake.requests if request.path.endswith("/chat/completions")]
     assert path.startswith("/s/")
 
     await run(page, 1, names)
@@ -271,10 +271,10 @@ async def test_the_pipeline_makes_its_steps_once(fake: FakeArt, tmp_path: Path) 
         process = await start_program(program, fake.url, tmp_path)
         output, errors = await process.communicate()
         assert output.decode() == "pipeline is at step 4\n", errors
-    sent = [each.json() for each in fake.sent("POST", TRAIN.format("howto/pipeline"))]
-    assert [each["expected_step"] for each in sent] == [0, 1, 2, 3]
-    assert [len(each["groups"]) for each in sent] == [4] * 4
-    assert all(len(group["trajectories"]) == 8 for each in sent for group in each["groups"])
+    bodies = [request.json() for request in fake.sent("POST", TRAIN.format("howto/pipeline"))]
+    assert [body["expected_step"] for body in bodies] == [0, 1, 2, 3]
+    assert [len(body["groups"]) for body in bodies] == [4] * 4
+    assert all(len(group["trajectories"]) == 8 for body in bodies for group in body["groups"])
 
 
 async def test_a_submitted_job_is_awaited_after_sampling(

@@ -49,8 +49,8 @@ def find(name: str, cache: Path, **variables: str) -> str:
 
 @pytest.mark.parametrize("variables", [{"HF_HUB_OFFLINE": "1"}, {}], ids=["offline", "unreachable"])
 def test_a_cached_model_is_found(cache: Path, variables: dict[str, str]) -> None:
-    found = Path(find("somebody/small", cache, **variables))
-    assert found.is_relative_to(cache) and (found / "config.json").exists()
+    folder = Path(find("somebody/small", cache, **variables))
+    assert folder.is_relative_to(cache) and (folder / "config.json").exists()
 
 
 def test_art_tiny_and_folders_need_no_network(cache: Path) -> None:

@@ -26,17 +26,17 @@ def capacity() -> ModuleType:
 
 def test_the_page_has_the_constants_and_the_scripts_that_measure_them(capacity: ModuleType) -> None:
     page = (ROOT / "docs" / "scale.md").read_text()
-    for each in capacity.CONSTANTS:
-        assert (ROOT / each.measured_by).is_file()
-        assert f"| {each.what} | {each.value:g} {each.unit} | `{each.measured_by}` |" in page
+    for constant in capacity.CONSTANTS:
+        assert (ROOT / constant.measured_by).is_file()
+        assert f"| {constant.what} | {constant.value:g} {constant.unit} | `{constant.measured_by}` |" in page
 
 
 def test_the_ledger_takes_the_bytes_that_the_model_says(capacity: ModuleType) -> None:
     command = [sys.executable, str(ROOT / "scripts/bench/constants.py"), "--completions", "300", "--commits", "10"]
-    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    assert found.pop("commits_per_second") > 0
+    measured = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    assert measured.pop("commits_per_second") > 0
     known = (capacity.RECORD, capacity.PROMPT_TOKEN, capacity.SAMPLED_TOKEN)
-    assert list(found.values()) == [pytest.approx(each.value, rel=0.1) for each in known]
+    assert list(measured.values()) == [pytest.approx(constant.value, rel=0.1) for constant in known]
 
 
 def test_parts_fill_with_their_load(capacity: ModuleType) -> None:

@@ -21,17 +21,17 @@ TINY = BaseModel("art/tiny", TINY_DIR)
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
 
-def value_of(made: list[str], flag: str) -> str:
-    return made[made.index(flag) + 1]
+def value_of(arguments: list[str], flag: str) -> str:
+    return arguments[arguments.index(flag) + 1]
 
 
 def test_short_prompts_fill_blocks_of_a_cpus_cache() -> None:
     config = ServerConfig(path=Path("x"))
     assert value_of(engine_command(config, TINY, "cpu", Path("y")), "--block-size") == "32"
     assert "--block-size" not in engine_command(config, TINY, "cuda", Path("y"))
-    given = ServerConfig(path=Path("x"), engine_args={"block_size": "64"})
-    made = engine_command(given, TINY, "cpu", Path("y"))
-    assert value_of(made, "--block-size") == "64" and made.count("--block-size") == 1
+    with_blocks = ServerConfig(path=Path("x"), engine_args={"block_size": "64"})
+    arguments = engine_command(with_blocks, TINY, "cpu", Path("y"))
+    assert value_of(arguments, "--block-size") == "64" and arguments.count("--block-size") == 1
 
 
 def test_latent_attention_gets_the_kernels_that_take_float32_on_any_cpu() -> None:
@@ -39,8 +39,8 @@ def test_latent_attention_gets_the_kernels_that_take_float32_on_any_cpu() -> Non
     config = ServerConfig(path=Path("x"))
     latent = BaseModel("latent", TINY_DIR)
     vars(latent)["facts"] = Facts(model_type="deepseek_v3", has_latent_attention=True)
-    made = engine_command(config, latent, "cpu", Path("y"))
-    assert value_of(made, "--attention-backend") == "CPU_MLA" and "--block-size" not in made
+    arguments = engine_command(config, latent, "cpu", Path("y"))
+    assert value_of(arguments, "--attention-backend") == "CPU_MLA" and "--block-size" not in arguments
     assert "--attention-backend" not in engine_command(config, latent, "cuda", Path("y"))
     assert "--attention-backend" not in engine_command(config, TINY, "cpu", Path("y"))
 
@@ -50,8 +50,8 @@ def test_vllm_gets_by_how_much_queries_grow_with_the_position() -> None:
     config, growing = ServerConfig(path=Path("x")), BaseModel("growing", TINY_DIR)
     scaling = {"text_config": {"llama_4_scaling": {"beta": 0.1}}}
     vars(growing)["facts"] = Facts(model_type="mistral3", overrides=scaling)
-    made = engine_command(config, growing, "cuda", Path("y"))
-    assert json.loads(value_of(made, "--hf-overrides")) == scaling
+    arguments = engine_command(config, growing, "cuda", Path("y"))
+    assert json.loads(value_of(arguments, "--hf-overrides")) == scaling
     assert "--hf-overrides" not in engine_command(config, TINY, "cuda", Path("y"))
 
 
@@ -63,22 +63,22 @@ def test_a_folder_with_mistrals_format_is_served_in_the_hubs(other: str, tmp_pat
     flags = ("--config-format", "--load-format", "--tokenizer-mode")
     assert not set(flags) & set(engine_command(config, both, "cpu", Path("y")))
     (tmp_path / other).touch()
-    made = engine_command(config, both, "cpu", Path("y"))
-    assert [value_of(made, flag) for flag in flags] == ["hf", "safetensors", "hf"]
+    arguments = engine_command(config, both, "cpu", Path("y"))
+    assert [value_of(arguments, flag) for flag in flags] == ["hf", "safetensors", "hf"]
 
 
 def test_a_message_names_no_image_that_the_engine_would_fetch() -> None:
     for device in ("cpu", "cuda"):
-        made = engine_command(ServerConfig(path=Path("x")), TINY, device, Path("y"))
-        assert "--language-model-only" in made
+        arguments = engine_command(ServerConfig(path=Path("x")), TINY, device, Path("y"))
+        assert "--language-model-only" in arguments
 
 
 def test_on_cuda_the_context_is_what_the_cache_holds_unless_it_is_given() -> None:
-    made = engine_command(ServerConfig(path=Path("x")), TINY, "cuda", Path("y"))
-    assert value_of(made, "--max-model-len") == "auto"
-    given = ServerConfig(path=Path("x"), max_seq_length=2048)
-    made = engine_command(given, TINY, "cuda", Path("y"))
-    assert value_of(made, "--max-model-len") == "2048"
+    arguments = engine_command(ServerConfig(path=Path("x")), TINY, "cuda", Path("y"))
+    assert value_of(arguments, "--max-model-len") == "auto"
+    limited = ServerConfig(path=Path("x"), max_seq_length=2048)
+    arguments = engine_command(limited, TINY, "cuda", Path("y"))
+    assert value_of(arguments, "--max-model-len") == "2048"
 
 
 @pytest.mark.parametrize("case", ["none", "kv_cache", "sleep"])
@@ -86,18 +86,18 @@ def test_vllm_gets_its_share_of_the_plan_and_can_sleep_if_it_must(case: str) -> 
     model, on = {"none": ("4B", "80 GB"), "kv_cache": ("14B", "80 GB"), "sleep": ("8B", "24 GB")}[case]
     plan = make_memory_plan(card(on), demand(model), FIGURES)
     assert plan.handover == case and 0.05 < plan.utilization < 0.95
-    made = engine_command(ServerConfig(path=Path("x")), TINY, "cuda", Path("y"), plan)
-    assert float(value_of(made, "--gpu-memory-utilization")) == plan.utilization
-    assert ("--enable-sleep-mode" in made) == (case != "none")
+    arguments = engine_command(ServerConfig(path=Path("x")), TINY, "cuda", Path("y"), plan)
+    assert float(value_of(arguments, "--gpu-memory-utilization")) == plan.utilization
+    assert ("--enable-sleep-mode" in arguments) == (case != "none")
 
 
 def test_of_a_mixture_only_attention_is_adapted(tmp_path: Path) -> None:
     mixture = BaseModel("a mixture", make_model("qwen3_moe", tmp_path / "base"))
     config = ServerConfig(path=Path("x"))
-    made = engine_command(config, mixture, "cpu", Path("y"))
-    start = made.index("--lora-target-modules") + 1
-    assert made[start : start + 4] == ["k_proj", "o_proj", "q_proj", "v_proj"]
-    assert made[start + 4].startswith("--")
+    arguments = engine_command(config, mixture, "cpu", Path("y"))
+    start = arguments.index("--lora-target-modules") + 1
+    assert arguments[start : start + 4] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert arguments[start + 4].startswith("--")
     assert engine_environment(config, mixture, "cpu", {})[switches.EXPERTS_SWITCH] == "1"
     assert "--lora-target-modules" not in engine_command(config, TINY, "cpu", Path("y"))
     assert switches.EXPERTS_SWITCH not in engine_environment(config, TINY, "cpu", {})
@@ -138,8 +138,8 @@ def test_a_worker_is_forked_only_where_one_thread_computes(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
     inherited = {} if bound is None else {BIND: bound}
-    made = engine_environment(ServerConfig(path=Path("x")), TINY, "cpu", inherited)
-    assert (switches.ONE_THREAD_SWITCH in made) is is_one
+    environment = engine_environment(ServerConfig(path=Path("x")), TINY, "cpu", inherited)
+    assert (switches.ONE_THREAD_SWITCH in environment) is is_one
     assert switches.ONE_THREAD_SWITCH not in engine_environment(ServerConfig(path=Path("x")), TINY, "cuda", inherited)
 
 

@@ -37,6 +37,6 @@ async def test_the_fake_engine_keeps_the_contract(adapter: Path) -> None:
 
 def test_the_fake_engine_takes_what_the_engine_takes() -> None:
     for name in vars(FakeEngine).keys() & vars(Engine).keys():
-        ours, theirs = (inspect.getattr_static(each, name) for each in (FakeEngine, Engine))
+        ours, theirs = (inspect.getattr_static(kind, name) for kind in (FakeEngine, Engine))
         if inspect.isfunction(ours) and not name.startswith("_"):
             assert inspect.signature(ours).parameters == inspect.signature(theirs).parameters, name

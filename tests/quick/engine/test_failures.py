@@ -40,10 +40,10 @@ TRACEBACK = "(EngineCore pid=7) ERROR core.py Traceback (most recent call last):
     ],
 )
 def test_causes_that_stay(line: str, cause: str) -> None:
-    found = find_cause(f"INFO starting\n{TRACEBACK}(EngineCore pid=7) ERROR core.py {line}\n")
-    assert found is not None and cause in found.sentence
-    assert "\n" not in found.sentence
-    assert found.is_lasting != ("another program" in cause), "a killed engine's memory is freed soon"
+    read = find_cause(f"INFO starting\n{TRACEBACK}(EngineCore pid=7) ERROR core.py {line}\n")
+    assert read is not None and cause in read.sentence
+    assert "\n" not in read.sentence
+    assert read.is_lasting != ("another program" in cause), "a killed engine's memory is freed soon"
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ ROUNDING = [0.02, -0.03, 0.01, 0.02] * 8
 
 
 def limits(engine: str) -> MismatchLimits:
-    found = mismatch_limits((engine, "float32"))
-    assert found is not None
-    return found
+    known = mismatch_limits((engine, "float32"))
+    assert known is not None
+    return known
 
 
 def plus(values: list[float], other: list[float], factor: float = 1.0) -> list[float]:
-    return [value + factor * each for value, each in zip(values, other, strict=True)]
+    return [value + factor * change for value, change in zip(values, other, strict=True)]
 
 
 IDS = list(range(33))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from art_server.engine.routing import Router
 
-KEYS = [bytes([each]) for each in range(200)]
+KEYS = [bytes([number]) for number in range(200)]
 LOADS = st.dictionaries(st.integers(0, 4), st.integers(0, 20), min_size=1)
 
 

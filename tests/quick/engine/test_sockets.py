@@ -18,10 +18,10 @@ NUM_CLIENTS = 200
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("sockets"))
-    made.start()
-    yield made
-    made.stop()
+    started = Server(tmp_path_factory.mktemp("sockets"))
+    started.start()
+    yield started
+    started.stop()
 
 
 def connect(server: Server) -> socket.socket:

@@ -19,7 +19,7 @@ taught: Any = importlib.import_module("tiny_model.games")
 tic_tac_toe: Any = importlib.import_module("tic_tac_toe")
 rules: Any = importlib.import_module("tic_tac_toe_rules")
 game_2048: Any = importlib.import_module("2048")
-place, result, to_move, value = (getattr(rules, name) for name in ("place", "result", "to_move", "value"))
+after_move, result, to_move, value = (getattr(rules, name) for name in ("after_move", "result", "to_move", "value"))
 
 boards = st.builds(
     lambda seed, moves: rules.random_opening(random.Random(seed), moves), st.integers(0, 10_000), st.integers(0, 7)
@@ -85,7 +85,7 @@ def test_sides_alternate_and_a_move_takes_a_free_cell(board: str) -> None:
     free = rules.free_cells(board)
     assert result(board, "x") is None and len(free) == board.count("_") > 0
     for cell in free:
-        after = place(board, cell)
+        after = after_move(board, cell)
         assert {to_move(board), to_move(after)} == {"x", "o"}
         assert rules.free_cells(after) == [other for other in free if other != cell]
 
@@ -93,10 +93,10 @@ def test_sides_alternate_and_a_move_takes_a_free_cell(board: str) -> None:
 def test_position_values_worked_by_hand() -> None:
     """x o _ / x o o / _ _ x: x wins by C1. After A3, o wins by C2 or lets x draw. After C2, o at A3 loses to C1, or C1 draws."""
     board = "xo_xoo__x"
-    assert value(board, "x") == value(place(board, "C1"), "x") == 1.0
-    assert value(place(board, "A3"), "x") == (0.0 + 0.5) / 2
-    assert value(place(board, "A3"), "o") == 1.0
-    assert value(place(board, "C2"), "x") == (1.0 + 0.5) / 2
+    assert value(board, "x") == value(after_move(board, "C1"), "x") == 1.0
+    assert value(after_move(board, "A3"), "x") == (0.0 + 0.5) / 2
+    assert value(after_move(board, "A3"), "o") == 1.0
+    assert value(after_move(board, "C2"), "x") == (1.0 + 0.5) / 2
 
 
 @functools.cache
@@ -104,7 +104,7 @@ def minimax(board: str, symbol: str) -> float:
     end = result(board, symbol)
     if end is not None:
         return end
-    values = [minimax(place(board, cell), symbol) for cell in rules.free_cells(board)]
+    values = [minimax(after_move(board, cell), symbol) for cell in rules.free_cells(board)]
     return max(values) if to_move(board) == symbol else min(values)
 
 

@@ -34,21 +34,21 @@ def advice(
     **config: Any,
 ) -> list[str]:
     """The notes about equal groups, each of a trajectory for each answer."""
-    found = {each.choice_id: each for each in answers}
+    by_id = {stored.choice_id: stored for stored in answers}
     trajectories = [
-        {"messages_and_choices": [bare(each.choice_id)], "reward": reward}
-        for each, reward in zip(answers, rewards, strict=True)
+        {"messages_and_choices": [bare(stored.choice_id)], "reward": reward}
+        for stored, reward in zip(answers, rewards, strict=True)
     ]
     group = TrajectoryGroupBody.model_validate({"trajectories": trajectories})
-    known = sources(find_record=found.get)
+    known = sources(find_record=by_id.get)
     report = resolve([group], TrainConfig(**config), "p/a", known, LIMITS).report
     return [note for note in report.notes if "tokens were sampled with" not in note]
 
 
 def answer(number: int, tokens: list[int], logprob: float = -0.5, step: int = 0, **sampling: Any) -> Record:
-    made = record(f"c-{number}", [1], tokens)
-    request = dataclasses.replace(made.request, step=step)
-    return dataclasses.replace(made, request=request, logprobs=[logprob] * len(tokens), sampling=sampling)
+    plain = record(f"c-{number}", [1], tokens)
+    request = dataclasses.replace(plain.request, step=step)
+    return dataclasses.replace(plain, request=request, logprobs=[logprob] * len(tokens), sampling=sampling)
 
 
 def test_different_answers_with_equal_rewards_need_more_rollouts() -> None:
@@ -109,9 +109,9 @@ def batch(
 
 def signs(groups: Sequence[TrainableGroup]) -> BatchSigns:
     step = groups[0].trajectories[0].sequences[0].spans[0].step
-    made = signs_of(Batch(groups=list(groups)), {step: 1})
-    assert made is not None
-    return made
+    batch_signs = signs_of(Batch(groups=list(groups)), {step: 1})
+    assert batch_signs is not None
+    return batch_signs
 
 
 def notes_of(groups: Sequence[TrainableGroup], earlier: Sequence[Sequence[TrainableGroup]]) -> list[str]:

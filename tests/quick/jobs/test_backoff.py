@@ -32,7 +32,7 @@ def pauses(error: Exception, num: int, before: Counter[str] | None = None) -> li
     """After each of a job's next attempts, which all end with the error."""
     detail = error_detail(error)
     attempts = [Counter({detail.code: n}) + (before or Counter()) for n in range(1, num + 1)]
-    return [pause_after(detail, each) for each in attempts]
+    return [pause_after(detail, counts) for counts in attempts]
 
 
 @pytest.mark.parametrize("error", TEMPORARY, ids=repr)
@@ -45,7 +45,7 @@ def test_a_job_waits_longer_and_longer_for_what_is_not_its_fault(error: Exceptio
 @pytest.mark.parametrize("error", DOUBTFUL, ids=repr)
 def test_a_job_that_may_be_the_cause_fails_in_the_end(error: Exception) -> None:
     assert pauses(error, MAX_DOUBTFUL + 1) == [5.0, 10.0, 20.0, 40.0, 60.0, None]
-    other = next(each for each in DOUBTFUL if each is not error)
+    other = next(doubtful for doubtful in DOUBTFUL if doubtful is not error)
     before = Counter({error_detail(other).code: MAX_DOUBTFUL - 1})
     assert [pause is None for pause in pauses(error, 2, before)] == [False, True]
     before = Counter({"no_disk_space": 100})
@@ -61,4 +61,4 @@ def test_a_job_s_own_fault_ends_it_at_once(error: Exception) -> None:
 
 def test_the_third_death_and_each_after_it_halve_the_tokens() -> None:
     deaths = [Counter(trainer_died=number, internal_error=3, connection_lost=9) for number in range(6)]
-    assert [budget_divisor(each) for each in deaths] == [1, 1, 1, 2, 4, 8]
+    assert [budget_divisor(counts) for counts in deaths] == [1, 1, 1, 2, 4, 8]

@@ -281,7 +281,11 @@ def qwen3_5(says: Says) -> str:
     """Its prompt opens the thinking."""
     text = f"{says.thinking or ''}\n</think>\n\n{says.content}"
     for number, call in enumerate(says.calls):
-        text += ("\n" if number else "\n\n" if says.content else "") + in_xml(call)
+        if number:
+            text += "\n"
+        elif says.content:
+            text += "\n\n"
+        text += in_xml(call)
     return text + "<|im_end|>"
 
 
@@ -376,7 +380,7 @@ def test_each_shape_is_trained_whole(template: str, shape: str) -> None:
 def test_thinking_that_a_template_does_not_write_is_counted(template: str, num: int) -> None:
     thought = asked(said(content="5", reasoning_content="plan"))
     trained = train_demonstrations(TEMPLATES[template][0], thought, asked(said(content="6")), thought)
-    assert [f" {num} " in note for note in trained.report.notes] == [True] * bool(num)
+    assert [f" {num} " in note for note in trained.report.notes] == ([True] if num else [])
 
 
 UNTRAINED: dict[str, tuple[list[Message], str]] = {

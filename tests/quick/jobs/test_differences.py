@@ -8,7 +8,7 @@ import pytest
 
 from art_protocol.wire import HistoryBody
 from art_server.jobs.differences import ANSWER, TEMPLATE, TOOLS, FirstDifference, of_histories, of_prompt
-from art_server.jobs.turns import Place
+from art_server.jobs.turns import TurnSpan
 from art_server.ledger import conversation
 
 SYSTEM = {"role": "system", "content": "You are a careful assistant."}
@@ -27,7 +27,7 @@ def qwen(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (
     system = messages[0]["content"] if messages[0]["role"] == "system" else f"Today is {date}."
     text = f"<|im_start|>system\n{system}"
     if tools:
-        lines = "".join(f"\n{json.dumps(each)}" for each in tools)
+        lines = "".join(f"\n{json.dumps(definition)}" for definition in tools)
         text += f"\n\n# Tools\n\nYou may call functions:\n<tools>{lines}\n</tools>\n\nFor each call, return JSON."
     text += "<|im_end|>\n"
     for message in messages:
@@ -42,7 +42,9 @@ def llama(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = 
     system = rest.pop(0)["content"] if rest[0]["role"] == "system" else ""
     text = f"<|start|>system\nToday Date: {date}\n\n{system}<|eot|>"
     for number, message in enumerate(rest):
-        listed = "\n\n".join(json.dumps(each, indent=4) for each in tools) + "\n\n" if tools and not number else ""
+        listed = ""
+        if tools and not number:
+            listed = "\n\n".join(json.dumps(definition, indent=4) for definition in tools) + "\n\n"
         text += f"<|start|>{message['role']}\n{listed}{message['content']}<|eot|>"
     return f"{text}<|start|>assistant\n"
 
@@ -54,8 +56,10 @@ def gpt_oss(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] 
     text += "<|start|>developer<|message|>"
     text += rest.pop(0)["content"] if rest[0]["role"] == "system" else ""
     if tools:
-        functions = [each["function"] for each in tools]
-        types = "".join(f"// {each['description']}\ntype {each['name']} = (_: object) => any;\n" for each in functions)
+        functions = [definition["function"] for definition in tools]
+        types = "".join(
+            f"// {function['description']}\ntype {function['name']} = (_: object) => any;\n" for function in functions
+        )
         text += f"\n\n# Tools\n\nnamespace functions {{\n{types}}}"
     text += "<|end|>"
     for message in rest:
@@ -108,7 +112,7 @@ def compared(
     prompt = rendered(second, answer, RESULT)
     entries = [*opening(system, USER["content"]), choice, RESULT, choice]
     history = HistoryBody.model_validate({"messages_and_choices": entries, "tools": second.get("tools")})
-    turns = [(len(entries) - 3, Place(0, len(before), len(sequence), False))]
+    turns = [(len(entries) - 3, TurnSpan(0, len(before), len(sequence), False))]
     return of_prompt(history, turns, [*map(ord, sequence)], [*map(ord, prompt)], lambda ids: "".join(map(chr, ids)))
 
 
@@ -121,7 +125,7 @@ def test_a_changed_turn_names_what_changed(family: str, change: str) -> None:
     else:
         difference = compared(family, first, second)
     assert difference is not None and difference.whose == whose, difference
-    assert difference.expected != difference.found
+    assert difference.expected != difference.actual
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -140,9 +144,11 @@ def test_an_edited_answer_is_an_answer() -> None:
     choice = {"finish_reason": "stop", "message": {"role": "assistant", "content": ANSWERS[0]}}
     history = HistoryBody.model_validate({"messages_and_choices": [SYSTEM, USER, choice, RESULT, choice]})
     sequence = before + ANSWERS[0]
-    turns = [(2, Place(0, len(before), len(sequence), False))]
-    found = of_prompt(history, turns, [*map(ord, sequence)], [*map(ord, prompt)], lambda ids: "".join(map(chr, ids)))
-    assert found is not None and found.whose == ANSWER
+    turns = [(2, TurnSpan(0, len(before), len(sequence), False))]
+    difference = of_prompt(
+        history, turns, [*map(ord, sequence)], [*map(ord, prompt)], lambda ids: "".join(map(chr, ids))
+    )
+    assert difference is not None and difference.whose == ANSWER
 
 
 def test_histories_with_other_tools_differ_in_their_tools() -> None:
@@ -153,7 +159,7 @@ def test_histories_with_other_tools_differ_in_their_tools() -> None:
         return HistoryBody.model_validate({"messages_and_choices": entries, "tools": list(tools)})
 
     def digests(entries: list[Any]) -> list[bytes]:
-        return conversation.prefix_digests([each.get("message", each) for each in entries])
+        return conversation.prefix_digests([entry.get("message", entry) for entry in entries])
 
     first, second = [USER, choices[0]], [USER, plain, RESULT, choices[1]]
     for tools, whose in (([TIME], TOOLS), ([WEATHER], "the tool message")):

@@ -66,7 +66,7 @@ def beats(*readings: tuple[float, float]) -> list[list[Usage]]:
 
 def seen(readings: Sequence[Sequence[Usage | None]]) -> list[float]:
     idleness = Idleness()
-    return [idleness.seconds(each) for each in readings]
+    return [idleness.seconds(reading) for reading in readings]
 
 
 def test_ranks_that_compute_are_not_idle_because_their_beats_are_late() -> None:
@@ -82,8 +82,8 @@ def test_ranks_that_wait_are_idle_for_the_time_that_was_seen() -> None:
 
 def test_a_rank_that_is_not_heard_keeps_the_others_from_being_judged() -> None:
     one, other = [Usage(1.0, float(at)) for at in range(20)], Usage(1.0, 0.0)
-    assert max(seen([[each, other] for each in one])) == 0.0
-    assert max(seen([[each, None] for each in one])) == 0.0
+    assert max(seen([[usage, other] for usage in one])) == 0.0
+    assert max(seen([[usage, None] for usage in one])) == 0.0
 
 
 @pytest.mark.parametrize(

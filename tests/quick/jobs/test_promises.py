@@ -183,13 +183,13 @@ class Server:
 
     async def accept(self, model: RegisteredModel, key: str | None, body: str, number: int) -> Job:
         """What the train route does, with a batch instead of trajectories."""
-        found = await self.runner.find_repeated(model, key, body)
-        if found is not None:
-            return found
+        repeated = await self.runner.find_repeated(model, key, body)
+        if repeated is not None:
+            return repeated
         batch = Batch(groups=[], num_groups=number).model_dump_json().encode()
         payload = Payload(batch, pack_rows([{"trajectories": []}]))
-        given = ("p", model.record.name, key, body, TrainConfig(), payload, JobReport())
-        return await asyncio.to_thread(self.queue.insert, *given)
+        request = ("p", model.record.name, key, body, TrainConfig(), payload, JobReport())
+        return await asyncio.to_thread(self.queue.insert, *request)
 
 
 @dataclass
@@ -203,7 +203,7 @@ class Expected:
     """None when it may name another job."""
     body: str
     job_id: str
-    place: float
+    order: float
     state: str = "queued"
     is_retryable: bool = False
     waits: bool = False
@@ -258,8 +258,8 @@ class Jobs(RuleBasedStateMachine):
 
     def pending(self, model: str | None = None) -> list[Expected]:
         """In the order in which they run."""
-        found = [job for job in self.jobs if job.is_pending and model in (None, job.model)]
-        return sorted(found, key=lambda job: (job.state == "queued", job.place))
+        jobs = [job for job in self.jobs if job.is_pending and model in (None, job.model)]
+        return sorted(jobs, key=lambda job: (job.state == "queued", job.order))
 
     def next_job(self) -> Expected | None:
         waiting: set[str] = set()
@@ -338,10 +338,10 @@ class Jobs(RuleBasedStateMachine):
         async def accept() -> str:
             job = await self.server.accept(model, key, body, number)
             if not same:
-                place = float(number)
-                self.jobs.append(Expected(number, name, key, key, body, job.job_id, place))
+                order = float(number)
+                self.jobs.append(Expected(number, name, key, key, body, job.job_id, order))
             elif same[0].state == "failed" and same[0].is_retryable:
-                same[0].state, same[0].place = "queued", float(same[0].number)
+                same[0].state, same[0].order = "queued", float(same[0].number)
                 same[0].num_deaths = same[0].num_deaths_here = 0
             return job.job_id
 
@@ -398,10 +398,10 @@ class Jobs(RuleBasedStateMachine):
                 self.killed_at = point
                 raise Killed(point)
 
-        def dying(*given: Any, **named: Any) -> Any:
+        def dying(*arguments: Any, **named: Any) -> Any:
             if not is_after:
                 reach()
-            result = real(*given, **named)
+            result = real(*arguments, **named)
             if is_after:
                 reach()
             return result
@@ -412,8 +412,9 @@ class Jobs(RuleBasedStateMachine):
         job, error = self.trained, ERRORS[outcome]
         assert job is not None
         is_doubtful = outcome in ("died", "unforeseen")
-        job.num_deaths += is_doubtful
-        job.num_deaths_here += is_doubtful
+        if is_doubtful:
+            job.num_deaths += 1
+            job.num_deaths_here += 1
 
         async def say() -> None:
             self.server.trainer.say(error)
@@ -485,19 +486,19 @@ class Jobs(RuleBasedStateMachine):
             next_id = None if before is None else before.job_id
             await self.server.runner.move(job.job_id, next_id)
 
-        queued = [each for each in self.pending() if each.state == "queued"]
+        queued = [pending for pending in self.pending() if pending.state == "queued"]
         if job not in queued or (before is not None and before not in queued):
             assert self.refused(move) == "not_queued"
             return
-        places = [each.place for each in queued]
+        orders = [waiting.order for waiting in queued]
         if before is not job:
             queued.remove(job)
             queued.insert(len(queued) if before is None else queued.index(before), job)
         else:
             queued.remove(job)
             queued.append(job)
-        for each, place in zip(queued, places, strict=True):
-            each.place = place
+        for waiting, order in zip(queued, orders, strict=True):
+            waiting.order = order
         self.act(move)
 
     @precondition(lambda self: any(steps.jobs for steps in self.models.values()))
@@ -566,11 +567,11 @@ class Jobs(RuleBasedStateMachine):
     @invariant()
     def each_job_is_where_it_should_be(self) -> None:
         queue = self.server.queue
-        found = {job.number: queue.get(job.job_id) for job in self.jobs}
-        assert {number: job.state for number, job in found.items()} == {job.number: job.state for job in self.jobs}
-        assert [each.job_id for each in queue.waiting()] == [job.job_id for job in self.pending()]
+        rows = {job.number: queue.get(job.job_id) for job in self.jobs}
+        assert {number: job.state for number, job in rows.items()} == {job.number: job.state for job in self.jobs}
+        assert [waiting.job_id for waiting in queue.waiting()] == [job.job_id for job in self.pending()]
         for job in self.jobs:
-            error = found[job.number].last_error
+            error = rows[job.number].last_error
             if job.state == "failed":
                 assert isinstance(error, ErrorDetail) and error.retryable == job.is_retryable
 
@@ -582,12 +583,12 @@ class Jobs(RuleBasedStateMachine):
             assert model.folder.steps() == numbers and model.step == numbers[-1]
             weights = model.folder.checkpoint_dir(model.step) / WEIGHTS
             assert weights.read_text() == steps.weights
-            made = [job.job_id for job in steps.jobs]
-            assert [model.folder.read_checkpoint(n).job_id for n in numbers[1:]] == made
+            job_ids = [job.job_id for job in steps.jobs]
+            assert [model.folder.read_checkpoint(n).job_id for n in numbers[1:]] == job_ids
             assert model.history.columns(())["steps"] == numbers[1:]
             for job, step in zip(steps.jobs, numbers[1:], strict=True):
-                found = self.server.queue.get(job.job_id)
-                assert (found.state, found.target_step) == ("done", step)
+                row = self.server.queue.get(job.job_id)
+                assert (row.state, row.target_step) == ("done", step)
                 assert model.folder.trajectories_file("train", step).exists()
             assert not list(model.folder.checkpoints_dir.glob(".*.tmp")) or (
                 self.trained is not None and self.trained.model == name

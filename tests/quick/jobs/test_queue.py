@@ -275,27 +275,26 @@ def test_the_jobs_of_an_earlier_server_go_on(tmp_path: Path) -> None:
     file = restored(tmp_path)
     for _ in range(2):  # opened, and opened again
         queue = JobQueue(file)
-        assert [each.job_id for each in queue.waiting()] == ["running", "first", "waits", "last"]
-        found = {job.job_id: job for job in queue.jobs(None, get_args(JobState), limit=10)}
-        assert {each: found[each].state for each in ("done", "failed", "cancelled", "running")} == {
-            each: each for each in ("done", "failed", "cancelled", "running")
-        }
-        waits, failed = found["waits"], found["failed"]
+        assert [waiting.job_id for waiting in queue.waiting()] == ["running", "first", "waits", "last"]
+        jobs = {job.job_id: job for job in queue.jobs(None, get_args(JobState), limit=10)}
+        for state in ("done", "failed", "cancelled", "running"):
+            assert jobs[state].state == state
+        waits, failed = jobs["waits"], jobs["failed"]
         assert (waits.state, waits.target_step, waits.idempotency_key) == ("queued", 3, "waits")
         assert waits.last_error is not None and waits.last_error.code == "no_disk_space"
         assert failed.last_error is not None and failed.last_error.retryable
-        assert found["done"].metrics == {"loss/train": 0.5} and found["done"].target_step == 1
+        assert jobs["done"].metrics == {"loss/train": 0.5} and jobs["done"].target_step == 1
         assert waits.metrics == {"train/reward": 5.0} and waits.report.num_rows == 5
         assert (waits.phase, waits.attempts, waits.next_attempt_at) == ("queued", {}, 0.0)
         batch = Batch.model_validate_json(queue.batch("waits"))
         assert batch.groups[0].trajectories[0].sequences[0].token_ids == [1, 2, 3]
         (line,) = gzip.decompress(queue.trajectories("waits")).splitlines()
         assert json.loads(line)["trajectories"][0]["reward"] == 5.0
-        assert queue.find_key("p", "a", "running", "digest") == found["running"]
+        assert queue.find_key("p", "a", "running", "digest") == jobs["running"]
         queue.close()
     queue = JobQueue(file)
     assert queue.revive("p", "a", "failed", lambda: 0) is not None and queue.set_running("first", 1)
-    assert [each.job_id for each in queue.waiting()][:3] == ["running", "first", "failed"]
+    assert [waiting.job_id for waiting in queue.waiting()][:3] == ["running", "first", "failed"]
     assert add(queue, "k").job_id == queue.waiting()[-1].job_id
     queue.close()
 
@@ -327,23 +326,23 @@ def test_a_project_that_queues_much_waits_for_one_that_queues_little(tmp_path: P
     heavy = [put("a") for _ in range(4)]
     assert queue.set_running(heavy[0], 1)
     light = [put("b"), put("b")]
-    order = [each.job_id for each in queue.waiting()]
+    order = [waiting.job_id for waiting in queue.waiting()]
     assert order == [heavy[0], light[0], light[1], heavy[1], heavy[2], heavy[3]], "twice the share of another project"
     queue.set_done(heavy[0], {"time/step_backend_train_s": 4.0}, JobReport())
     assert queue.tokens_per_second() == 25.0
     assert queue.set_running(light[0], 1)
     retried = ErrorDetail(message="no room", code="no_disk_space", retryable=True)
     assert queue.set_waiting(light[0], retried, {"no_disk_space": 1}, clock.now())
-    assert next(each.job_id for each in queue.waiting()) == light[0], "it keeps its time"
+    assert next(waiting.job_id for waiting in queue.waiting()) == light[0], "it keeps its time"
     queue.close()
     queue = JobQueue(file, shares={"b": 2.0})
-    assert [each.job_id for each in queue.waiting()] == [light[0], light[1], heavy[1], heavy[2], heavy[3]]
+    assert [waiting.job_id for waiting in queue.waiting()] == [light[0], light[1], heavy[1], heavy[2], heavy[3]]
     with refused(Conflict, "not_queued", "job_id"):
         queue.move(heavy[1], before=light[1])
     queue.move(heavy[1], before=None)
-    assert [each.job_id for each in queue.waiting()] == [light[0], light[1], heavy[2], heavy[3], heavy[1]]
+    assert [waiting.job_id for waiting in queue.waiting()] == [light[0], light[1], heavy[2], heavy[3], heavy[1]]
     late = [put("c"), put("c")]
-    order = [each.job_id for each in queue.waiting()]
+    order = [waiting.job_id for waiting in queue.waiting()]
     assert order[1] == late[0] and order.index(late[1]) > order.index(light[1]), "it was idle, and saved nothing up"
     queue.close()
 

@@ -35,19 +35,19 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def got(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepRecord, list[RolloutRow]]]:
     """What a tracker named `memory` gets: records, and their rollouts at that moment."""
-    found: list[tuple[StepRecord, list[RolloutRow]]] = []
+    received: list[tuple[StepRecord, list[RolloutRow]]] = []
 
     class Memory:
         def __init__(self, names: Sequence[str], folder: Path) -> None: ...
 
         def report(self, record: StepRecord) -> None:
-            found.append((record, list(record.rollouts())))
+            received.append((record, list(record.rollouts())))
 
         def close(self) -> None: ...
 
     entry = SimpleNamespace(value="memory:Memory", load=lambda: Memory)
-    monkeypatch.setattr(tracking, "_found", lambda group: {"memory": entry} if group == "art.trackers" else {})
-    return found
+    monkeypatch.setattr(tracking, "_entries", lambda group: {"memory": entry} if group == "art.trackers" else {})
+    return received
 
 
 async def test_a_server_reports_the_steps_and_logs_of_all_clients(

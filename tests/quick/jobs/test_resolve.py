@@ -42,7 +42,7 @@ def run(
     find: Callable[[str], Record | None] = lambda _: None,
     histories: list[list[dict[str, Any]]] | None = None,
     config: TrainConfig | None = None,
-    given: dict[str, Any] | None = None,
+    overrides: dict[str, Any] | None = None,
     **group: Any,
 ) -> tuple[Batch, Any]:
     bodies = [
@@ -52,9 +52,9 @@ def run(
     if histories:
         bodies[0]["additional_histories"] = [{"messages_and_choices": h} for h in histories]
     body = TrajectoryGroupBody.model_validate({"trajectories": bodies, **group})
-    known = sources(find_record=find, **(given or {}))
-    found = resolve([body], config or TrainConfig(), "p/a", known, LIMITS)
-    return found.batch, found.report
+    known = sources(find_record=find, **(overrides or {}))
+    resolved = resolve([body], config or TrainConfig(), "p/a", known, LIMITS)
+    return resolved.batch, resolved.report
 
 
 def test_a_choice_is_trained_on_the_tokens_that_it_carries() -> None:
@@ -94,9 +94,9 @@ def test_a_step_that_is_none_is_not_believed(step: Any) -> None:
 
 def test_a_carried_choice_without_an_id_takes_the_figures_of_its_record() -> None:
     records = [record("c-0", [1], [3, 4]), record("c-1", [1, 2], [3, 4])]
-    made = [dataclasses.replace(each, sampled_logprobs=[-0.7, -0.8]) for each in records]
+    sampled = [dataclasses.replace(plain, sampled_logprobs=[-0.7, -0.8]) for plain in records]
     entries = [[choice([1, 2], [3, 4])], [choice([9], [3, 4])]]
-    batch, report = run(entries, given=found_in(made))
+    batch, report = run(entries, overrides=found_in(sampled))
     first, second = (t.sequences[0].logprobs for t in batch.groups[0].trajectories)
     assert first == [None, None, -0.7, -0.8]
     assert second == [None] * 3, "the same answer to another prompt"
@@ -145,8 +145,8 @@ def test_missing_records_are_named_before_anything_is_trained() -> None:
 
 def test_a_record_of_another_project_is_missing() -> None:
     def find(key: str) -> Record:
-        found = record(key, [1], [2])
-        return dataclasses.replace(found, request=dataclasses.replace(found.request, project="other"))
+        own = record(key, [1], [2])
+        return dataclasses.replace(own, request=dataclasses.replace(own.request, project="other"))
 
     with pytest.raises(RecordsMissing):
         run([[referred("c-0")]], find=find)
@@ -243,14 +243,14 @@ def test_equal_rewards_and_failures_are_counted() -> None:
 
 def said_choice(text: str, logprobs: list[float] | None = None) -> dict[str, Any]:
     """A choice as an agent that keeps no ids sends it."""
-    made: dict[str, Any] = {
+    body: dict[str, Any] = {
         "message": {"role": "assistant", "content": text},
         "finish_reason": "stop",
     }
     if logprobs is not None:
         entries = [{"token": "w", "logprob": value} for value in logprobs]
-        made["logprobs"] = {"content": entries}
-    return made
+        body["logprobs"] = {"content": entries}
+    return body
 
 
 QUESTION = {"role": "user", "content": "say yes"}
@@ -260,9 +260,9 @@ BEFORE = conversation.prefix_digests([QUESTION])[-1]
 def test_equal_short_answers_get_a_record_each() -> None:
     """Text only: found by the conversation and the words, each record once, as long as there are enough."""
     records = [dataclasses.replace(record(f"c-{i}", [5], [6, 7], prefix=BEFORE), logprobs=[-1.0, -i]) for i in range(3)]
-    batch, report = run([[QUESTION, said_choice("yes")]] * 4, given=found_in(records))
-    found = [t.sequences[0].logprobs[-1] for t in batch.groups[0].trajectories]
-    assert found == [0, -1, -2, 0]
+    batch, report = run([[QUESTION, said_choice("yes")]] * 4, overrides=found_in(records))
+    last_logprobs = [t.sequences[0].logprobs[-1] for t in batch.groups[0].trajectories]
+    assert last_logprobs == [0, -1, -2, 0]
     assert report.turns == {"ledger": 4}
 
 
@@ -274,38 +274,38 @@ def test_a_choice_whose_record_is_missing_does_not_take_a_sibling_s() -> None:
     batch, report = run(
         [[QUESTION, lost], [QUESTION, kept]],
         find={"c-1": sibling}.get,
-        given=found_in([sibling]),
+        overrides=found_in([sibling]),
     )
     assert [len(t.sequences) for t in batch.groups[0].trajectories] == [0, 1]
     assert "not in the ledger" in report.dropped[0].reason
     own = {**lost, "logprobs": said_choice("yes", [-0.5, -0.5])["logprobs"]}
-    batch, _ = run([[QUESTION, own]], given=found_in([sibling]))
+    batch, _ = run([[QUESTION, own]], overrides=found_in([sibling]))
     assert batch.groups[0].trajectories[0].sequences[0].token_ids == [5, 6, 7]
 
 
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
 def test_words_with_thinking_find_the_sample_of_that_thinking(field: str) -> None:
     texts = {(6, 8): "<think>\none\n</think>\nyes", (7, 8): "<think>\ntwo</think>yes"}
-    records = [record(f"c-{i}", [5], list(each), prefix=BEFORE) for i, each in enumerate(texts)]
-    given = {**found_in(records), "decode": lambda tokens: texts[tuple(tokens)]}
+    records = [record(f"c-{i}", [5], list(tokens), prefix=BEFORE) for i, tokens in enumerate(texts)]
+    overrides = {**found_in(records), "decode": lambda tokens: texts[tuple(tokens)]}
 
     def thought(text: str) -> list[dict[str, Any]]:
         answer = said_choice("yes")
         answer["message"][field] = text
         return [QUESTION, answer]
 
-    batch, report = run([thought("two"), thought("one"), thought("three")], given=given)
-    found = [[s.token_ids for s in t.sequences] for t in batch.groups[0].trajectories]
-    assert found == [[[5, 7, 8]], [[5, 6, 8]], []]
+    batch, report = run([thought("two"), thought("one"), thought("three")], overrides=overrides)
+    token_ids = [[s.token_ids for s in t.sequences] for t in batch.groups[0].trajectories]
+    assert token_ids == [[[5, 7, 8]], [[5, 6, 8]], []]
     assert "not in the ledger" in report.dropped[0].reason
 
 
 def test_words_without_log_probabilities_count_only_in_their_conversation() -> None:
     elsewhere = record("c-0", [5], [6], prefix=conversation.prefix_digests([{"role": "user"}])[-1])
     with refused(InvalidInput, "no_trainable_turn", "groups") as caught:
-        run([[QUESTION, said_choice("yes")]], given=found_in([elsewhere]))
+        run([[QUESTION, said_choice("yes")]], overrides=found_in([elsewhere]))
     assert NO_TOKENS in caught.value.message
-    batch, _ = run([[QUESTION, said_choice("yes", [-0.5])]], given=found_in([elsewhere]))
+    batch, _ = run([[QUESTION, said_choice("yes", [-0.5])]], overrides=found_in([elsewhere]))
     assert batch.groups[0].trajectories[0].sequences[0].token_ids == [5, 6]
 
 
@@ -320,8 +320,8 @@ def test_a_choice_whose_tool_call_was_dropped_is_found_by_its_log_probabilities(
         said_choice("it is 42", [-0.5]),
     ]
 
-    given = {"find_by_logprobs": lambda logprobs: [call] if len(logprobs) == 2 else [answer]}
-    batch, report = run([entries], given=given)
+    overrides = {"find_by_logprobs": lambda logprobs: [call] if len(logprobs) == 2 else [answer]}
+    batch, report = run([entries], overrides=overrides)
     (row,) = batch.groups[0].trajectories[0].sequences
     assert row.token_ids == [5, 6, 7, 8, 9]
     assert [value is not None for value in row.logprobs] == [False, True, True, False, True]
@@ -330,12 +330,12 @@ def test_a_choice_whose_tool_call_was_dropped_is_found_by_its_log_probabilities(
 
 def test_log_probabilities_that_stand_for_several_texts_name_none_of_them() -> None:
     elsewhere = [record("c-0", [5], [6]), record("c-1", [5], [7])]
-    given = {"find_by_logprobs": lambda logprobs: elsewhere}
+    overrides = {"find_by_logprobs": lambda logprobs: elsewhere}
     with refused(InvalidInput, "no_trainable_turn", "groups") as caught:
-        run([[QUESTION, said_choice("", [-0.0] * 3)]], given=given)
+        run([[QUESTION, said_choice("", [-0.0] * 3)]], overrides=overrides)
     assert AMBIGUOUS in caught.value.message
     elsewhere.append(record("c-2", [5], [8], prefix=BEFORE))
-    batch, _ = run([[QUESTION, said_choice("", [-0.0] * 3)]], given=given)
+    batch, _ = run([[QUESTION, said_choice("", [-0.0] * 3)]], overrides=overrides)
     assert batch.groups[0].trajectories[0].sequences[0].token_ids == [5, 8]
 
 
@@ -351,7 +351,7 @@ def test_a_conversation_that_the_template_refuses_is_one_dropped_turn() -> None:
 
     entries = [QUESTION, said_choice("one two")]
     config = TrainConfig(allow_training_without_logprobs=True)
-    _, report = run([[choice([1], [2])], entries], given={"render": refuse}, config=config)
+    _, report = run([[choice([1], [2])], entries], overrides={"render": refuse}, config=config)
     assert report.turns == {"ids": 1} and "roles must alternate" in report.dropped[0].reason
     assert report.dropped[0].examples == ["groups[0].trajectories[1].messages_and_choices[1]"]
 
@@ -380,7 +380,7 @@ def test_a_turn_that_saw_an_image_is_not_trained(config: TrainConfig) -> None:
     batch, report = run([entries], config=config)
     (row,) = batch.groups[0].trajectories[0].sequences
     assert row.token_ids == [1, 2]
-    assert [(each.reason, each.count) for each in report.dropped[:1]] == [
+    assert [(dropped.reason, dropped.count) for dropped in report.dropped[:1]] == [
         ("the conversation contains a part of type 'image_url': only text can be trained", 2)
     ]
 
@@ -400,7 +400,7 @@ def letters(token_ids: Sequence[int]) -> str:
 
 def test_a_turn_that_begins_a_new_sequence_says_which_text_differs() -> None:
     """The tokens are letters: of a system and a user message, an answer with its end, a tool message."""
-    given = {"decode": letters}
+    overrides = {"decode": letters}
     opening = [{"role": "system", "content": "ab"}, {"role": "user", "content": "cd"}]
     first, tool = choice([1, 2, 3, 4], [5, 6, 26], "c-0"), {"role": "tool", "content": "gh"}
     cases = [
@@ -412,7 +412,7 @@ def test_a_turn_that_begins_a_new_sequence_says_which_text_differs() -> None:
     ]
     for prompt, whose in cases:
         second = choice(prompt, [10], "c-1")
-        _, report = run([[*opening, first, tool, second]] * 3, given=given)
+        _, report = run([[*opening, first, tool, second]] * 3, overrides=overrides)
         (difference,) = report.differences
         assert report.continuations == {"changed": 3}
         assert (difference.whose, difference.count) == (whose, 3)
@@ -421,13 +421,13 @@ def test_a_turn_that_begins_a_new_sequence_says_which_text_differs() -> None:
     # The tool's message is behind an answer.
     third = choice([1, 2, 3, 4, 5, 6, 26, 9, 10], [11], "c-2")
     second = choice([1, 2, 3, 4, 5, 6, 26, 7, 8], [10], "c-1")
-    _, report = run([[*opening, first, tool, second, third]], given=given)
+    _, report = run([[*opening, first, tool, second, third]], overrides=overrides)
     assert report.continuations == {"joined": 1, "changed": 1}
-    assert [each.whose for each in report.differences] == ["the tool message"]
+    assert [difference.whose for difference in report.differences] == ["the tool message"]
     # What stands behind whole messages is the template's.
     second, third = choice([1, 2, 3, 4, 9, 9], [5, 26], "c-1"), choice([1, 2, 3, 4, 9, 5, 26], [10], "c-2")
-    _, report = run([[*opening, second, tool, third]], given=given)
-    assert [each.whose for each in report.differences] == ["the chat template's own text"]
+    _, report = run([[*opening, second, tool, third]], overrides=overrides)
+    assert [difference.whose for difference in report.differences] == ["the chat template's own text"]
 
 
 def test_histories_that_repeat_answers_without_continuing_them_say_why() -> None:
@@ -435,8 +435,8 @@ def test_histories_that_repeat_answers_without_continuing_them_say_why() -> None
     user = {"role": "user", "content": "q"}
 
     def answered(text: str, tokens: list[int], identity: str) -> dict[str, Any]:
-        made = choice([1], tokens, identity)
-        return {**made, "message": {"role": "assistant", "content": text}}
+        body = choice([1], tokens, identity)
+        return {**body, "message": {"role": "assistant", "content": text}}
 
     def repeated(text: str) -> dict[str, Any]:
         return {"role": "assistant", "content": f"{text}</code>"}
@@ -494,11 +494,11 @@ def test_turns_may_have_rewards_and_advantages_of_their_own() -> None:
     signal = {"turn_rewards": [0.5, None], "turn_advantages": [[0.1, 0.2], 3]}
     history = {"messages_and_choices": [choice([7], [8])], "turn_rewards": [2.0]}
 
-    def rows_of(**given: Any) -> Any:
-        trajectory = body | given | {"additional_histories": [history]}
+    def rows_of(**fields: Any) -> Any:
+        trajectory = body | fields | {"additional_histories": [history]}
         group = TrajectoryGroupBody.model_validate({"trajectories": [trajectory]})
-        found = resolve([group], TrainConfig(), "p/a", sources(), LIMITS)
-        return found.batch, found.report
+        resolved = resolve([group], TrainConfig(), "p/a", sources(), LIMITS)
+        return resolved.batch, resolved.report
 
     batch, report = rows_of(**signal)
     row, other = batch.groups[0].trajectories[0].sequences
@@ -614,8 +614,8 @@ def test_the_reward_of_a_dropped_last_turn_is_no_later_than_its_history() -> Non
     main, sub = MAIN_AND_SUB_AGENT
     records = {name: record(name, prompt, tokens) for name, prompt, tokens, *_ in (*main, *sub)}
     for name, _, _, at, _ in (*main, *sub):
-        found = records[name]
-        records[name] = dataclasses.replace(found, request=dataclasses.replace(found.request, requested_at=at))
+        untimed = records[name]
+        records[name] = dataclasses.replace(untimed, request=dataclasses.replace(untimed.request, requested_at=at))
     side = {
         "messages_and_choices": [*(bare(name) for name, *_ in sub), bare("x", model=None)],
         "turn_rewards": [2.0, 4.0, 16.0],
@@ -647,15 +647,15 @@ def test_the_report_of_supervised_training_counts_no_context() -> None:
         tokens = [token for number, _ in enumerate(messages) for token in (number + 1, 99)]
         return [*tokens, len(messages) + 1] if has_header else tokens
 
-    given = sources(render=render, tokenize=lambda _: [7], end_ids={99}, stop_ids={99})
-    report = resolve([group], config, "p/a", given, LIMITS).report
+    known = sources(render=render, tokenize=lambda _: [7], end_ids={99}, stop_ids={99})
+    report = resolve([group], config, "p/a", known, LIMITS).report
     assert report.num_trained_tokens == report.num_tokens_without_logprob == 1
 
 
 def test_sampling_that_changes_probabilities_is_noted_once() -> None:
     def find(key: str) -> Record:
-        found = record(key, [5], [6])
-        return dataclasses.replace(found, sampling={"temperature": 0.4, "top_p": 1.0, "n": 8})
+        plain = record(key, [5], [6])
+        return dataclasses.replace(plain, sampling={"temperature": 0.4, "top_p": 1.0, "n": 8})
 
     _, report = run([[bare("c-0")], [bare("c-1")]], find=find)
     note, _ = report.notes
@@ -676,25 +676,25 @@ def test_words_that_fit_samples_of_two_prompts_are_ambiguous_and_dropped() -> No
         record(f"c-{i}", prompt, [7], prefix=b"with a system message")
         for i, prompt in enumerate(([1, 2, 3], [4, 5, 6]))
     ]
-    given = found_in(records)
+    overrides = found_in(records)
     with refused(InvalidInput, "no_trainable_turn", "groups") as caught:
-        run([[QUESTION, said_choice("yes", [-0.5])]], given=given)
+        run([[QUESTION, said_choice("yes", [-0.5])]], overrides=overrides)
     assert AMBIGUOUS in caught.value.message
     # One of them in the very conversation is certain.
     records[1] = dataclasses.replace(records[1], request=dataclasses.replace(records[1].request, prefix_digest=BEFORE))
-    batch, _ = run([[QUESTION, said_choice("yes", [-0.5])]], given=given)
+    batch, _ = run([[QUESTION, said_choice("yes", [-0.5])]], overrides=overrides)
     assert batch.groups[0].trajectories[0].sequences[0].token_ids == [4, 5, 6, 7]
 
 
 def test_of_equal_samples_the_newest_step_counts_with_its_own_log_probabilities() -> None:
     def of_step(identity: str, step: int, logprob: float) -> Record:
-        made = record(identity, [5], [6], prefix=BEFORE)
-        request = dataclasses.replace(made.request, step=step)
-        return dataclasses.replace(made, request=request, logprobs=[logprob])
+        plain = record(identity, [5], [6], prefix=BEFORE)
+        request = dataclasses.replace(plain.request, step=step)
+        return dataclasses.replace(plain, request=request, logprobs=[logprob])
 
     # Newest first: an opponent at step 3 said the same after the policy at step 9.
     records = [of_step("late", 3, -3.0), of_step("policy", 9, -0.2)]
-    batch, report = run([[QUESTION, said_choice("yes")]], given=found_in(records))
+    batch, report = run([[QUESTION, said_choice("yes")]], overrides=found_in(records))
     (row,) = batch.groups[0].trajectories[0].sequences
     assert row.logprobs == [None, -0.2]
     assert [(span.start, span.stop, span.step) for span in row.spans] == [(1, 2, 9)]
@@ -702,10 +702,10 @@ def test_of_equal_samples_the_newest_step_counts_with_its_own_log_probabilities(
 
 
 def test_a_record_of_another_project_is_not_known() -> None:
-    found = record("c-0", [1], [2])
-    found = dataclasses.replace(found, request=dataclasses.replace(found.request, project="other"))
+    own = record("c-0", [1], [2])
+    elsewhere = dataclasses.replace(own, request=dataclasses.replace(own.request, project="other"))
     with refused(InvalidInput, "no_trainable_turn", "groups") as caught:
-        run([[QUESTION, bare("c-0")]], find=lambda _: found)
+        run([[QUESTION, bare("c-0")]], find=lambda _: elsewhere)
     assert NO_RECORD in caught.value.message
 
 
@@ -714,7 +714,7 @@ def test_a_demonstration_is_never_matched_to_a_sample() -> None:
     batch, report = run(
         [[QUESTION, {"role": "assistant", "content": "yes"}]],
         config=TrainConfig(allow_training_without_logprobs=True),
-        given=found_in([sampled]),
+        overrides=found_in([sampled]),
     )
     (row,) = batch.groups[0].trajectories[0].sequences
     assert report.turns == {"recomputed": 1} and row.logprobs[-1] is None and row.recompute
@@ -724,17 +724,17 @@ def test_the_same_choice_in_two_histories_is_trained_once_without_an_id_too() ->
     entries = [QUESTION, choice([1, 2], [3, 4])]
     batch, report = run([entries], histories=[entries])
     assert [row.token_ids for row in batch.groups[0].trajectories[0].sequences] == [[1, 2, 3, 4]]
-    assert [each.reason for each in report.dropped if "twice" in each.reason]
+    assert [dropped.reason for dropped in report.dropped if "twice" in dropped.reason]
 
 
 def test_a_copy_without_an_id_is_the_same_choice() -> None:
     """In either order, by the ids that it carries."""
-    found = sampled_with([-0.1, -0.2], [], [], temperature=0.5)
+    sampled = sampled_with([-0.1, -0.2], [], [], temperature=0.5)
     named, copy = choice([1], [2, 3], "c-0"), choice([1], [2, 3])
     for first, second in ((named, copy), (copy, named)):
-        batch, report = run([[first]], histories=[[second]], find=lambda _: found)
+        batch, report = run([[first]], histories=[[second]], find=lambda _: sampled)
         assert len(batch.groups[0].trajectories[0].sequences) == 1
-        assert [each.count for each in report.dropped if "twice" in each.reason] == [1]
+        assert [dropped.count for dropped in report.dropped if "twice" in dropped.reason] == [1]
     # Two ids are two samples.
     batch, _ = run([[named]], histories=[[choice([1], [2, 3], "c-1")]])
     assert len(batch.groups[0].trajectories[0].sequences) == 2
@@ -743,11 +743,11 @@ def test_a_copy_without_an_id_is_the_same_choice() -> None:
 def test_a_copy_that_is_found_by_words_takes_no_sibling_s_sample() -> None:
     siblings = [record(f"c-{number}", [5], [6], prefix=BEFORE) for number in range(2)]
     entries = [QUESTION, said_choice("yes")]
-    batch, report = run([entries, entries], histories=[entries], given=found_in(siblings))
-    assert [len(each.sequences) for each in batch.groups[0].trajectories] == [1, 1]
-    (twice,) = [each for each in report.dropped if "twice" in each.reason]
-    place = "groups[0].trajectories[0].additional_histories[0].messages_and_choices[1]"
-    assert twice.examples == [place]
+    batch, report = run([entries, entries], histories=[entries], overrides=found_in(siblings))
+    assert [len(trajectory.sequences) for trajectory in batch.groups[0].trajectories] == [1, 1]
+    (twice,) = [dropped for dropped in report.dropped if "twice" in dropped.reason]
+    path = "groups[0].trajectories[0].additional_histories[0].messages_and_choices[1]"
+    assert twice.examples == [path]
 
 
 def test_a_cut_answer_that_cannot_be_trained_still_cuts_its_history() -> None:
@@ -768,7 +768,8 @@ def foreign(tokens: list[int], model: str | None, reason: str) -> dict[str, Any]
 def test_a_cut_answer_of_an_opponent_does_not_cut_my_history(model: str | None, mine: str, theirs: str) -> None:
     trajectories = [[choice([1], [2 + k]) | {"finish_reason": mine}, foreign([3 + k], model, theirs)] for k in (0, 1)]
     batch, report = run(trajectories, config=TrainConfig(overlong="mask"))
-    assert [row.truncated for each in batch.groups[0].trajectories for row in each.sequences] == [False, False]
+    rows = [row for trajectory in batch.groups[0].trajectories for row in trajectory.sequences]
+    assert [row.truncated for row in rows] == [False, False]
     assert report.num_groups_trained == 1
 
 
@@ -787,7 +788,7 @@ def test_requests_without_a_session_are_reported_where_the_rollouts_have_one() -
             return ["a-0", "x-0", "x-1", "y-0"]
 
         entries = [[bare(name)] for name in sessions]
-        return run(entries, find=records.get, given={"find_unnamed": find_unnamed})[1]
+        return run(entries, find=records.get, overrides={"find_unnamed": find_unnamed})[1]
 
     report = report_of({"a-0": None, "b-0": "s", "c-0": "t"})
     assert report.num_unnamed_requests == 2 and since == [100 + ord("b")]
@@ -809,7 +810,7 @@ def test_a_trajectory_that_cannot_be_trained_counts_in_its_groups_statistics() -
     long = choice(list(range(60)), [1])
     batch, report = run([[long], [choice([1], [2])], [choice([1], [3])]], rewards=[0.0, 1.0, 1.0])
     (group,) = batch.groups
-    assert [(each.reward, len(each.sequences)) for each in group.trajectories] == [
+    assert [(trajectory.reward, len(trajectory.sequences)) for trajectory in group.trajectories] == [
         (0, 0),
         (1, 1),
         (1, 1),
@@ -855,32 +856,32 @@ def test_groups_that_kl_or_entropy_train_are_not_reported_as_left_out(config: Tr
 
 
 def sampled_with(sampled: list[float] | None, sets: list[bytes], kept: list[int], **sampling: Any) -> Record:
-    made = record("c-0", [1], [2, 3])
-    return dataclasses.replace(made, sampled_logprobs=sampled, sets=sets, kept=kept, sampling=sampling)
+    plain = record("c-0", [1], [2, 3])
+    return dataclasses.replace(plain, sampled_logprobs=sampled, sets=sets, kept=kept, sampling=sampling)
 
 
 def test_tokens_are_scored_under_what_they_were_sampled_from() -> None:
     first, second = pack_set(np.array([2, 9]), 1000), pack_set(np.array([3, 4]), 1000)
-    found = sampled_with([-0.1, -0.2], [first, second], [0, 1], temperature=0.7, logit_bias={"4": 1.5})
+    sampled = sampled_with([-0.1, -0.2], [first, second], [0, 1], temperature=0.7, logit_bias={"4": 1.5})
     entries = [[bare("c-0")], [bare("c-0")]]
-    batch, report = run(entries, find=lambda _: found)
-    for each in batch.groups[0].trajectories:
-        assert each.sequences[0].logprobs == [None, -0.1, -0.2]
-        assert each.sequences[0].distributions == [-1, 0, 1]
+    batch, report = run(entries, find=lambda _: sampled)
+    for trajectory in batch.groups[0].trajectories:
+        assert trajectory.sequences[0].logprobs == [None, -0.1, -0.2]
+        assert trajectory.sequences[0].distributions == [-1, 0, 1]
     one, other = batch.distributions
     assert (one.temperature, one.logit_bias) == (0.7, {4: 1.5})
     assert unpack_set(base64.b64decode(one.kept or "")).tolist() == [2, 9]
     assert unpack_set(base64.b64decode(other.kept or "")).tolist() == [3, 4]
     assert of_groups(report) == [] and report.num_tokens_without_logprob == 0
-    raw, raw_report = run(entries, find=lambda _: found, config=TrainConfig(sampling="raw"))
+    raw, raw_report = run(entries, find=lambda _: sampled, config=TrainConfig(sampling="raw"))
     assert raw.groups[0].trajectories[0].sequences[0].logprobs == [None, -0.5, -0.5]
     assert raw.distributions == []
     assert "4 tokens were sampled with temperature 0.7" in raw_report.notes[0]
 
 
 def test_carried_ids_take_the_figures_of_their_record() -> None:
-    found = sampled_with([-0.1, -0.2], [], [], temperature=0.5)
-    batch, report = run([[choice([1], [2, 3], "c-0")]], find=lambda _: found)
+    sampled = sampled_with([-0.1, -0.2], [], [], temperature=0.5)
+    batch, report = run([[choice([1], [2, 3], "c-0")]], find=lambda _: sampled)
     (row,) = batch.groups[0].trajectories[0].sequences
     assert (row.logprobs, report.turns) == ([None, -0.1, -0.2], {"ids": 1})
     assert row.distributions == [-1, 0, 0] and batch.distributions[0].temperature == 0.5
@@ -897,21 +898,21 @@ def test_carried_ids_that_contradict_their_record_are_dropped(changed: dict[str,
 def test_what_the_engine_cannot_tell_counts_as_without_a_log_probability(
     sampling: dict[str, Any],
 ) -> None:
-    found = sampled_with(None, [], [], **sampling)
-    batch, report = run([[bare("c-0")], [bare("c-0")]], find=lambda _: found)
+    unscored = sampled_with(None, [], [], **sampling)
+    batch, report = run([[bare("c-0")], [bare("c-0")]], find=lambda _: unscored)
     (row,) = batch.groups[0].trajectories[0].sequences
     assert (row.logprobs, row.recompute) == ([None] * 3, [1, 2])
     assert report.num_tokens_without_logprob == 4
     (note,) = of_groups(report)
     assert note.startswith("4 tokens were sampled with") and "ratio 1" in note
     # A turn that is not trained is not counted.
-    _, report = run([[bare("c-0")]], histories=[[bare("c-0")]], find=lambda _: found)
+    _, report = run([[bare("c-0")]], histories=[[bare("c-0")]], find=lambda _: unscored)
     assert report.notes[0].startswith("2 tokens were sampled with")
 
 
 def test_plain_sampling_keeps_its_raw_log_probabilities() -> None:
-    found = sampled_with(None, [], [], temperature=1.0, top_k=-1, logit_bias=None, min_tokens=0)
-    batch, report = run([[bare("c-0")]], find=lambda _: found)
+    sampled = sampled_with(None, [], [], temperature=1.0, top_k=-1, logit_bias=None, min_tokens=0)
+    batch, report = run([[bare("c-0")]], find=lambda _: sampled)
     assert batch.groups[0].trajectories[0].sequences[0].logprobs == [None, -0.5, -0.5]
     assert of_groups(report) == []
 
@@ -925,9 +926,9 @@ def test_trajectories_that_are_masked_are_not_reported_as_trained() -> None:
         4,
         2,
     )
-    left_out = [(each.reason, each.count, each.unit) for each in report.dropped]
+    left_out = [(dropped.reason, dropped.count, dropped.unit) for dropped in report.dropped]
     reason = "cut at a length limit, and overlong='mask' leaves it out"
     assert left_out == [(reason, 1, "trajectory")]
     _, report = run([[cut], [cut | {"token_ids": [3, 9]}]], config=TrainConfig(overlong="mask"))
-    left_out = [(each.reason, each.count, each.unit) for each in report.dropped]
+    left_out = [(dropped.reason, dropped.count, dropped.unit) for dropped in report.dropped]
     assert left_out == [(reason, 2, "trajectory")], "their rewards differ"

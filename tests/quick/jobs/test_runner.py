@@ -251,7 +251,9 @@ async def test_a_row_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
         house.queue._db.execute("UPDATE jobs SET report = ? WHERE job_id = ?", ('{"num_rows": "x"}', unreadable))
         job = house.add_job("a")
         assert await house.wait(broken, job) == ["failed", "done"]
-        (listed,) = [each for each in await house.runner.jobs(None, ("failed",), 10) if each.job_id == unreadable]
+        (listed,) = [
+            job_info for job_info in await house.runner.jobs(None, ("failed",), 10) if job_info.job_id == unreadable
+        ]
         assert listed.error is not None and listed.error.code == "unreadable_job"
 
 
@@ -342,10 +344,10 @@ async def test_a_server_that_stops_during_a_commit_lets_it_end(tmp_path: Path, m
     begun, may_end = threading.Event(), threading.Event()
     commit = ModelFolder.commit_checkpoint
 
-    def slow(*given: Any) -> None:
+    def slow(*arguments: Any) -> None:
         begun.set()
         may_end.wait(PATIENCE_SECONDS)
-        commit(*given)
+        commit(*arguments)
 
     async with running(tmp_path, "a") as house:
         monkeypatch.setattr(ModelFolder, "commit_checkpoint", slow)
@@ -402,14 +404,14 @@ async def test_what_a_job_waits_for_is_said(tmp_path: Path) -> None:
 async def test_two_gangs_train_two_models_and_never_one_model_twice(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b", num_gangs=2) as house:
         other = house.more_trainers[0]
-        for each in (house.trainer, other):
-            each.events = [each.wait_to_be_cancelled]
+        for trainer in (house.trainer, other):
+            trainer.events = [trainer.wait_to_be_cancelled]
         jobs = [house.add_job(name) for name in ("a", "a", "b")]
         async with asyncio.timeout(PATIENCE_SECONDS):
             await house.trainer.is_waiting.wait()
             await other.is_waiting.wait()
         assert [house.state(job) for job in jobs] == ["running", "queued", "running"]
-        assert {each.model.record.name for each in house.runner._attempts} == {"a", "b"}
+        assert {attempt.model.record.name for attempt in house.runner._attempts} == {"a", "b"}
         await house.runner.cancel(jobs[2])
         assert house.state(jobs[2]) == "cancelled" and house.state(jobs[0]) == "running"
         assert house.state(jobs[1]) == "queued", "a gang is free, but the model trains"
@@ -440,7 +442,7 @@ async def test_layers_that_the_engine_does_not_adapt_are_not_trained_and_reporte
         for job in jobs:
             (note,) = house.queue.get(job).report.notes
             assert "attn.kv_b_proj" in note and "attn.q_proj" not in note
-        assert not [each for each in house.engine.adapters if each.startswith(".layers")]
+        assert not [adapter for adapter in house.engine.adapters if adapter.startswith(".layers")]
         assert len(list((tmp_path / "layers").iterdir())) == 1
 
         house.engine.differs, house.trainer.layer_probes = set(), {}  # it is remembered
@@ -453,7 +455,7 @@ async def test_an_engine_that_adapts_no_layer_as_the_trainer_does_trains_nothing
 ) -> None:
     async with running(tmp_path, "a") as house:
         house.check_layers()
-        house.engine.differs = {f".layers/attn.{each}@0" for each in ("q_proj", "kv_b_proj")}
+        house.engine.differs = {f".layers/attn.{layer}@0" for layer in ("q_proj", "kv_b_proj")}
         job = house.add_job("a")
         assert await house.wait(job) == ["failed"]
         error = house.queue.get(job).last_error

@@ -17,7 +17,7 @@ from art_server.store.base_models import TINY_DIR
 from tests.quick.engine.device.cards import FIGURES, card, demand
 
 
-def made(plan: MemoryPlan | None, folder: Path, **settings: int) -> WorkerConfig:
+def worker_config(plan: MemoryPlan | None, folder: Path, **settings: int) -> WorkerConfig:
     """The settings on the command line of the process."""
     device = "cpu" if plan is None else "cuda"
     config = ServerConfig(path=folder, **settings)  # type: ignore[arg-type]
@@ -32,17 +32,17 @@ def planned(model: str, on: str) -> MemoryPlan:
 
 def test_micro_batches_are_as_large_as_the_plan_says(tmp_path: Path) -> None:
     plan = planned("4B", "80 GB")
-    config = made(plan, tmp_path)
+    config = worker_config(plan, tmp_path)
     assert config.device == "cuda:0" and config.max_tokens_per_micro_batch == plan.tokens > 2048
     assert config.checkpointing_factor == pytest.approx(plan.checkpointed_tokens / plan.tokens)
-    given = made(plan, tmp_path, max_tokens_per_micro_batch=512)
-    assert given.max_tokens_per_micro_batch == 512
-    assert given.checkpointing_factor == pytest.approx(plan.checkpointed_tokens / 512)
+    limited = worker_config(plan, tmp_path, max_tokens_per_micro_batch=512)
+    assert limited.max_tokens_per_micro_batch == 512
+    assert limited.checkpointing_factor == pytest.approx(plan.checkpointed_tokens / 512)
 
 
 def test_a_card_that_always_needs_checkpointing_gets_its_tokens_with_it(tmp_path: Path) -> None:
     plan = replace(planned("4B", "80 GB"), tokens=0)
-    config = made(plan, tmp_path)
+    config = worker_config(plan, tmp_path)
     assert config.max_tokens_per_micro_batch == MIN_TOKENS
     assert config.checkpointing_factor == pytest.approx(plan.checkpointed_tokens / MIN_TOKENS)
 
@@ -50,13 +50,13 @@ def test_a_card_that_always_needs_checkpointing_gets_its_tokens_with_it(tmp_path
 def test_the_base_stays_leaves_or_is_read_again_as_planned(tmp_path: Path) -> None:
     stays, leaves = planned("4B", "80 GB"), planned("8B", "24 GB")
     assert stays.is_base_resident and not leaves.is_base_resident and leaves.has_host_copy
-    assert made(stays, tmp_path).between_steps == "stay"
-    assert made(leaves, tmp_path).between_steps == "leave"
-    assert made(replace(leaves, has_host_copy=False), tmp_path).between_steps == "reload"
+    assert worker_config(stays, tmp_path).between_steps == "stay"
+    assert worker_config(leaves, tmp_path).between_steps == "leave"
+    assert worker_config(replace(leaves, has_host_copy=False), tmp_path).between_steps == "reload"
 
 
 def test_on_a_cpu_the_worker_chooses_its_tokens(tmp_path: Path) -> None:
-    config = made(None, tmp_path)
+    config = worker_config(None, tmp_path)
     assert config.device == "cpu" and config.between_steps == "stay"
     assert config.max_tokens_per_micro_batch is None and config.checkpointing_factor is None
 
@@ -88,7 +88,7 @@ async def test_a_task_without_a_device_never_waits_for_a_step(tmp_path: Path) ->
     step = TrainTask(lora=LoRAConfig(), in_dir="0", out_dir="1", config=TrainConfig())
     async with asyncio.timeout(100):
         done = await asyncio.gather(trainer.run(load), trainer.run(init), trainer.run(check))
-        assert [each.notes for each in done] == [["main"]] * 3, "no step runs: no second process slows the start"
+        assert [result.notes for result in done] == [["main"]] * 3, "no step runs: no second process slows the start"
         assert trainer._aside.pid is None
 
         async def note(_: Progress) -> None:
@@ -97,7 +97,7 @@ async def test_a_task_without_a_device_never_waits_for_a_step(tmp_path: Path) ->
         training = asyncio.create_task(trainer.run(step, note))
         await begun.wait()
         done = await asyncio.gather(trainer.run(init), trainer.run(check), trainer.run(init))
-        assert [each.notes for each in done] == [["aside"]] * 3
+        assert [result.notes for result in done] == [["aside"]] * 3
         assert trainer._aside.pid is None, "it ended with its last task"
         assert not training.done() and trainer.ranks[0].pid is not None
     training.cancel()

@@ -81,14 +81,14 @@ async def test_first_task_starts_the_process_and_later_ones_share_it(tmp_path: P
     trainer = make_trainer(tmp_path)
     progress: list[Progress] = []
 
-    async def note(each: Progress) -> None:
-        progress.append(each)
+    async def note(event: Progress) -> None:
+        progress.append(event)
 
     await trainer.run(order("a"), note)
     pid = trainer.pid
     await trainer.run(order("b"))
     assert trainer.pid == pid is not None
-    assert [each.phase for each in progress] == ["train"]
+    assert [event.phase for event in progress] == ["train"]
     await trainer.stop()
     await trainer.stop()
     assert trainer.pid is None
@@ -213,7 +213,7 @@ def test_unsloth_has_a_worker_of_its_own_which_imports_it_first() -> None:
     modules = [
         worker_command(WorkerConfig(base_model="base", trainer=trainer))[2] for trainer in ("unsloth", "auto", "peft")
     ]
-    assert modules == [f"art_server.trainer.{each}" for each in ("unsloth_worker", "worker", "worker")]
+    assert modules == [f"art_server.trainer.{module}" for module in ("unsloth_worker", "worker", "worker")]
     code = (
         "import sys, art_server.trainer.unsloth_worker; print({'transformers', 'peft', 'torch'} & sys.modules.keys())"
     )

@@ -21,8 +21,8 @@ def test_each_turn_has_its_origin_its_place_and_how_it_continues() -> None:
     first, second = choice([1, 2], [3, 4]), choice([1, 2, 3, 4, 5], [6])
     rewritten = choice([1, 9], [7])
     entries = [{"role": "user", "content": "q"}, first, {"role": "user", "content": "r"}, second]
-    found, _ = run({"messages_and_choices": [*entries, rewritten], "reward": 1.0})
-    assert found.traces == [
+    resolved, _ = run({"messages_and_choices": [*entries, rewritten], "reward": 1.0})
+    assert resolved.traces == [
         [
             [
                 TurnTrace(0, 1, "ids", sequence=0, start=2, stop=4),
@@ -31,12 +31,12 @@ def test_each_turn_has_its_origin_its_place_and_how_it_continues() -> None:
             ]
         ]
     ]
-    assert found.batch.groups[0].number == 0
+    assert resolved.batch.groups[0].number == 0
 
 
 def test_a_dropped_turn_has_its_reason_and_a_side_history_its_number() -> None:
     other = {"messages_and_choices": [bare("c-1")]}
-    found, group = run(
+    resolved, group = run(
         {
             "messages_and_choices": [bare("unknown"), choice([1], [2])],
             "additional_histories": [other],
@@ -45,8 +45,8 @@ def test_a_dropped_turn_has_its_reason_and_a_side_history_its_number() -> None:
         {"messages_and_choices": [bare("unknown")], "reward": 1.0},
         find=lambda key: record(key, [5], [6, 7]) if key == "c-1" else None,
     )
-    (one, two) = found.traces[0]
-    assert [(each.history, each.entry, each.origin) for each in one] == [
+    (one, two) = resolved.traces[0]
+    assert [(trace.history, trace.entry, trace.origin) for trace in one] == [
         (0, 0, None),
         (0, 1, "ids"),
         (1, 0, "ledger"),
@@ -55,11 +55,11 @@ def test_a_dropped_turn_has_its_reason_and_a_side_history_its_number() -> None:
     assert (one[2].sequence, one[2].start, one[2].stop, one[2].step) == (1, 1, 3, 0)
 
     rollouts = ReceivedTrajectories()
-    rollouts.add(group, [[each.as_json() for each in turns] for turns in found.traces[0]])
+    rollouts.add(group, [[trace.as_json() for trace in turns] for turns in resolved.traces[0]])
     (line,) = gzip.decompress(rollouts.content).splitlines()
     stored = json.loads(line)["trajectories"]
     assert stored[0]["turns"][0] == {"history": 0, "entry": 0, "dropped": one[0].dropped}
-    assert [each["entry"] for each in stored[0]["turns"]] == [0, 1, 0]
+    assert [turn["entry"] for turn in stored[0]["turns"]] == [0, 1, 0]
 
 
 def test_groups_without_a_trainable_turn_leave_a_gap_in_the_numbers() -> None:
@@ -67,9 +67,9 @@ def test_groups_without_a_trainable_turn_leave_a_gap_in_the_numbers() -> None:
         TrajectoryGroupBody.model_validate({"trajectories": [{"messages_and_choices": entries, "reward": 1.0}]})
         for entries in ([bare("unknown")], [choice([1], [2])])
     ]
-    found = resolve(groups, TrainConfig(), "p/a", sources(), LIMITS)
-    assert [group.number for group in found.batch.groups] == [1]
-    assert len(found.traces) == 2
+    resolved = resolve(groups, TrainConfig(), "p/a", sources(), LIMITS)
+    assert [group.number for group in resolved.batch.groups] == [1]
+    assert len(resolved.traces) == 2
 
 
 @given(
@@ -92,8 +92,8 @@ def test_a_place_holds_exactly_the_turn_s_sampled_tokens(
         prompt = so_far + context if continues else context
         turns.append(ResolvedTurn(prompt, tokens, [-1.0] * len(tokens), "ids"))
         so_far = prompt + tokens
-    sequences, places = join_turns(turns)
-    for turn, place in zip(turns, places, strict=True):
-        sequence = sequences[place.sequence].token_ids
-        assert sequence[place.start : place.stop] == turn.token_ids
-        assert sequence[: place.start] == turn.prompt_token_ids
+    sequences, spans = join_turns(turns)
+    for turn, span in zip(turns, spans, strict=True):
+        sequence = sequences[span.sequence].token_ids
+        assert sequence[span.start : span.stop] == turn.token_ids
+        assert sequence[: span.start] == turn.prompt_token_ids

@@ -88,8 +88,8 @@ def test_messages_reach_the_engine_in_its_own_form() -> None:
         "tool_calls": [{"id": None, "function": function}],
         "score": 0.5,
     }
-    (made,) = messages_for_engine([message], None)
-    assert made == {
+    (sent,) = messages_for_engine([message], None)
+    assert sent == {
         "role": "assistant",
         "reasoning": "plan",
         "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}],

@@ -17,8 +17,8 @@ def sample(tokens: list[int] | None = None, text: str = "yes") -> FinishedChoice
 
 def add(ledger: Ledger, number: int, prompt: list[int], text: str = "yes", **request: object) -> str:
     """One recorded choice; returns its id."""
-    made = dataclasses.replace(REQUEST, request_id=f"{number:032x}", **request)  # type: ignore[arg-type]
-    with ledger.open_request(made) as opened:
-        ledger.take_prompt(made.request_id, 0, prompt)
-        ledger.take_samples([(made.request_id, 0, 0, sample(text=text))])
+    announced = dataclasses.replace(REQUEST, request_id=f"{number:032x}", **request)  # type: ignore[arg-type]
+    with ledger.open_request(announced) as opened:
+        ledger.take_prompt(announced.request_id, 0, prompt)
+        ledger.take_samples([(announced.request_id, 0, 0, sample(text=text))])
         return opened.records[0].choice_id

@@ -7,17 +7,17 @@ from tokenizers import Tokenizer
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    found = tokenizer.token_to_id(token)
-    assert found is not None, token
-    return found
+    number = tokenizer.token_to_id(token)
+    assert number is not None, token
+    return number
 
 
 def spell(tokenizer: Tokenizer, text: str, cuts: list[int]) -> list[int]:
     """Tokens of a text as a policy may sample them: cut anywhere, also inside characters, and encoded piece by piece."""
     data = text.encode()
-    places = sorted({cut % (len(data) + 1) for cut in cuts} | {0, len(data)})
+    ends = sorted({cut % (len(data) + 1) for cut in cuts} | {0, len(data)})
     ids: list[int] = []
-    for start, stop in itertools.pairwise(places):
+    for start, stop in itertools.pairwise(ends):
         piece = data[start:stop]
         try:
             ids += tokenizer.encode(piece.decode(), add_special_tokens=False).ids

@@ -25,8 +25,8 @@ def test_a_parsed_tool_call_says_what_was_sampled(content: str, name: str, value
     parsed = c.message_from(sampled)
     assert parsed["reasoning_content"] == "hm"
     assert c.message_digest(parsed) == c.message_digest(message)
-    (made,) = parsed["tool_calls"]
-    assert json.loads(made["function"]["arguments"]) == value
+    (tool_call,) = parsed["tool_calls"]
+    assert json.loads(tool_call["function"]["arguments"]) == value
 
 
 @given(st.text(), st.text())

@@ -30,11 +30,10 @@ def ledger(tmp_path: Path) -> Ledger:
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db:
         db.executescript(dump.read_text())
     for _ in range(2):  # the second time there is nothing to change
-        made = Ledger(tmp_path / "ledger.sqlite")
-        made.close()
-    made = Ledger(tmp_path / "ledger.sqlite")
-    made.use_tokenizer(TINY_DIR, read_facts(TINY_DIR))
-    return made
+        Ledger(tmp_path / "ledger.sqlite").close()
+    opened = Ledger(tmp_path / "ledger.sqlite")
+    opened.use_tokenizer(TINY_DIR, read_facts(TINY_DIR))
+    return opened
 
 
 def test_records_are_found_with_their_prompts(ledger: Ledger) -> None:
@@ -55,7 +54,7 @@ def test_answers_are_found_by_log_probabilities_and_by_their_conversation(ledger
     assert record is not None
     prefix, _ = conversation.past_answers([QUESTION, ANSWER, QUESTION])
     by_conversation = ledger.find_by_conversation("p", "a", prefix, record.answer_digest)
-    assert [each.choice_id[-3:] for each in by_conversation] == ["5-0", "2-0"]
+    assert [match.choice_id[-3:] for match in by_conversation] == ["5-0", "2-0"]
     assert len(ledger.find_by_logprobs("p", "a", record.logprobs)) == 7
 
 

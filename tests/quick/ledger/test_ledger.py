@@ -32,11 +32,11 @@ def test_a_sample_is_found_by_its_choice_id_also_after_a_restart(tmp_path: Path)
         record = opened.records[1]
     ledger.close()
     ledger = Ledger(tmp_path / "l.sqlite")
-    found = ledger.find(f"{'f' * 32}-1")
-    assert found == dataclasses.replace(record, text="")
-    assert found is not None and found.request == REQUEST
-    assert (found.prompt_token_ids, found.token_ids) == ([1, 2], [7, 8, 9])
-    assert found.logprobs == [-0.1, -0.2, -0.30000000000000004]
+    stored = ledger.find(f"{'f' * 32}-1")
+    assert stored == dataclasses.replace(record, text="")
+    assert stored is not None and stored.request == REQUEST
+    assert (stored.prompt_token_ids, stored.token_ids) == ([1, 2], [7, 8, 9])
+    assert stored.logprobs == [-0.1, -0.2, -0.30000000000000004]
     assert ledger.find("other") is None
 
 
@@ -57,9 +57,9 @@ def test_a_first_turn_brings_its_prompt_with_its_samples(tmp_path: Path) -> None
         told = [(REQUEST.request_id, i, 0, first_turn([7 + i], [1, 2])) for i in range(2)]
         ledger.take_samples(told)
     for index in range(2):
-        found = ledger.find(f"{'f' * 32}-{index}")
-        assert found is not None and found.prompt_token_ids == [1, 2]
-        assert found.token_ids == [7 + index]
+        stored = ledger.find(f"{'f' * 32}-{index}")
+        assert stored is not None and stored.prompt_token_ids == [1, 2]
+        assert stored.token_ids == [7 + index]
 
 
 def test_samples_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> None:
@@ -73,8 +73,8 @@ def test_samples_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> 
         assert not opened.records
         assert ledger.find(f"{'f' * 32}-0") is None
         # The next prompt gets the number of the one that came to nothing, and is itself.
-        found = ledger.find(add(ledger, 9, [4, 5, 6]))
-        assert found is not None and found.prompt_token_ids == [4, 5, 6]
+        following = ledger.find(add(ledger, 9, [4, 5, 6]))
+        assert following is not None and following.prompt_token_ids == [4, 5, 6]
         # Told again, the first comes with its own prompt.
         ledger.take_samples([good])
         assert opened.records[0].prompt_token_ids == [1, 2]
@@ -87,8 +87,8 @@ def test_answers_are_found_within_their_model(tmp_path: Path) -> None:
     add(ledger, 3, [1], name="b")
     add(ledger, 4, [1], text="no")
     answer = conversation.text_digest(" yes\n")
-    found = ledger.find_by_conversation("p", "a", conversation.EMPTY, answer)
-    assert [each.choice_id for each in found] == [second, first]
+    matches = ledger.find_by_conversation("p", "a", conversation.EMPTY, answer)
+    assert [match.choice_id for match in matches] == [second, first]
     assert ledger.find_by_conversation("p", "a", answer, answer) == []
     assert len(ledger.find_by_logprobs("p", "a", [-0.1, -0.2, -0.3])) == 3
     assert ledger.find_by_logprobs("p", "a", [-0.1, -0.2, -0.4]) == []
@@ -108,8 +108,8 @@ def test_a_frequent_answer_is_found_without_reading_all_of_them(tmp_path: Path) 
     for number in range(600):
         add(ledger, number, [1, 2], prefix_digest=number.to_bytes(16))
     answer, prefix = conversation.text_digest("yes"), (7).to_bytes(16)
-    found = ledger.find_by_conversation("p", "a", prefix, answer)
-    assert [each.choice_id for each in found] == [f"{7:032x}-0"]
+    matches = ledger.find_by_conversation("p", "a", prefix, answer)
+    assert [match.choice_id for match in matches] == [f"{7:032x}-0"]
     assert num_steps(ledger, lambda: ledger.find_by_conversation("p", "a", prefix, answer)) < 30
     rare = [-0.1, -0.2, -0.4]
     assert num_steps(ledger, lambda: ledger.find_by_logprobs("p", "a", rare)) < 30
@@ -174,8 +174,8 @@ def test_a_prompt_whose_past_is_dropped_stays_whole(tmp_path: Path) -> None:
     assert delta_parent == parent
     assert ledger.prune() == 1
     ledger._storage._prompts.clear()
-    found = ledger.find(f"{'f' * 32}-0")
-    assert found is not None and found.prompt_token_ids == whole
+    stored = ledger.find(f"{'f' * 32}-0")
+    assert stored is not None and stored.prompt_token_ids == whole
 
 
 def test_a_prompt_that_is_with_the_engine_is_not_pruned(tmp_path: Path) -> None:
@@ -186,8 +186,8 @@ def test_a_prompt_that_is_with_the_engine_is_not_pruned(tmp_path: Path) -> None:
         add(ledger, 1, [7, 8])
         ledger.take_samples([(REQUEST.request_id, 0, 0, sample())])
     ledger._storage._prompts.clear()
-    found = ledger.find(f"{REQUEST.request_id}-0")
-    assert found is not None and found.prompt_token_ids == [1, 2, 3]
+    stored = ledger.find(f"{REQUEST.request_id}-0")
+    assert stored is not None and stored.prompt_token_ids == [1, 2, 3]
 
 
 def test_prompts_of_abandoned_requests_cost_no_records(tmp_path: Path) -> None:
@@ -195,9 +195,9 @@ def test_prompts_of_abandoned_requests_cost_no_records(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l.sqlite", Retention(max_bytes=300_000))
     kept = [add(ledger, number, [1, number]) for number in range(10)]
     for number in range(100, 150):
-        made = dataclasses.replace(REQUEST, request_id=f"{number:032x}")
-        with ledger.open_request(made):
-            ledger.take_prompt(made.request_id, 0, list(range(number, number + 8000)))
+        abandoned = dataclasses.replace(REQUEST, request_id=f"{number:032x}")
+        with ledger.open_request(abandoned):
+            ledger.take_prompt(abandoned.request_id, 0, list(range(number, number + 8000)))
     with ledger.open_request(REQUEST) as opened:
         ledger.take_prompt(REQUEST.request_id, 0, [5, 6])
         assert ledger._storage.size() > 300_000
@@ -284,10 +284,10 @@ def test_what_tokens_were_sampled_from_is_found_again(tmp_path: Path) -> None:
     other = add(ledger, 2, [1])
     ledger.close()
     ledger = Ledger(tmp_path / "l.sqlite")
-    found, plain = ledger.find(name), ledger.find(other)
-    assert found is not None and plain is not None
-    assert found.sampled_logprobs == [-0.5, -1.0, -0.25]
-    assert (found.kept, found.sets) == ([0, -1, 1], [LIST, MASK])
+    scored, plain = ledger.find(name), ledger.find(other)
+    assert scored is not None and plain is not None
+    assert scored.sampled_logprobs == [-0.5, -1.0, -0.25]
+    assert (scored.kept, scored.sets) == ([0, -1, 1], [LIST, MASK])
     assert (plain.sampled_logprobs, plain.kept, plain.sets) == (None, [], [])
 
 
@@ -296,8 +296,8 @@ def test_raw_figures_are_stored_once(tmp_path: Path) -> None:
     told = dataclasses.replace(first_turn([7, 8], [1]), sampled_logprobs=[-0.1, -0.2])
     with ledger.open_request(REQUEST):
         ledger.take_samples([(REQUEST.request_id, 0, 0, told)])
-    found = ledger.find(f"{REQUEST.request_id}-0")
-    assert found is not None and found.sampled_logprobs == found.logprobs == [-0.1, -0.2]
+    record = ledger.find(f"{REQUEST.request_id}-0")
+    assert record is not None and record.sampled_logprobs == record.logprobs == [-0.1, -0.2]
     (stored,) = ledger._storage.db.execute("SELECT sampled_from FROM records").fetchone()
     assert stored == b""
 
@@ -310,8 +310,8 @@ def test_sets_that_other_choices_have_too_are_stored_once(tmp_path: Path) -> Non
     names.append(add_sampled(ledger, 9, [LIST, MASK], top_p=0.8))
     assert num_sets(ledger) == 2
     for name in names:
-        found = ledger.find(name)
-        assert found is not None and found.sets == [LIST, MASK]
+        record = ledger.find(name)
+        assert record is not None and record.sets == [LIST, MASK]
 
 
 def test_sets_of_dropped_choices_go_and_others_stay(tmp_path: Path) -> None:
@@ -325,8 +325,8 @@ def test_sets_of_dropped_choices_go_and_others_stay(tmp_path: Path) -> None:
     assert num_sets(ledger) == 2
     assert ledger.prune() == 2
     assert num_sets(ledger) == 1
-    found = ledger.find(recent)
-    assert found is not None and found.sets == [MASK]
+    record = ledger.find(recent)
+    assert record is not None and record.sets == [MASK]
     ledger._storage.db.execute("UPDATE records SET created_at = 0")
     assert ledger.prune() == 1
     assert num_sets(ledger) == 0

@@ -86,14 +86,15 @@ class Talk:
             sent = messages
             if any(thoughts):
                 sent = conversation.with_thinking("chat", {"messages": messages}, thoughts)["messages"]
-            sent = [  # as vLLM renders it
-                {**each, "reasoning_content": each["reasoning"]} if "reasoning" in each else each for each in sent
-            ]
-            rendered = self.family.encode(self.family.render(sent))
+            as_rendered: list[Message] = []
+            for message in sent:
+                own = {"reasoning_content": message["reasoning"]} if "reasoning" in message else {}
+                as_rendered.append({**message, **own})  # as vLLM renders it
+            rendered = self.family.encode(self.family.render(as_rendered))
             self.ledger.take_prompt(request_id, 0, rendered)
             for index, ids in enumerate(sampled):
                 text = self.family.decode(ids)
-                stop = next((each for each in stops if each in text), None)
+                stop = next((string for string in stops if string in text), None)
                 is_ended = end and stop is None
                 tokens = [*ids, *([self.family.tokenizer.token_to_id(end)] if is_ended else [])]
                 sample = FinishedChoice(
@@ -120,11 +121,11 @@ class Talk:
 
 def with_ids(messages: Sequence[Message], names: Sequence[str]) -> list[Message]:
     """The messages as an agent sends them that knows the ids of its first answers."""
-    made = [dict(message) for message in messages]
-    answers = [message for message in made if message["role"] == "assistant"]
+    marked = [dict(message) for message in messages]
+    answers = [message for message in marked if message["role"] == "assistant"]
     for message, name in zip(answers, names, strict=False):
         message["art"] = {"id": name}
-    return made
+    return marked
 
 
 def spell(family: Family, text: str, cuts: list[int]) -> list[int]:
@@ -146,7 +147,7 @@ def read_turn(family: Family, text: str) -> tuple[str | None, str, list[Any]]:
     thinking, mark, rest = text.partition("</think>")
     thinking = thinking.partition("<think>")[2].strip() if mark else None
     rest = rest if mark else text
-    calls = [json.loads(each) for each in re.findall(r"<tool_call>\s*(.*?)\s*</tool_call>", rest, re.S)]
+    calls = [json.loads(body) for body in re.findall(r"<tool_call>\s*(.*?)\s*</tool_call>", rest, re.S)]
     content = rest.partition("<tool_call>")[0] if calls else rest
     content = content.removeprefix(family.before.strip())
     edges = bool(calls or mark or family.strips)
@@ -169,8 +170,8 @@ def assert_law(family: Family, text: str, messages: Sequence[Message], own: Sequ
             expected = expected.strip()
         assert content == expected
         asked = [
-            {"name": each["function"]["name"], "arguments": each["function"]["arguments"]}
-            for each in message.get("tool_calls", [])
+            {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+            for call in message.get("tool_calls", [])
         ]
         assert json.dumps(calls, sort_keys=True) == json.dumps(asked, sort_keys=True)
 
@@ -411,7 +412,7 @@ def test_siblings_are_decoded_once_for_all_their_next_turns(
     assert links == ["dropped"] * 4
     for sibling in siblings:
         answer = tuple(sibling.token_ids[:-1])
-        assert sum(each[-len(answer) :] == answer for each in decoded) == 1
+        assert sum(ids[-len(answer) :] == answer for ids in decoded) == 1
 
 
 def test_without_a_name_nobody_goes_on_behind_one_of_several_thoughts() -> None:
@@ -508,7 +509,7 @@ def test_an_id_of_two_choices_names_neither() -> None:
 
 def test_thinking_that_was_restored_is_dropped_by_a_later_user_turn() -> None:
     talk = Talk(QWEN)
-    plan, again = (f"<think>\n{each}\n</think>\n\n{CALLING}" for each in ("plan", "again"))
+    plan, again = (f"<think>\n{thinking}\n</think>\n\n{CALLING}" for thinking in ("plan", "again"))
     talk.ask([user("q")], [talk.family.encode(plan)], session="s")
     path = [user("q"), said("", None, [("look", {"a": 1})]), TOOL_RESULT]
     (second,) = talk.ask(path, [talk.family.encode("fine")], session="s")
@@ -721,7 +722,9 @@ def test_a_conversation_of_many_spliced_turns_is_loaded_after_a_restart(tmp_path
 def test_of_equal_answers_the_one_of_the_same_session_is_continued() -> None:
     talk = Talk(PLAIN)
     cuts = {"one": [1, 3], "two": [2, 4]}
-    first = {each: talk.ask([user("q")], [spell(PLAIN, "maybe", cuts[each])], session=each)[0] for each in cuts}
+    first = {
+        session: talk.ask([user("q")], [spell(PLAIN, "maybe", cuts[session])], session=session)[0] for session in cuts
+    }
     assert first["one"].token_ids != first["two"].token_ids
     for session in cuts:
         (record,) = talk.ask([user("q"), said("maybe"), user("more")], [[5]], session=session)
@@ -733,8 +736,8 @@ def test_other_keys_and_models_are_never_spliced_in() -> None:
     own = talk.model
     (first,) = talk.ask([user("q")], [AMBIGUOUS])
     for talk.owner, talk.model, link in (("you", own, None), ("me", "b", None), ("me", own, "spliced")):
-        (found,) = talk.ask([user("q"), said("maybe"), user("more")], [[5]])
-        assert (found.link, found.continues) == (link, link and first.choice_id)
+        (record,) = talk.ask([user("q"), said("maybe"), user("more")], [[5]])
+        assert (record.link, record.continues) == (link, link and first.choice_id)
 
 
 @dataclass
@@ -754,8 +757,8 @@ class Params:
 def test_a_splice_never_shortens_what_was_asked_for(max_tokens: int | None, is_spliced: bool, limit: int) -> None:
     prompt = {"type": "token", "prompt_token_ids": [1] * 6, "arrival_time": 1.0}
     params = Params(max_tokens)
-    made = with_prompt(prompt, [2] * 8, params, max_model_len=10)
-    assert (made is not None) == is_spliced
+    spliced = with_prompt(prompt, [2] * 8, params, max_model_len=10)
+    assert (spliced is not None) == is_spliced
     assert params.max_tokens == limit
 
 

@@ -45,12 +45,12 @@ def written(content: str, called: list[tuple[str, dict[str, Any]]], ascii: bool)
     return content + "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
 
 
-def streamed(parsing: Any, text: str, places: list[int]) -> dict[str, Any]:
-    """The message of a stream whose deltas end at these places."""
+def streamed(parsing: Any, text: str, cuts: list[int]) -> dict[str, Any]:
+    """The message of a stream whose deltas end at these cuts."""
     make, request = parsing
     parser = make()
-    content, made = "", {}
-    ends = sorted({place % (len(text) + 1) for place in places} | {len(text)})
+    content, functions = "", {}
+    ends = sorted({cut % (len(text) + 1) for cut in cuts} | {len(text)})
     before = ""
     for end in ends:
         current = text[:end]
@@ -62,10 +62,10 @@ def streamed(parsing: Any, text: str, places: list[int]) -> dict[str, Any]:
             continue
         content += delta.content or ""
         for part in delta.tool_calls:
-            function = made.setdefault(part.index, {"name": "", "arguments": ""})
+            function = functions.setdefault(part.index, {"name": "", "arguments": ""})
             function["name"] += part.function.name or ""
             function["arguments"] += part.function.arguments or ""
-    tool_calls = [{"type": "function", "function": function} for function in made.values()]
+    tool_calls = [{"type": "function", "function": function} for function in functions.values()]
     return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
 
@@ -86,11 +86,11 @@ def test_what_a_parser_hands_on_says_what_was_sampled(
     decoded = cast(str, TOKENIZER.decode(ids, skip_special_tokens=True))  # of one sequence
     assert decoded == text + tail
     make, request = parsing
-    found = make().extract_tool_calls(decoded, request)
-    assert found.tools_called and len(found.tool_calls) == len(called)
+    parsed = make().extract_tool_calls(decoded, request)
+    assert parsed.tools_called and len(parsed.tool_calls) == len(called)
     message = {
-        "content": found.content,
-        "tool_calls": [{"function": call.function.model_dump()} for call in found.tool_calls],
+        "content": parsed.content,
+        "tool_calls": [{"function": call.function.model_dump()} for call in parsed.tool_calls],
     }
     assert conversation.message_digest(message) == conversation.text_digest(decoded)
     assert conversation.message_digest(streamed(parsing, decoded, places)) == conversation.text_digest(decoded)

@@ -43,9 +43,9 @@ class Server:
         return [*rendered, 7]
 
     def on_samples(self, samples: Sequence[FinishedChoice]) -> None:
-        if any(each.request_id == "refused" for each in samples):
+        if any(sample.request_id == "refused" for sample in samples):
             raise RecursionError("maximum recursion depth exceeded")
-        self.taken += [each.request_id for each in samples]
+        self.taken += [sample.request_id for sample in samples]
 
     def on_lost(self, request_id: str, index: int, num: int, error: Exception) -> None:
         assert str(error)
@@ -117,7 +117,7 @@ async def test_a_prompt_that_could_not_be_stored_comes_with_its_samples(tmp_path
 
     prompt = {"type": "token", "prompt_token_ids": [1, 2]}
     recorded = record_generate(generate, client, max_model_len=100)
-    assert [each async for each in recorded(prompt, params, "broken")]
+    assert [output async for output in recorded(prompt, params, "broken")]
     await until(lambda: taken)
     assert taken[0].rendered == [1, 2]
     assert client._reading is not None and client._writer is not None

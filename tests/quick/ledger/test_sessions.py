@@ -452,5 +452,5 @@ def test_requests_without_a_session_are_found_since_a_time(tmp_path: Path, monke
     agent.ask([USER], "begins", at=since)
     for text in "abc":
         agent.ask([USER], text, session=None)
-    found = agent.ledger.find_unnamed("p", "a", since)
-    assert sorted(found) == [f"{number:032x}-0" for number in (3, 4, 5)]
+    unnamed = agent.ledger.find_unnamed("p", "a", since)
+    assert sorted(unnamed) == [f"{number:032x}-0" for number in (3, 4, 5)]

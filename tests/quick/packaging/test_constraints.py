@@ -45,10 +45,10 @@ def test_constraints_hold_versions_only(extra: str) -> None:
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("extra", LOCKED)
 def test_constraints_satisfy_what_the_extra_asks_for(extra: str, python: str) -> None:
-    found = pins(extra, python)
+    versions = pins(extra, python)
     for text in [*PROJECT["dependencies"], *EXTRAS[extra]]:
         requirement = Requirement(text)
-        version = found[canonicalize_name(requirement.name)]
+        version = versions[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), f"{text}: {version}"
 
 
@@ -96,9 +96,9 @@ def test_what_the_client_imports_is_declared() -> None:
     of_type_checkers = {"typing_extensions"}  # which contain it
     ours = {"art", "art_protocol", "art_trackers"}
     of_programs = (
-        f"plugins/{each.name}"
-        for each in (ROOT / "plugins").iterdir()
-        if each.is_dir() and each.name not in OF_A_SERVER
+        f"plugins/{folder.name}"
+        for folder in (ROOT / "plugins").iterdir()
+        if folder.is_dir() and folder.name not in OF_A_SERVER
     )
     needed = {name for folder in ("art_client", *of_programs) for name in imported(folder)} - ours
     assert needed - of_extras - of_other_environments - of_type_checkers <= declared()
@@ -107,7 +107,7 @@ def test_what_the_client_imports_is_declared() -> None:
 def test_what_the_server_imports_is_declared() -> None:
     of_vllm = {"xgrammar"}  # in modules that only vLLM's processes import
     ours = {"art_protocol", "art_server", "art_watch", "art_cluster", "art_transfer"}
-    folders = ("art_server", "art_watch", *(f"plugins/{each}" for each in OF_A_SERVER))
+    folders = ("art_server", "art_watch", *(f"plugins/{plugin}" for plugin in OF_A_SERVER))
     needed = {name for folder in folders for name in imported(folder)} - ours - of_vllm
     assert needed <= declared("gpu", "cluster")
     # On a CPU vLLM has another name, and there is neither Unsloth nor NVIDIA's driver.

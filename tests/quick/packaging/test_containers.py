@@ -86,8 +86,8 @@ def compose_services() -> dict[str, Any]:
 
 def deployment() -> dict[str, Any]:
     documents = yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text())
-    (found,) = [document for document in documents if document["kind"] == "Deployment"]
-    return found["spec"]["template"]["spec"]
+    (manifest,) = [document for document in documents if document["kind"] == "Deployment"]
+    return manifest["spec"]["template"]["spec"]
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
@@ -117,7 +117,7 @@ def test_the_manifests_of_hosts_start_a_command_that_there_is() -> None:
     program, host, *flags = [*container["command"], *container["args"]]
     assert (program, host) == ("art-server", "host") and parse_host(flags).engines == 1
     task = yaml.safe_load((DOCKER.parent / "scripts" / "sky-hosts.yaml").read_text())
-    (line,) = [each for each in task["run"].splitlines() if "art-server host" in each]
+    (line,) = [line for line in task["run"].splitlines() if "art-server host" in line]
     assert parse_host(shlex.split(line)[3:-1]).join == "$ART_URL"
 
 

@@ -20,9 +20,9 @@ def test_an_idle_server_waits_for_a_program_that_was_there_a_moment_ago() -> Non
 
 def test_an_idle_server_waits_for_nobody_when_no_program_is_there() -> None:
     for samples in ([(100, IDLE)], [(40, BUSY), (1000, IDLE)]):
-        found = sentence(*samples)
-        assert "waits for your program" not in found and "no program" in found
-    assert "no request for 4 minutes" in found
+        text = sentence(*samples)
+        assert "waits for your program" not in text and "no program" in text
+    assert "no request for 4 minutes" in text
 
 
 def test_the_largest_share_has_its_advice() -> None:

@@ -59,16 +59,16 @@ async def test_the_trainer_of_a_base_model_whose_engine_failed_does_not_train_th
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"note": "other weights"}))
     async with house(tmp_path / "art") as here:
-        made = Loading(here)
-        await made.loader.load("art/tiny")
-        await until(lambda: made.trained == TINY_DIR)
+        loading = Loading(here)
+        await loading.loader.load("art/tiny")
+        await until(lambda: loading.trained == TINY_DIR)
         here.engine.state = "failed"
-        await made.loader.load(str(other))
-        await until(lambda: made.trained == other)
+        await loading.loader.load(str(other))
+        await until(lambda: loading.trained == other)
         here.engine.state = "failed"
-        await made.loader.load(str(other))  # the same again: a step that runs goes on
-        assert made.trained == other
-        await made.loader.stop()
+        await loading.loader.load(str(other))  # the same again: a step that runs goes on
+        assert loading.trained == other
+        await loading.loader.stop()
 
 
 async def test_two_fine_tunes_of_one_configuration_are_two_base_models(tmp_path: Path) -> None:
@@ -80,16 +80,16 @@ async def test_two_fine_tunes_of_one_configuration_are_two_base_models(tmp_path:
     (other / "model.safetensors").write_bytes(weights[:-64] + bytes(64))
     link.symlink_to(one)
     async with house(tmp_path / "art") as here:
-        made = Loading(here)
-        loaded = await made.loader.load(str(one))
-        assert await made.loader.load(str(link)) is loaded
+        loading = Loading(here)
+        loaded = await loading.loader.load(str(one))
+        assert await loading.loader.load(str(link)) is loaded
         with refused(Conflict, "base_model_differs", "base_model") as raised:
-            await made.loader.load(str(other))
+            await loading.loader.load(str(other))
         assert f"register with base_model='{one}'" in str(raised.value)
         with pytest.raises(InvalidInput) as unknown:
-            await made.loader.load(str(tmp_path / "none"))
+            await loading.loader.load(str(tmp_path / "none"))
         assert f"This server has '{one}' loaded" in unknown.value.message
-        await made.loader.stop()
+        await loading.loader.stop()
 
 
 @pytest.mark.parametrize("content", ["{", '{"base_model": "no/such"}', '{"base_model": "./none"}'])
@@ -101,15 +101,15 @@ async def test_a_base_model_that_cannot_be_restored_stops_no_server(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     async with house(tmp_path) as here:
-        made = Loading(here)
-        made.loader._file.parent.mkdir(parents=True, exist_ok=True)
-        made.loader._file.write_text(content)
-        await made.loader.start()
-        await until(lambda: made.loader._fetching is not None and made.loader._fetching.done())
-        assert made.loader.fatal is None and here.engine.base is None
-        await made.loader.load("art/tiny")
+        loading = Loading(here)
+        loading.loader._file.parent.mkdir(parents=True, exist_ok=True)
+        loading.loader._file.write_text(content)
+        await loading.loader.start()
+        await until(lambda: loading.loader._fetching is not None and loading.loader._fetching.done())
+        assert loading.loader.fatal is None and here.engine.base is None
+        await loading.loader.load("art/tiny")
         assert here.engine.base is not None
-        await made.loader.stop()
+        await loading.loader.stop()
 
 
 async def test_a_base_that_cannot_be_trained_is_refused_before_its_download(
@@ -149,9 +149,9 @@ async def test_requests_wait_while_the_base_model_is_being_found(
     add_model(tmp_path, adapter)
     async with house(tmp_path, wait_limit_seconds=1.0) as here, here.client() as http:
         here.add_job(key="known")
-        made = Loading(here)
-        made.loader._file.write_text('{"base_model": "art/tiny"}')
-        await made.loader.start()
+        loading = Loading(here)
+        loading.loader._file.write_text('{"base_model": "art/tiny"}')
+        await loading.loader.start()
         train: Any = {"headers": {"idempotency-key": "known"}, "json": {"groups": []}}
         refused_ones: list[tuple[str, dict[str, Any]]] = [
             ("/api/models/p/a/train", train),
@@ -160,49 +160,49 @@ async def test_requests_wait_while_the_base_model_is_being_found(
         for path, options in refused_ones:
             refused = (await http.post(path, **options)).json()["error"]
             assert (refused["code"], refused["retryable"]) == ("engine_not_ready", True), refused
-        made.loader._config = made.loader._config.model_copy(update={"wait_limit_seconds": PATIENCE_SECONDS})
+        loading.loader._config = loading.loader._config.model_copy(update={"wait_limit_seconds": PATIENCE_SECONDS})
         asked = asyncio.create_task(http.post("/api/models/p/a/train", **train))
         await asyncio.sleep(0)
         may_end.set()
         answer = (await asked).json()["error"]
         assert answer["code"] == "key_reused"  # the queue was asked; this body is another
-        await made.loader.stop()
+        await loading.loader.stop()
 
 
-GPUS = tuple(Gpu(each, f"GPU-{each}", f"card {each}", gib << 30, (9, 0)) for each, gib in ((0, 80), (1, 24)))
+GPUS = tuple(Gpu(index, f"GPU-{index}", f"card {index}", gib << 30, (9, 0)) for index, gib in ((0, 80), (1, 24)))
 
 
 async def test_on_a_shared_card_the_trainer_loads_after_the_engine(tmp_path: Path) -> None:
     """vLLM measures the card's free memory when it starts."""
     async with house(tmp_path / "art") as here:
-        made, is_asked, is_ready = Loading(here), asyncio.Event(), asyncio.Event()
-        made.loader._machine = Machine("cuda", GPUS, 256 << 30)
+        loading, is_asked, is_ready = Loading(here), asyncio.Event(), asyncio.Event()
+        loading.loader._machine = Machine("cuda", GPUS, 256 << 30)
 
         async def wait_ready(timeout_seconds: float) -> None:
             is_asked.set()
             await is_ready.wait()
 
         here.engine.wait_ready = wait_ready  # type: ignore[method-assign]
-        await made.loader.load("art/tiny")
+        await loading.loader.load("art/tiny")
         await is_asked.wait()
-        assert made.trained is None
+        assert loading.trained is None
         is_ready.set()
-        await until(lambda: made.trained == TINY_DIR)
-        (plan,) = made.plans
+        await until(lambda: loading.trained == TINY_DIR)
+        (plan,) = loading.plans
         assert plan.is_base_resident and plan.training_card is None
-        await made.loader.stop()
+        await loading.loader.stop()
 
 
 async def test_each_side_is_planned_on_its_own_card(tmp_path: Path) -> None:
     async with house(tmp_path / "art", serve_devices=(0,), train_devices=(1,)) as here:
-        made = Loading(here)
-        made.loader._machine = Machine("cuda", GPUS, 256 << 30)
-        await made.loader.load("art/tiny")
-        await until(lambda: made.trained == TINY_DIR)
-        (plan,) = made.plans
+        loading = Loading(here)
+        loading.loader._machine = Machine("cuda", GPUS, 256 << 30)
+        await loading.loader.load("art/tiny")
+        await until(lambda: loading.trained == TINY_DIR)
+        (plan,) = loading.plans
         assert plan.training_card == Card("card 1", 24 << 30, 256 << 30)
         assert plan.handover == "none"
-        await made.loader.stop()
+        await loading.loader.stop()
 
 
 async def test_ranks_of_other_machines_get_no_plan_of_the_servers_card(tmp_path: Path) -> None:
@@ -210,11 +210,11 @@ async def test_ranks_of_other_machines_get_no_plan_of_the_servers_card(tmp_path:
     async with house(tmp_path / "art", ranks=0, api_keys=keys) as here:
         engine = here.engine
         here.server.base._engine = engine  # type: ignore[assignment]
-        made = Loading(here)
-        made.loader._machine = Machine("cuda", GPUS, 256 << 30)
-        await made.loader.load("art/tiny")
-        assert made.plans == [None]
-        await made.loader.stop()
+        loading = Loading(here)
+        loading.loader._machine = Machine("cuda", GPUS, 256 << 30)
+        await loading.loader.load("art/tiny")
+        assert loading.plans == [None]
+        await loading.loader.stop()
 
 
 async def test_a_base_model_that_cannot_be_trained_starts_nothing(tmp_path: Path) -> None:
@@ -224,22 +224,22 @@ async def test_a_base_model_that_cannot_be_trained_starts_nothing(tmp_path: Path
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (quantised / "config.json").write_text(json.dumps(config))
     async with house(tmp_path / "art") as here:
-        made = Loading(here)
+        loading = Loading(here)
         with refused(InvalidInput, "not_trainable", "base_model"):
-            await made.loader.load(str(quantised))
-        assert here.engine.base is None and made.plans == []
+            await loading.loader.load(str(quantised))
+        assert here.engine.base is None and loading.plans == []
         assert here.engine.progress.lines == [], "nobody waits for it"
 
 
 async def test_a_trainer_that_cannot_start_hinders_no_stop(tmp_path: Path) -> None:
     async with house(tmp_path / "art") as here:
-        made, has_failed = Loading(here), asyncio.Event()
+        loading, has_failed = Loading(here), asyncio.Event()
 
         async def run(_: object) -> Any:
             has_failed.set()
             raise PermissionError("logs/trainer.log")
 
-        made.run = run  # type: ignore[method-assign]
-        await made.loader.load("art/tiny")
+        loading.run = run  # type: ignore[method-assign]
+        await loading.loader.load("art/tiny")
         await has_failed.wait()
-        await made.loader.stop()
+        await loading.loader.stop()

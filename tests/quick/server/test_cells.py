@@ -58,8 +58,8 @@ async def test_each_project_trains_on_its_own_server_behind_one_address(tmp_path
                     await model.register(backend)
                     result = await model.train([await sample_group(model)])
                     assert result.step == 1
-                (found,) = cell.server.registry.all()
-                assert found.id == f"{project}/agent" and found.step == 1
+                (registered,) = cell.server.registry.all()
+                assert registered.id == f"{project}/agent" and registered.step == 1
 
 
 def test_the_page_has_the_proxys_lines() -> None:

@@ -38,7 +38,7 @@ class SlowTrainer:
 
 
 @contextlib.asynccontextmanager
-async def made(root: Path) -> AsyncIterator[tuple[House, SlowTrainer]]:
+async def slow_house(root: Path) -> AsyncIterator[tuple[House, SlowTrainer]]:
     async with house(root) as here:
         trainer = SlowTrainer()
         here.server.registration._trainer = trainer  # type: ignore[assignment]
@@ -52,7 +52,7 @@ async def register(here: House, name: str, lora: LoRAConfig = TINY_LORA) -> Regi
 
 
 async def test_nothing_waits_for_the_step_0_of_another_model(tmp_path: Path) -> None:
-    async with made(tmp_path) as (here, trainer):
+    async with slow_house(tmp_path) as (here, trainer):
         trainer.aside.set()
         known = await register(here, "known")
         trainer.aside.clear()
@@ -77,29 +77,29 @@ async def test_another_base_for_an_existing_model_is_answered_with_its_own(tmp_p
 
 
 async def test_two_registrations_of_one_name_make_one_model(tmp_path: Path) -> None:
-    async with made(tmp_path) as (here, trainer):
+    async with slow_house(tmp_path) as (here, trainer):
         loras = (TINY_LORA, TINY_LORA, LoRAConfig(rank=8))
         tasks = [asyncio.create_task(register(here, "a", lora)) for lora in loras]
         await until(lambda: len(trainer.shapes) == 3)
         trainer.aside.set()
-        found = await asyncio.gather(*tasks, return_exceptions=True)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
         model = here.registry.get("p", "a")
-        for lora, each in zip(loras, found, strict=True):  # any of them can be the first
+        for lora, result in zip(loras, results, strict=True):  # any of them can be the first
             if lora == model.record.lora:
-                assert each is model
+                assert result is model
             else:
-                assert isinstance(each, Conflict), "another shape"
+                assert isinstance(result, Conflict), "another shape"
         assert model.folder.steps() == [0]
         assert [entry.name for entry in model.folder.path.parent.iterdir()] == ["a"]
 
 
 async def test_of_names_that_differ_by_case_the_first_is_registered(tmp_path: Path) -> None:
-    async with made(tmp_path) as (here, trainer):
+    async with slow_house(tmp_path) as (here, trainer):
         tasks = [asyncio.create_task(register(here, name)) for name in ("Agent", "agent")]
         await until(lambda: len(trainer.shapes) == 2)
         trainer.aside.set()
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        (refused,) = (each for each in found if isinstance(each, Conflict))
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        (refused,) = (result for result in results if isinstance(result, Conflict))
         (model,) = here.registry.all()
         assert refused.code == "name_differs_by_case"
         assert model.record.name in refused.message
@@ -114,7 +114,7 @@ async def test_a_loaded_base_model_is_known_while_the_loader_is_busy(tmp_path: P
 
 
 async def test_a_registration_says_what_the_chat_template_does_not_take(tmp_path: Path) -> None:
-    async with made(tmp_path) as (here, trainer):
+    async with slow_house(tmp_path) as (here, trainer):
         trainer.aside.set()
         base = BaseModel("art/tiny", TINY_DIR)
         vars(base)["facts"] = base.facts.model_copy(update={"notes": ("a note",)})

@@ -30,7 +30,7 @@ from tests.quick.engine.device.cards import FIGURES, card, demand
 from tests.quick.jobs.queued_jobs import add, request_digest
 from tests.resolving import LIMITS, bare, choice, resolve, sources
 
-GPUS = tuple(Gpu(each, f"GPU-{each}", "NVIDIA L4", 24 << 30, (7, 5)) for each in (0, 1))
+GPUS = tuple(Gpu(index, f"GPU-{index}", "NVIDIA L4", 24 << 30, (7, 5)) for index in (0, 1))
 THIRD = Gpu(2, "GPU-2", "NVIDIA L4", 24 << 30, (7, 5))
 UNREGISTERED = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
 
@@ -43,9 +43,9 @@ def two_projects(root: Path) -> Registry:
 
 
 def queue(root: Path, **limits: Any) -> JobQueue:
-    made = JobQueue(root / "jobs.sqlite", **limits)
-    add(made, "k")
-    return made
+    jobs = JobQueue(root / "jobs.sqlite", **limits)
+    add(jobs, "k")
+    return jobs
 
 
 SFT = art.TrainSFTConfig().to_train_config()
@@ -55,7 +55,9 @@ def train(
     *entries: dict[str, Any], rewards: tuple[float, ...] = (0.0,), config: TrainConfig | None = None, **fields: Any
 ) -> None:
     trajectory = {"messages_and_choices": entries, **fields}
-    group = TrajectoryGroupBody.model_validate({"trajectories": [{**trajectory, "reward": each} for each in rewards]})
+    group = TrajectoryGroupBody.model_validate(
+        {"trajectories": [{**trajectory, "reward": reward} for reward in rewards]}
+    )
     resolve([group], config or TrainConfig(), "p/a", sources(), LIMITS)
 
 
@@ -349,7 +351,7 @@ OTHERS: list[tuple[type[Exception], Callable[[], Any], str]] = [
     ),
     (
         TypeError,
-        lambda: art.iterate_dataset(each for each in range(3)),  # type: ignore[arg-type]
+        lambda: art.iterate_dataset(number for number in range(3)),  # type: ignore[arg-type]
         "a generator has no length: pass list(dataset)",
     ),
     (

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.anyio
 
 def make(folder: Path) -> tuple[Server, FakeEngine]:
     engine, trainer = FakeEngine(), FakeTrainer()
-    made: Any = engine, trainer
+    fakes: Any = engine, trainer
     config = ServerConfig(path=folder)
-    server = build(config, make_engine=lambda *_: made[0], make_trainer=lambda *_: made[1])
+    server = build(config, make_engine=lambda *_: fakes[0], make_trainer=lambda *_: fakes[1])
     return server, engine
 
 
@@ -86,13 +86,13 @@ def test_one_engine_is_no_fleet(tmp_path: Path) -> None:
 def test_several_engines_divide_the_gpus_and_have_their_own_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpus = tuple(Gpu(each, f"GPU-{each}", "NVIDIA L4", 24 << 30, (8, 9)) for each in range(5))
+    gpus = tuple(Gpu(index, f"GPU-{index}", "NVIDIA L4", 24 << 30, (8, 9)) for index in range(5))
     monkeypatch.setattr("art_server.server.detect", lambda: Machine("cuda", gpus, 64 << 30))
     server = build(ServerConfig(path=tmp_path, engines=2, serve_devices=(1, 2, 3, 4), train_devices=(0,)))
-    visible = [each._kept_to["CUDA_VISIBLE_DEVICES"] for each in server.engine.replicas]
+    visible = [replica._kept_to["CUDA_VISIBLE_DEVICES"] for replica in server.engine.replicas]
     assert visible == ["GPU-1,GPU-2", "GPU-3,GPU-4"]
-    assert [each.log_path.name for each in server.engine.replicas] == ["engine-0.log", "engine-1.log"]
-    assert [each.name for each in server.status.health().replicas] == ["engine-0", "engine-1"]
+    assert [replica.log_path.name for replica in server.engine.replicas] == ["engine-0.log", "engine-1.log"]
+    assert [replica.name for replica in server.status.health().replicas] == ["engine-0", "engine-1"]
     server.close()
 
 

@@ -54,12 +54,12 @@ def refusal(model: BaseModel, trainer: str = "auto") -> str:
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4", "awq", "gptq", "compressed-tensors"])
-@pytest.mark.parametrize("place", ["quantization_config", "text_config", "compression_config"])
-def test_a_quantised_base_is_refused_wherever_it_says_so(method: str, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["quantization_config", "text_config", "compression_config"])
+def test_a_quantised_base_is_refused_wherever_it_says_so(method: str, field: str, tmp_path: Path) -> None:
     quantization: dict[str, Any] = {"quant_method": method}
-    if place == "text_config":
+    if field == "text_config":
         quantization = {"quantization_config": quantization}
-    message = refusal(base(tmp_path, "a base", **{place: quantization}))
+    message = refusal(base(tmp_path, "a base", **{field: quantization}))
     assert f"quantised by '{method}'" in message and "bitsandbytes" in message
 
 
@@ -243,11 +243,13 @@ def test_a_file_may_leave_out_all_that_transformers_knows(family: str, tmp_path:
     )
 
 
-@pytest.mark.parametrize(("toy", "place"), [("mistral3 whose queries grow", "text_config"), ("ministral3 yarn", None)])
-def test_how_queries_grow_with_the_position_is_known(toy: str, place: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("toy", "section"), [("mistral3 whose queries grow", "text_config"), ("ministral3 yarn", None)]
+)
+def test_how_queries_grow_with_the_position_is_known(toy: str, section: str | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published_file(toy)))
     scaling = {"llama_4_scaling": {"original_max_position_embeddings": 32, "beta": 0.5}}
-    assert read_facts(tmp_path).overrides == ({place: scaling} if place else scaling)
+    assert read_facts(tmp_path).overrides == ({section: scaling} if section else scaling)
     assert BaseModel("art/tiny", TINY_DIR).facts.overrides == {}
 
 
@@ -306,12 +308,12 @@ def test_positions_that_would_depend_on_neighbours_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("given", "flag"),
+    ("options", "flag"),
     [({"exact": True}, "--exact"), ({"dtype": "float32"}, "--dtype float32"), ({}, None)],
 )
-def test_gated_delta_layers_on_a_cpu_want_bfloat16(given: dict[str, Any], flag: str | None, tmp_path: Path) -> None:
+def test_gated_delta_layers_on_a_cpu_want_bfloat16(options: dict[str, Any], flag: str | None, tmp_path: Path) -> None:
     make_model("qwen3_5_text", tmp_path / "base")
-    model, config = BaseModel("a base", tmp_path / "base"), ServerConfig(**given)
+    model, config = BaseModel("a base", tmp_path / "base"), ServerConfig(**options)
     assert model.facts.has_delta_rule and not BaseModel("art/tiny", TINY_DIR).facts.has_delta_rule
     check_number_types(config, BaseModel("art/tiny", TINY_DIR))
     if flag is None:

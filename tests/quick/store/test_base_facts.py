@@ -32,13 +32,13 @@ def bare(folder: Path, **config: object) -> BaseModel:
 @pytest.mark.usefixtures("in_process")
 def test_facts_are_kept_by_the_content_of_the_files(tmp_path: Path, nothing_kept: Path) -> None:
     folder = bare(tmp_path / "base").path
-    made = read_facts(folder)
-    assert (made.vocabulary, made.max_positions) == (
+    facts = read_facts(folder)
+    assert (facts.vocabulary, facts.max_positions) == (
         TINY["vocab_size"],
         TINY["max_position_embeddings"],
     )
     (kept,) = nothing_kept.iterdir()
-    kept.write_text(kept.read_text().replace(f'"vocabulary": {made.vocabulary}', '"vocabulary": 7'))
+    kept.write_text(kept.read_text().replace(f'"vocabulary": {facts.vocabulary}', '"vocabulary": 7'))
     base_facts._kept_facts.cache_clear()
     assert read_facts(folder).vocabulary == 7, "from the disk"
     bare(folder, vocab_size=1500)

@@ -56,9 +56,9 @@ def test_a_later_value_replaces_an_earlier_one_and_the_file_has_a_line_for_each_
     ]
     assert [line.get("job_id") for line in lines] == [None, "job", "next", None]
     assert lines[3]["val/reward"] == 0.5 and "train/reward" not in lines[3]
-    found = history.columns(["val/reward", "missing"])
-    assert found["recorded_at"] == [lines[0]["recorded_at"], lines[2]["recorded_at"]]
-    assert found["metrics"] == {"val/reward": [0.5, None], "missing": [None, None]}
+    columns = history.columns(["val/reward", "missing"])
+    assert columns["recorded_at"] == [lines[0]["recorded_at"], lines[2]["recorded_at"]]
+    assert columns["metrics"] == {"val/reward": [0.5, None], "missing": [None, None]}
     assert history.span() == (2, lines[0]["recorded_at"], lines[2]["recorded_at"])
 
 
@@ -172,8 +172,8 @@ def test_lines_that_are_no_rows_are_left_out_and_counted(
 ) -> None:
     good = b'{"step": 1, "train/reward": 0.5}\n'
     history = imported(tmp_path, good + line + b"\n\n" + b'{"step": 3}')
-    found = history.columns(["train/reward"])
-    assert (found["steps"], found["metrics"]["train/reward"]) == ([1, 3], [0.5, None])
+    columns = history.columns(["train/reward"])
+    assert (columns["steps"], columns["metrics"]["train/reward"]) == ([1, 3], [0.5, None])
     (record,) = caplog.records
     assert record.args is not None and record.args[1] == 1  # type: ignore[index]
 
@@ -184,11 +184,11 @@ def test_values_that_are_no_finite_numbers_are_none(tmp_path: Path) -> None:
         '{"step": 1, "a": NaN, "b": Infinity, "c": 1e999, "d": %s, "e": "text", "f": true}\n'
         '{"step": 2, "a": 2.5, "b": [1], "recorded_at": 7, "job_id": 8}\n' % ("9" * 400),
     )
-    found = history.columns(["a", "b", "c", "d", "e", "f", "missing"])
-    assert found["steps"] == [1, 2] and found["recorded_at"] == [None, None]
-    assert found["metrics"]["a"] == [None, 2.5] and found["metrics"]["f"] == [1.0, None]
+    columns = history.columns(["a", "b", "c", "d", "e", "f", "missing"])
+    assert columns["steps"] == [1, 2] and columns["recorded_at"] == [None, None]
+    assert columns["metrics"]["a"] == [None, 2.5] and columns["metrics"]["f"] == [1.0, None]
     for name in ("b", "c", "d", "e", "missing"):
-        assert found["metrics"][name] == [None, None], name
+        assert columns["metrics"][name] == [None, None], name
     assert history.newest("a", 2) == [2.5] and history.newest("c", 1) == []
 
 
@@ -205,11 +205,11 @@ def test_a_line_that_was_written_late_stands_at_its_step(tmp_path: Path) -> None
         {"step": 3, "recorded_at": "2026-01-04"},
     ]
     history = imported(tmp_path, "".join(json.dumps(row) + "\n" for row in rows))
-    found = history.columns(["val/reward", "train/reward"])
-    assert found["steps"] == [0, 1, 2, 3]
-    assert found["recorded_at"] == ["2026-01-03", "2026-01-01", "2026-01-02", "2026-01-04"]
-    assert found["metrics"]["val/reward"] == [0.5, None, None, None]
-    assert found["metrics"]["train/reward"] == [None, 0.1, 0.2, None]
+    columns = history.columns(["val/reward", "train/reward"])
+    assert columns["steps"] == [0, 1, 2, 3]
+    assert columns["recorded_at"] == ["2026-01-03", "2026-01-01", "2026-01-02", "2026-01-04"]
+    assert columns["metrics"]["val/reward"] == [0.5, None, None, None]
+    assert columns["metrics"]["train/reward"] == [None, 0.1, 0.2, None]
     assert history.newest("train/reward", 1) == [0.2]
 
 
@@ -246,7 +246,7 @@ def expected_ranking(rows: list[dict[str, Any]]) -> tuple[str | None, list[int]]
                 sampled = row.get("sampled_step", step) if metric == "train/reward" else step
                 earned[int(sampled)].append(row[metric])
         if earned:
-            means = {step: statistics.fmean(each) for step, each in earned.items()}
+            means = {step: statistics.fmean(rewards) for step, rewards in earned.items()}
             return metric, sorted(means, key=lambda step: (means[step], step), reverse=True)
     return None, []
 

@@ -66,8 +66,8 @@ def test_a_bare_name_in_two_projects_asks_for_the_project(tmp_path: Path) -> Non
     with pytest.raises(Conflict) as refused:
         registry.resolve("a", None, None)
     assert (refused.value.code, refused.value.param) == ("ambiguous_model", "model")
-    found = registry.resolve("a", None, frozenset({"q"})).model
-    assert found is not None and found.id == "q/a", "unique among what the key may see"
+    model = registry.resolve("a", None, frozenset({"q"})).model
+    assert model is not None and model.id == "q/a", "unique among what the key may see"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ TOKENS = {"token_ids": [1], "prompt_token_ids": [2], "logprobs": {"content": []}
 
 def group(*histories: list[dict[str, Any]]) -> TrajectoryGroupBody:
     own, *others = histories
-    additional = [{"messages_and_choices": each, "tools": [{"t": 1}]} for each in others]
+    additional = [{"messages_and_choices": history, "tools": [{"t": 1}]} for history in others]
     trajectory = {"messages_and_choices": own, "reward": 1.0, "additional_histories": additional}
     return TrajectoryGroupBody.model_validate({"trajectories": [trajectory]})
 
@@ -34,15 +34,15 @@ def stored_entries(body: TrajectoryGroupBody) -> list[int]:
     """The number of stored entries of each history."""
     (trajectory,) = trajectory_row(body)["trajectories"]
     others = trajectory["additional_histories"]
-    return [len(trajectory["messages"]), *(len(each["messages_and_choices"]) for each in others)]
+    return [len(trajectory["messages"]), *(len(history["messages_and_choices"]) for history in others)]
 
 
 def read_again(body: TrajectoryGroupBody) -> list[list[dict[str, Any]]]:
     row = read_row(json.dumps(trajectory_row(body)))
     (trajectory,) = row["trajectories"]
     others = trajectory["additional_histories"]
-    assert all(each["tools"] == [{"t": 1}] and "begins_with" not in each for each in others)
-    return [trajectory["messages"], *(each["messages_and_choices"] for each in others)]
+    assert all(history["tools"] == [{"t": 1}] and "begins_with" not in history for history in others)
+    return [trajectory["messages"], *(history["messages_and_choices"] for history in others)]
 
 
 def test_choices_are_stored_without_tokens() -> None:
@@ -73,8 +73,8 @@ def test_a_trajectory_grows_with_its_conversation_and_not_with_its_square() -> N
 
 
 def test_a_place_that_cannot_be_is_left_out() -> None:
-    for place in (None, 7, {"history": 5, "entries": 1}, {"history": "x", "entries": 1}, {}):
-        history = {"messages_and_choices": [user("r")], "begins_with": place}
+    for begins_with in (None, 7, {"history": 5, "entries": 1}, {"history": "x", "entries": 1}, {}):
+        history = {"messages_and_choices": [user("r")], "begins_with": begins_with}
         row = {"trajectories": [{"messages": [user("q")], "additional_histories": [history]}]}
         (trajectory,) = read_row(json.dumps(row))["trajectories"]
         assert trajectory["additional_histories"][0]["messages_and_choices"] == [user("r")]

@@ -24,7 +24,7 @@ LARGE, ABOVE = 10**6, 1e-6
 """For a number without an upper bound, and for the least number above an open bound."""
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-NAMES = [*([each] for each in LAYERS), LAYERS, ["layers.1.self_attn.q_proj"]]
+NAMES = [*([layer] for layer in LAYERS), LAYERS, ["layers.1.self_attn.q_proj"]]
 """For target_modules, whose type has no choices."""
 
 NEEDS: dict[tuple[str, Any], dict[str, Any]] = {
@@ -40,8 +40,8 @@ def values_of(kind: Any, bounds: tuple[Any, ...] = ()) -> Iterator[Any]:
     """Any: an annotation, and values of its type."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        given = [each for part in parts[1:] for each in getattr(part, "metadata", [part])]
-        yield from values_of(parts[0], (*bounds, *given))
+        own_bounds = [bound for part in parts[1:] for bound in getattr(part, "metadata", [part])]
+        yield from values_of(parts[0], (*bounds, *own_bounds))
     elif origin is Literal:
         yield from parts
     elif origin in (Union, UnionType):
@@ -52,17 +52,18 @@ def values_of(kind: Any, bounds: tuple[Any, ...] = ()) -> Iterator[Any]:
     elif kind is bool:
         yield from (False, True)
     elif origin is list:
-        yield from NAMES if parts == (str,) else ([each] for each in values_of(parts[0]))
+        yield from NAMES if parts == (str,) else ([value] for value in values_of(parts[0]))
     else:
         assert kind in (int, float), f"{kind}: say which values of this type the test takes"
+        above = ABOVE if kind is float else 1
         least = next(
-            each.ge if isinstance(each, annotated_types.Ge) else kind(each.gt) + (ABOVE if kind is float else 1)  # pyright: ignore[reportArgumentType]
-            for each in bounds
-            if isinstance(each, annotated_types.Ge | annotated_types.Gt)
+            bound.ge if isinstance(bound, annotated_types.Ge) else kind(bound.gt) + above  # pyright: ignore[reportArgumentType]
+            for bound in bounds
+            if isinstance(bound, annotated_types.Ge | annotated_types.Gt)
         )
         yield kind(least)  # pyright: ignore[reportArgumentType]
         yield kind(
-            next((each.le for each in bounds if isinstance(each, annotated_types.Le)), LARGE)  # pyright: ignore[reportArgumentType]
+            next((bound.le for bound in bounds if isinstance(bound, annotated_types.Le)), LARGE)  # pyright: ignore[reportArgumentType]
         )
 
 
@@ -93,9 +94,9 @@ def take_step(policy: Policy, lora: LoRAConfig, config: TrainConfig, batch: Any,
 def test_each_accepted_adapter_trains(name: str, value: Any, policy: Policy, make_batch: Any, tmp_path: Path) -> None:
     lora = LoRAConfig.model_validate({name: value})
     take_step(policy, lora, TrainConfig(learning_rate=1e-3), make_batch(1), tmp_path)
-    trained = {each.split(".lora_")[0].rpartition(".")[2] for each in policy.parameters}
+    trained = {parameter.split(".lora_")[0].rpartition(".")[2] for parameter in policy.parameters}
     if name == "target_modules":
-        assert trained == set(LAYERS if value is None else [each.rpartition(".")[2] for each in value])
+        assert trained == set(LAYERS if value is None else [target.rpartition(".")[2] for target in value])
 
 
 @pytest.mark.parametrize(("name", "value"), cases(TrainConfig))

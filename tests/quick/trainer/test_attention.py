@@ -64,14 +64,14 @@ def brute_force_mask(forest: Forest, window: int | None) -> torch.Tensor:
 def test_segments_cover_every_visible_pair_once(seed: int, window: int | None) -> None:
     forest = random_forest(seed)
     covered = torch.zeros(forest.num_tokens, forest.num_tokens, dtype=torch.int64)
-    for each in make_segments(ForestAttention.of(forest, "segments", CPU), window):
-        height, width = each.query_stop - each.query, each.key_stop - each.key
+    for segment in make_segments(ForestAttention.of(forest, "segments", CPU), window):
+        height, width = segment.query_stop - segment.query, segment.key_stop - segment.key
         sees = torch.ones(height, width, dtype=torch.bool)
-        if each.is_causal:
+        if segment.is_causal:
             sees = sees.tril()
-        if each.mask is not None:
-            sees &= each.mask == 0
-        covered[each.query : each.query_stop, each.key : each.key_stop] += sees
+        if segment.mask is not None:
+            sees &= segment.mask == 0
+        covered[segment.query : segment.query_stop, segment.key : segment.key_stop] += sees
     assert torch.equal(covered, brute_force_mask(forest, window).long())
 
 
@@ -165,17 +165,17 @@ def test_long_node_under_a_short_window_needs_no_large_mask() -> None:
     sequence = [[token % 7 for token in range(4000)]]
     attention = ForestAttention.of(lay_out(sequence, sort_sequences(sequence)), "segments", CPU)
     segments = make_segments(attention, 100)
-    assert max(each.mask.numel() for each in segments if each.mask is not None) <= 100 * 100
-    pairs = sum((each.query_stop - each.query) * (each.key_stop - each.key) for each in segments)
+    assert max(segment.mask.numel() for segment in segments if segment.mask is not None) <= 100 * 100
+    pairs = sum((segment.query_stop - segment.query) * (segment.key_stop - segment.key) for segment in segments)
     assert pairs <= 4000 * 200
 
 
-@pytest.mark.parametrize("given", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}, {"forest": None}])
-def test_attention_that_trees_do_not_have_is_refused(given: dict) -> None:
+@pytest.mark.parametrize("options", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}, {"forest": None}])
+def test_attention_that_trees_do_not_have_is_refused(options: dict) -> None:
     forest = ForestAttention.of(random_forest(0), "segments", CPU)
     states = torch.randn(1, 4, len(forest.ends_T), 8)
     with pytest.raises(NotImplementedError):
-        tree_attention(torch.nn.Module(), states, states, states, None, **{"forest": forest, **given})
+        tree_attention(torch.nn.Module(), states, states, states, None, **{"forest": forest, **options})
 
 
 def test_single_row_is_plain_causal_attention() -> None:

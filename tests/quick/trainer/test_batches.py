@@ -70,7 +70,7 @@ def test_group_whose_tokens_are_all_context_is_not_trainable() -> None:
 def test_token_at_position_zero_cannot_be_trained_and_is_counted() -> None:
     sequence = TokenSequence(token_ids=[3, 4], logprobs=[-1.0, -2.0])
     trained = make_train_batch(Batch(groups=[group((1.0, [sequence]), (0.0, [sequence]))]))
-    assert [each.targets for each in trained.sequences] == [[4], [4]]
+    assert [sequence.targets for sequence in trained.sequences] == [[4], [4]]
     assert trained.num_tokens == 2
     assert trained.num_tokens_unpredicted == 2
 
@@ -103,7 +103,7 @@ def test_position_that_is_both_known_and_to_recompute_is_refused() -> None:
 def test_given_advantages_hold_at_their_positions_and_make_a_group_live() -> None:
     sequence = TokenSequence(token_ids=[5, 6, 7], logprobs=[None, -0.5, -0.5], advantages={2: 3.0})
     trained = make_train_batch(Batch(groups=[group((1.0, [sequence]), (1.0, [SEQUENCE]))]))
-    assert [each.advantages for each in trained.sequences] == [[0.0, 3.0], [0.0, 0.0]]
+    assert [sequence.advantages for sequence in trained.sequences] == [[0.0, 3.0], [0.0, 0.0]]
     assert trained.num_groups_trainable == 1
 
 
@@ -192,8 +192,8 @@ def test_micro_batches_hold_each_trained_token_once_within_the_budget(
         assert size <= max_tokens or len(batch.sequences) == 1
         assert batch.num_sequence_tokens == sum(len(trained.sequences[index].token_ids) for index in batch.sequences)
         for token, prediction in zip(batch.indices_S.tolist(), batch.predictions_S.tolist(), strict=True):
-            place = int(batch.forest_indices_N[prediction])
-            visible = [key for key in range(place + 1) if place < int(forest.ends_T[key])]
+            index = int(batch.forest_indices_N[prediction])
+            visible = [key for key in range(index + 1) if index < int(forest.ends_T[key])]
             assert forest.positions_T[visible].tolist() == list(range(len(visible)))
             assert forest.token_ids_T[visible].tolist() == expected[token][0]
             assert int(batch.targets_N[prediction]) == expected[token][1]
@@ -218,10 +218,10 @@ def test_reward_of_a_trajectory_without_rows_is_in_the_baseline() -> None:
     assert trained.sequences[0].advantages == pytest.approx([2**-0.5] * 2, abs=1e-5)
 
 
-@pytest.mark.parametrize("given", ["advantages", "middle"])
-def test_group_whose_tokens_all_have_advantage_zero_is_dead(given: str) -> None:
+@pytest.mark.parametrize("case", ["advantages", "middle"])
+def test_group_whose_tokens_all_have_advantage_zero_is_dead(case: str) -> None:
     """Rewards that differ do not help: the client gave zeros, or only the trajectory at the mean can be trained."""
-    if given == "advantages":
+    if case == "advantages":
         zeros = SEQUENCE.model_copy(update={"advantages": {2: 0.0, 3: 0.0}})
         dead = group((1.0, [zeros]), (0.0, [zeros]))
     else:
@@ -255,7 +255,7 @@ def test_groups_that_are_left_out_do_not_count_in_the_scale_of_a_batch() -> None
     one = group((1.0, [SEQUENCE]), (0.0, [SEQUENCE]))
     alone = make_train_batch(Batch(groups=[one]), config)
     both = make_train_batch(Batch(groups=[one, group((100.0, [cut]), (0.0, [cut]))]), config)
-    assert [each.advantages for each in both.sequences] == [each.advantages for each in alone.sequences]
+    assert [sequence.advantages for sequence in both.sequences] == [sequence.advantages for sequence in alone.sequences]
     assert alone.sequences[0].advantages == pytest.approx([1.0, 1.0], abs=1e-5)
 
 
@@ -264,17 +264,17 @@ def test_a_penalty_lowers_rewards_also_where_only_turns_give_a_signal() -> None:
     turns = [SEQUENCE.model_copy(update={"rewards": [(3, reward)]}) for reward in (1.0, 0.0)]
     batch = Batch(groups=[group((0.0, [turns[0]]), (0.0, [turns[1]]))])
     for penalties, expected in (([0.0, 5.0], (2.0, -2.0)), ([5.0, 0.0], (0.0, 0.0))):
-        made = make_train_batch(batch, TrainConfig(), penalties)
-        found = [each.advantages for each in made.sequences]
-        assert found == [pytest.approx([each, each], abs=1e-4) for each in expected]
+        trained = make_train_batch(batch, TrainConfig(), penalties)
+        advantages = [sequence.advantages for sequence in trained.sequences]
+        assert advantages == [pytest.approx([advantage, advantage], abs=1e-4) for advantage in expected]
 
 
 def test_a_penalty_for_kl_leaves_the_trained_groups_as_they_are() -> None:
     """Sequences keep their numbers in the step: the rewards 2 and 0, lowered by 2 and 0, are equal."""
     for config in (TrainConfig(), TrainConfig(baseline="none", scaling="batch_std")):
         batch = Batch(groups=[group((2.0, [SEQUENCE]), (0.0, [SEQUENCE]))])
-        made = make_train_batch(batch, config, [2.0, 0.0])
-        assert [each.advantages for each in made.sequences] == [[0.0, 0.0]] * 2
+        trained = make_train_batch(batch, config, [2.0, 0.0])
+        assert [sequence.advantages for sequence in trained.sequences] == [[0.0, 0.0]] * 2
 
 
 def test_the_soft_penalty_counts_tokens_that_are_too_stale() -> None:
@@ -284,4 +284,4 @@ def test_the_soft_penalty_counts_tokens_that_are_too_stale() -> None:
     config = TrainConfig(overlong="soft_penalty", overlong_length=2, overlong_buffer=2)
     kept, num_dropped = drop_stale(with_penalties(batch, config), 2)
     assert num_dropped == 1 and not make_train_batch(kept, TrainConfig()).sequences
-    assert [each.reward for each in kept.groups[0].trajectories] == [0.0, 0.0]
+    assert [trajectory.reward for trajectory in kept.groups[0].trajectories] == [0.0, 0.0]

@@ -35,7 +35,7 @@ def test_a_window_is_as_long_as_the_engines(tmp_path: Path) -> None:
 def test_steps_of_state_space_layers_have_the_engines_limits(toy: str, tmp_path: Path) -> None:
     """vLLM's have no limits (tests/long/integration/family_engine.py compares them)."""
     loaded = load_base(str(make_model(toy, tmp_path / "base")), torch.float32, torch.device("cpu"))
-    limits = {each.time_step_limit for each in loaded.modules() if hasattr(each, "time_step_limit")}
+    limits = {module.time_step_limit for module in loaded.modules() if hasattr(module, "time_step_limit")}
     assert limits == {(0.0, math.inf)}
 
 

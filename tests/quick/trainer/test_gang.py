@@ -89,8 +89,8 @@ def test_the_same_ranks_give_the_same_bits_and_others_continue(world: World, tmp
         assert (tmp_path / "first/2" / file).read_bytes() == (tmp_path / "again/2" / file).read_bytes()
     one.train(tmp_path / "first/2", tmp_path / "by one", config, world.batches[2:])
     two.train(tmp_path / "first/2", tmp_path / "by two", config, world.batches[2:])
-    made = [tmp_path / by / "1/adapter_model.safetensors" for by in ("by one", "by two")]
-    assert difference(*made) < 1e-6
+    adapters = [tmp_path / by / "1/adapter_model.safetensors" for by in ("by one", "by two")]
+    assert difference(*adapters) < 1e-6
 
 
 def test_a_rank_without_a_tree_waits(world: World, tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_a_rank_without_a_tree_waits(world: World, tmp_path: Path) -> None:
     for gang in (world.gang(2), world.gang(2, is_sharded=True)):
         out = tmp_path / gang.folder.name
         gang.train(world.start, out, config, [few])
-        made = [folder / "1/adapter_model.safetensors" for folder in (tmp_path / "one", out)]
-        assert difference(*made) < 1e-6
+        adapters = [folder / "1/adapter_model.safetensors" for folder in (tmp_path / "one", out)]
+        assert difference(*adapters) < 1e-6
 
 
 def test_all_ranks_try_again_with_less_when_one_has_no_memory(world: World, tmp_path: Path) -> None:
@@ -113,12 +113,12 @@ def test_all_ranks_try_again_with_less_when_one_has_no_memory(world: World, tmp_
     assert done.environment["max_tokens_at_end"] == str(BUDGET // 2)
     assert done.metrics["data/step_num_out_of_memory_retries"] == 1
     world.gang(1).train(world.start, tmp_path / "one", config, world.batches[:1])
-    made = [tmp_path / of / "1/adapter_model.safetensors" for of in ("one", "two")]
-    assert difference(*made) < 1e-6
+    adapters = [tmp_path / of / "1/adapter_model.safetensors" for of in ("one", "two")]
+    assert difference(*adapters) < 1e-6
 
 
 @pytest.mark.parametrize(
-    ("rank", "place", "fault", "code"),
+    ("rank", "stage", "fault", "code"),
     [
         (1, "forward", "cancel", "cancelled"),
         (0, "forward", "cancel", "cancelled"),
@@ -126,25 +126,25 @@ def test_all_ranks_try_again_with_less_when_one_has_no_memory(world: World, tmp_
     ],
 )
 def test_what_ends_a_job_on_one_rank_ends_it_on_all_and_no_process(
-    world: World, tmp_path: Path, rank: int, place: str, fault: str, code: str
+    world: World, tmp_path: Path, rank: int, stage: str, fault: str, code: str
 ) -> None:
     config = TrainConfig(learning_rate=RATE)
     two = world.gang(2)
     two.train(world.start, tmp_path / "before", config, world.batches[:1])
     pids = two.gang.pids
-    two.break_next(rank, place, fault)
+    two.break_next(rank, stage, fault)
     with pytest.raises(TrainerError) as caught:
         two.train(world.start, tmp_path / "broken", config, world.batches[:1])
     assert caught.value.code == code
     two.train(world.start, tmp_path / "after", config, world.batches[:1])
     assert two.gang.pids == pids, "all of them trained the next job"
     assert not list((tmp_path / "broken").glob("*/optimizer.safetensors"))
-    made = [tmp_path / of / "1/adapter_model.safetensors" for of in ("before", "after")]
-    assert made[0].read_bytes() == made[1].read_bytes()
+    adapters = [tmp_path / of / "1/adapter_model.safetensors" for of in ("before", "after")]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("is_sharded", "rank", "place", "fault", "code"),
+    ("is_sharded", "rank", "stage", "fault", "code"),
     [
         (False, 1, "reduce", "kill", "trainer_died"),
         (False, 0, "save", "fill_disk", "no_disk_space"),
@@ -154,19 +154,19 @@ def test_what_ends_a_job_on_one_rank_ends_it_on_all_and_no_process(
     ],
 )
 def test_a_rank_that_fails_alone_ends_the_others_and_the_next_job_starts_them(
-    world: World, tmp_path: Path, is_sharded: bool, rank: int, place: str, fault: str, code: str
+    world: World, tmp_path: Path, is_sharded: bool, rank: int, stage: str, fault: str, code: str
 ) -> None:
     config = TrainConfig(learning_rate=RATE)
     two = world.gang(2, is_sharded=is_sharded)
     two.train(world.start, tmp_path / "before", config, world.batches[:1])
-    two.break_next(rank, place, fault)
+    two.break_next(rank, stage, fault)
     with pytest.raises(TrainerError) as caught:
         two.train(world.start, tmp_path / "broken", config, world.batches[:1])
     assert caught.value.code == code
     assert set(two.gang.pids.values()) == {None}
     two.train(world.start, tmp_path / "after", config, world.batches[:1])
-    made = [tmp_path / of / "1/adapter_model.safetensors" for of in ("before", "after")]
-    assert difference(*made) < (1e-6 if fault == "fill_memory" else 1e-12)
+    adapters = [tmp_path / of / "1/adapter_model.safetensors" for of in ("before", "after")]
+    assert difference(*adapters) < (1e-6 if fault == "fill_memory" else 1e-12)
 
 
 def test_a_shard_is_half_of_the_layers(world: World, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_shard_is_half_of_the_layers(world: World, tmp_path: Path) -> None:
     two = world.gang(2, is_sharded=True)
     two.train(world.start, tmp_path, TrainConfig(learning_rate=RATE), world.batches[:1])
     weights = load_file(next(world.base.glob("*.safetensors")))
-    whole = sum(each.nbytes for name, each in weights.items() if ".layers." in name)
+    whole = sum(tensor.nbytes for name, tensor in weights.items() if ".layers." in name)
     for rank in range(2):
         log = (two.folder / ("trainer.log" if rank == 0 else f"trainer-{rank}.log")).read_text()
         assert f"{whole // 2} of {whole} bytes of the layers" in log
@@ -212,8 +212,8 @@ def test_what_one_job_learned_of_memory_all_ranks_of_the_next_know(world: World,
     assert {*learned.values()} == {BUDGET // 4} and third.environment["max_tokens_at_end"] == str(BUDGET // 4)
     assert all(str(world.base) in key for key in learned)
     for step, out in (("1", "out/1"), ("2", "out/2"), ("2", "again/1")):
-        made = [folder / "optimizer.safetensors" for folder in (tmp_path / "one" / step, tmp_path / out)]
-        assert difference(*made) < 1e-6, out
+        states = [folder / "optimizer.safetensors" for folder in (tmp_path / "one" / step, tmp_path / out)]
+        assert difference(*states) < 1e-6, out
 
 
 @pytest.mark.parametrize("name", ["number type", "plan"])

@@ -19,8 +19,8 @@ def test_bars_are_a_multiple_of_what_was_measured_unless_a_limit_is_given() -> N
     limits = mismatch_limits(("float32", "float32"))
     assert limits is not None
     assert (limits.high, limits.wrong, limits.epsilon) == (1e-4, 4e-4, 0.0)
-    given = mismatch_limits(("bfloat16", "float32"), limit=0.4)
-    assert given is not None and (given.high, given.wrong) == (0.1, 0.4)
+    limits = mismatch_limits(("bfloat16", "float32"), limit=0.4)
+    assert limits is not None and (limits.high, limits.wrong) == (0.1, 0.4)
     assert mismatch_limits(("bfloat16", "float32"), limit=0.0) is None
     assert mismatch_limits(("float32", "float32"), is_exact=True) == EXACT
 

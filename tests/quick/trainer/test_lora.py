@@ -29,8 +29,8 @@ def outputs(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     y = model(x)
     (y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
     assert x.grad is not None
-    gradients = [each.grad for each in model.parameters() if each.requires_grad]
-    assert all(each is not None and each.dtype == torch.float32 for each in gradients)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in gradients)
     return y.detach(), x.grad, gradients  # type: ignore[return-value]
 
 
@@ -54,7 +54,7 @@ def test_other_layers_stay_pefts() -> None:
     model, _ = layers(torch.float16)
     assert fuse_lora(model) == 0
     _, fused = layers(torch.bfloat16)
-    layer = next(each for each in fused.modules() if isinstance(each, Linear))
+    layer = next(module for module in fused.modules() if isinstance(module, Linear))
     with fused.disable_adapter():  # type: ignore[operator]
         x = torch.randn(3, 48, dtype=torch.bfloat16)
         assert torch.equal(layer(x), layer.get_base_layer()(x))

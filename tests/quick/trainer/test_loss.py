@@ -175,11 +175,11 @@ def test_shares_of_a_split_add_up(tokens: list[tuple[float, float, float, float]
     torch.testing.assert_close(whole.coefficients_S, torch.cat([part.coefficients_S for part in parts]))
 
 
-def by_hand(config: TrainConfig, *tokens: tuple[float, float, float], **given) -> TokenLoss:
+def by_hand(config: TrainConfig, *tokens: tuple[float, float, float], **options) -> TokenLoss:
     """Tokens of (pi_new / pi_old, advantage, logprob); the sampler was the policy at the start."""
     ratios, advantages, logprobs = (tensor(*column) for column in zip(*tokens, strict=True))
     old = logprobs - ratios.log()
-    return policy_loss(logprobs, sampled_tokens(old, advantages, old=old, **given), config)
+    return policy_loss(logprobs, sampled_tokens(old, advantages, old=old, **options), config)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_corrections_by_hand(correction: str, corrections: list[float], is_corre
     assert loss.importance_ratios_S.tolist() == pytest.approx([4.0, 1.0, 0.25])
     assert loss.policy_ratios_S.tolist() == [1.0, 1.0, 1.0]
     assert not loss.is_clipped_S.any()
-    assert loss.coefficients_S.tolist() == pytest.approx([-each for each in corrections])
+    assert loss.coefficients_S.tolist() == pytest.approx([-weight for weight in corrections])
 
 
 def test_ratio_to_the_sampler_clips_what_separates_it_and_weighs_nothing() -> None:

@@ -61,7 +61,7 @@ def visible_tokens(batch: MicroBatch) -> list[torch.Tensor]:
     forest = batch.forest
     indices = torch.arange(forest.num_tokens)
     return [
-        forest.token_ids_T[(indices <= place) & (place < forest.ends_T)] for place in batch.forest_indices_N.tolist()
+        forest.token_ids_T[(indices <= index) & (index < forest.ends_T)] for index in batch.forest_indices_N.tolist()
     ]
 
 
@@ -95,7 +95,7 @@ def test_entropy_is_that_of_the_predicting_distribution(policy: Policy, adapter_
     policy.load_adapter(LoRAConfig(), adapter_dir)
     batch = one_micro_batch(make_batch(3, num_groups=1))
     _, entropies_N = policy.logprobs(batch)
-    logits_NV = torch.stack([plain_logits(policy.model, each) for each in visible_tokens(batch)])
+    logits_NV = torch.stack([plain_logits(policy.model, token_ids) for token_ids in visible_tokens(batch)])
     expected_N = torch.distributions.Categorical(logits=logits_NV).entropy()
     torch.testing.assert_close(entropies_N, expected_N, atol=1e-5, rtol=1e-5)
 
@@ -242,12 +242,12 @@ def test_pickled_base_weights_are_refused(base_dir: Path, tmp_path: Path) -> Non
 def test_adapter_over_a_bfloat16_base_is_float32(base_dir: Path, tmp_path: Path, make_batch) -> None:
     policy = Policy(str(base_dir), torch.bfloat16)
     policy.init_adapter(LoRAConfig(), seed=0)
-    assert {each.dtype for each in policy.parameters.values()} == {torch.float32}
+    assert {parameter.dtype for parameter in policy.parameters.values()} == {torch.float32}
     batch = one_micro_batch(make_batch(6))
     logprobs_N, _ = policy.logprobs(batch)
     assert logprobs_N.dtype == torch.float32
     logprobs_N.sum().backward()
-    assert all(each.grad is not None for each in policy.parameters.values())
+    assert all(parameter.grad is not None for parameter in policy.parameters.values())
     policy.save_adapter(tmp_path)
     saved = load_file(tmp_path / ADAPTER_FILE)
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}

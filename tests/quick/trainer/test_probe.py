@@ -40,14 +40,14 @@ WIDE = MismatchLimits(high=100.0, wrong=100.0)
 """The batches' log-probabilities are random numbers."""
 
 
-def job(policy: Policy, start: Path, out: Path, batch: Batch, probe: Probe | None = None, **given) -> Done:
+def job(policy: Policy, start: Path, out: Path, batch: Batch, probe: Probe | None = None, **options) -> Done:
     task = TrainTask(
         in_dir=str(start),
         out_dir=str(out),
         config=TrainConfig(learning_rate=1e-3),
         batch=batch,
         probe=probe,
-        **({"mismatch_limits": WIDE, "lora": LoRAConfig()} | given),
+        **({"mismatch_limits": WIDE, "lora": LoRAConfig()} | options),
     )
     return train(policy, task, 4096, lambda _: None)
 
@@ -96,7 +96,7 @@ def test_the_measured_rounding_is_that_of_the_number_type(
         limits = mismatch_limits((name, "float32"))
         assert limits is not None
         wide = limits.model_copy(update={"wrong": 100.0})
-        found = []
+        ratios = []
         for seed in range(6):
             out = tmp_path / f"{name}{seed}"
             probe = job(policy, adapter_dir, out, make_batch(seed), mismatch_limits=wide).probe
@@ -104,8 +104,8 @@ def test_the_measured_rounding_is_that_of_the_number_type(
             rounded = Policy(str(base_dir), getattr(torch, name))
             rounded.load_adapter(LoRAConfig(), out)
             gaps = rounded.sequence_logprobs(probe.token_ids) - torch.tensor(probe.logprobs)
-            found.append(float(gaps.square().mean().sqrt()) / probe.rounding)
-        assert 0.3 < sum(found) / len(found) < 2, found
+            ratios.append(float(gaps.square().mean().sqrt()) / probe.rounding)
+        assert 0.3 < sum(ratios) / len(ratios) < 2, ratios
 
 
 def test_a_probe_changes_no_weight(policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch) -> None:
@@ -115,7 +115,7 @@ def test_a_probe_changes_no_weight(policy: Policy, adapter_dir: Path, tmp_path: 
     job(policy, adapter_dir, tmp_path / "with", make_batch(1), mismatch_limits=wide)
     none = job(policy, adapter_dir, tmp_path / "without", make_batch(1), mismatch_limits=None)
     assert none.probe is None
-    weights = [(tmp_path / each / ADAPTER_FILE).read_bytes() for each in ("with", "without")]
+    weights = [(tmp_path / name / ADAPTER_FILE).read_bytes() for name in ("with", "without")]
     assert weights[0] == weights[1]
 
 
@@ -189,22 +189,22 @@ def test_a_step_without_signal_keeps_the_probe_and_has_not_moved(
 def test_the_tokens_are_those_that_the_update_moves_most(make_batch) -> None:
     sequences = make_train_batch(make_batch(3)).sequences
     chosen = choose_tokens(sequences)
-    assert any(chosen == [*each.token_ids[-NUM_TOKENS:], each.targets[-1]] for each in sequences)
+    assert any(chosen == [*sequence.token_ids[-NUM_TOKENS:], sequence.targets[-1]] for sequence in sequences)
 
 
 def test_each_kind_of_layer_has_an_adapter_of_its_own_and_a_probe(policy: Policy, tmp_path: Path) -> None:
     limits = mismatch_limits(("float32", "float32"))
     assert limits is not None
     probes = write_layer_probes(policy, LoRAConfig(), tmp_path, limits)
-    mlp = {f"mlp.{each}_proj" for each in ("gate", "up", "down")}
-    assert set(probes) == {f"self_attn.{each}_proj" for each in "qkvo"} | mlp
-    assert not any(bool(each.any()) for name, each in policy.parameters.items() if ".lora_B." in name)
+    mlp = {f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+    assert set(probes) == {f"self_attn.{part}_proj" for part in "qkvo"} | mlp
+    assert not any(bool(parameter.any()) for name, parameter in policy.parameters.items() if ".lora_B." in name)
     for kind, probe in probes.items():
         policy.load_adapter(LoRAConfig(), tmp_path / kind)
         changed = {
             layer_kind(name.partition(".lora_")[0])
-            for name, each in policy.parameters.items()
-            if ".lora_B." in name and bool(each.any())
+            for name, parameter in policy.parameters.items()
+            if ".lora_B." in name and bool(parameter.any())
         }
         assert changed == {kind}
         with rescale_adapter_scale(policy.model, probe.factor):
@@ -216,8 +216,8 @@ def test_each_kind_of_layer_has_an_adapter_of_its_own_and_a_probe(policy: Policy
 
 def test_a_lost_layer_is_not_trained(policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch) -> None:
     job(policy, adapter_dir, tmp_path / "1", make_batch(0), lost_layers=["self_attn.k_proj"])
-    before, after = (load_file(each / ADAPTER_FILE) for each in (adapter_dir, tmp_path / "1"))
-    same = {name for name, each in after.items() if torch.equal(each, before[name])}
+    before, after = (load_file(folder / ADAPTER_FILE) for folder in (adapter_dir, tmp_path / "1"))
+    same = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
     # A fresh adapter's A has no gradient: its B is zero.
     assert {name for name in after if ".k_proj." in name} <= same
     assert not [name for name in same if ".lora_B." in name and ".k_proj." not in name]

@@ -76,7 +76,7 @@ def test_groups_that_are_not_trained_leave_their_places_and_rates_empty(
 ) -> None:
     """The first batch keeps one group, the second none: the third has its own groups and its own rate."""
     batch = make_batch(make_examples()[: 3 * BATCH_SIZE])
-    groups = [each.model_copy(update={"number": n}) for n, each in enumerate(batch.groups)]
+    groups = [group.model_copy(update={"number": n}) for n, group in enumerate(batch.groups)]
     kept = [groups[0], *groups[2 * BATCH_SIZE :]]
     settings: dict[str, Any] = {"batch_size": BATCH_SIZE}
     left = batch.model_copy(update={"groups": kept})
@@ -95,7 +95,7 @@ def test_each_pass_has_its_own_rates_if_the_last_groups_are_not_trained(
 ) -> None:
     """Of two batches the second is left out: the second pass has the third rate."""
     batch = make_batch(make_examples()[:BATCH_SIZE])
-    groups = [each.model_copy(update={"number": n}) for n, each in enumerate(batch.groups)]
+    groups = [group.model_copy(update={"number": n}) for n, group in enumerate(batch.groups)]
     left = Batch(groups=groups, num_groups=2 * BATCH_SIZE)
     rates = [*RATES, 1e-4]
     settings: dict[str, Any] = {"batch_size": BATCH_SIZE, "passes": 2}
@@ -117,8 +117,8 @@ def test_tokens_of_weight_zero_are_context(policy: Policy, adapter_dir: Path, tm
         sequence.advantages.update(dict.fromkeys(range(first, first + earlier), 0.0))
     expected = make_batch([(prompt[earlier:] + prompt[:earlier], answer) for prompt, answer in examples])
     done = [
-        run(policy, adapter_dir, tmp_path / str(index), each, learning_rate=1e-3)
-        for index, each in enumerate((batch, expected))
+        run(policy, adapter_dir, tmp_path / str(index), variant, learning_rate=1e-3)
+        for index, variant in enumerate((batch, expected))
     ]
     for name in ("loss/train", "loss/token_accuracy", "loss/grad_norm", "loss/entropy"):
         assert done[0].metrics[name] == pytest.approx(done[1].metrics[name], rel=1e-6)

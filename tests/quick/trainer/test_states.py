@@ -45,9 +45,9 @@ def test_a_plan_computes_each_token_once_after_those_before_it(sequences: list[l
             before = () if run.parent is None else ends[run.parent]
             seen = before + run.tokens
             own = run.tokens[run.num_repeated :]
-            for place, token in enumerate(own, start=len(seen) - len(own)):
+            for position, token in enumerate(own, start=len(seen) - len(own)):
                 assert token not in computed
-                computed[token] = seen[: place + 1]
+                computed[token] = seen[: position + 1]
             if len(runs) == 1 and len(run.tokens) > 1:
                 ends[run.node] = seen
     paths = {int(path[-1]): tuple(path.tolist()) for path in forest.paths}
@@ -59,4 +59,4 @@ def test_a_plan_computes_each_token_once_after_those_before_it(sequences: list[l
 
 def test_a_model_of_attention_alone_keeps_its_layers(tmp_path: Path) -> None:
     base = Policy(str(make_model("qwen3", tmp_path / "base")))._base
-    assert not [each for each in base.modules() if "forward" in vars(each)]
+    assert not [module for module in base.modules() if "forward" in vars(module)]

@@ -83,7 +83,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    return {name: each.grad.clone() for name, each in policy.parameters.items() if each.grad is not None}
+    return {name: parameter.grad.clone() for name, parameter in policy.parameters.items() if parameter.grad is not None}
 
 
 def plain_loss_and_gradients(
@@ -120,7 +120,9 @@ def plain_loss_and_gradients(
                     num_tokens += 1
     loss = total / num_tokens
     loss.backward()
-    return float(loss.detach()), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return float(loss.detach()), {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
 @settings(
@@ -181,10 +183,10 @@ def near_policy(policy: Policy, adapter_dir: Path, batch: Batch, noise: float = 
             TrainableGroup(
                 trajectories=[
                     TrainableTrajectory(
-                        reward=each.reward,
-                        sequences=[sampled(sequence) for sequence in each.sequences],
+                        reward=trajectory.reward,
+                        sequences=[sampled(sequence) for sequence in trajectory.sequences],
                     )
-                    for each in group.trajectories
+                    for trajectory in group.trajectories
                 ]
             )
             for group in batch.groups
@@ -207,7 +209,9 @@ def test_dead_groups_change_neither_gradient_nor_metrics_of_the_loss(
     live = make_batch(11)
     dead = [
         TrainableGroup(
-            trajectories=[TrainableTrajectory(reward=1.0, sequences=each.sequences) for each in group.trajectories]
+            trajectories=[
+                TrainableTrajectory(reward=1.0, sequences=trajectory.sequences) for trajectory in group.trajectories
+            ]
         )
         for group in make_batch(12).groups
     ]
@@ -224,7 +228,9 @@ def test_dead_groups_change_neither_gradient_nor_metrics_of_the_loss(
 
 def with_equal_rewards(batch: Batch) -> Batch:
     groups = [
-        TrainableGroup(trajectories=[each.model_copy(update={"reward": 1.0}) for each in group.trajectories])
+        TrainableGroup(
+            trajectories=[trajectory.model_copy(update={"reward": 1.0}) for trajectory in group.trajectories]
+        )
         for group in batch.groups
     ]
     return Batch(groups=groups)
@@ -258,8 +264,8 @@ def test_kl_is_over_the_tokens_of_all_groups(
     pulls = [
         kl_of(policy, adapter_dir, sequence)
         for group in batch.groups
-        for each in group.trajectories
-        for sequence in each.sequences
+        for trajectory in group.trajectories
+        for sequence in trajectory.sequences
     ]
     mean = float(torch.cat(pulls).mean())
     assert done.metrics["loss/kl_policy_ref"] == pytest.approx(mean, rel=1e-4)
@@ -286,7 +292,7 @@ def test_groups_without_signal_weigh_the_kl_term_as_any_other(
     config = TrainConfig(beta=0.3, max_grad_norm=1e9, normalisation=normalisation, ratio=ratio)
     live, dead = make_batch(5).groups, with_equal_rewards(make_batch(6)).groups
     step(policy, adapter_dir, tmp_path / "both", Batch(groups=[*live, *dead]), config)
-    found = gradients(policy)
+    both = gradients(policy)
     zeros = [
         TrainableGroup(
             trajectories=[
@@ -294,35 +300,37 @@ def test_groups_without_signal_weigh_the_kl_term_as_any_other(
                     reward=index,
                     sequences=[
                         sequence.model_copy(update={"advantages": dict.fromkeys(trained_positions(sequence), 0.0)})
-                        for sequence in each.sequences
+                        for sequence in trajectory.sequences
                     ],
                 )
-                for index, each in enumerate(group.trajectories)
+                for index, trajectory in enumerate(group.trajectories)
             ]
         )
         for group in dead
     ]
     # One group with the live and the dead trajectories, whose advantages are given: live by any rule.
-    given = [
-        each.model_copy(
+    weighted = [
+        trajectory.model_copy(
             update={
                 "sequences": [
                     sequence.model_copy(update={"advantages": dict.fromkeys(trained_positions(sequence), advantage)})
-                    for sequence in each.sequences
+                    for sequence in trajectory.sequences
                 ]
             }
         )
         for group in live
-        for each, advantage in zip(
+        for trajectory, advantage in zip(
             group.trajectories,
-            group_advantages([each.reward for each in group.trajectories]) or [],
+            group_advantages([trajectory.reward for trajectory in group.trajectories]) or [],
             strict=True,
         )
     ]
-    merged = TrainableGroup(trajectories=[*given, *(each for group in zeros for each in group.trajectories)])
+    merged = TrainableGroup(
+        trajectories=[*weighted, *(trajectory for group in zeros for trajectory in group.trajectories)]
+    )
     step(policy, adapter_dir, tmp_path / "merged", Batch(groups=[merged]), config)
     for name, gradient in gradients(policy).items():
-        torch.testing.assert_close(gradient, found[name], rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(gradient, both[name], rtol=1e-4, atol=1e-7)
 
 
 def test_a_collapsed_policy_returns_towards_the_reference(
@@ -396,16 +404,15 @@ def test_kl_in_rewards_or_advantages_leaves_groups_without_signal_to_the_entropy
     expected = gradients(policy)
     done = step(policy, adapter_dir, tmp_path / "mixed", Batch(groups=[*dead, *live]), small)
     assert done.metrics["data/step_num_groups_dead"] == len(dead)
-    found = gradients(policy)
     # The constant normalisation divides by twice the trajectories.
-    for name, gradient in found.items():
+    for name, gradient in gradients(policy).items():
         torch.testing.assert_close(2 * gradient, expected[name], rtol=1e-3, atol=1e-6)
 
 
 def test_a_group_of_equal_answers_is_counted(policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch) -> None:
     groups = make_batch(11).groups
     first = groups[0].trajectories[0].sequences
-    same = [each.model_copy(update={"sequences": first}) for each in groups[0].trajectories]
+    same = [trajectory.model_copy(update={"sequences": first}) for trajectory in groups[0].trajectories]
     batch = Batch(groups=[TrainableGroup(trajectories=same), *groups[1:]])
     done = step(policy, adapter_dir, tmp_path / "out", batch, TrainConfig())
     assert done.metrics["data/groups_identical"] == 1
@@ -419,8 +426,8 @@ def test_rewards_that_differ_by_rounding_leave_the_weights_as_they_are(
     groups = [
         TrainableGroup(
             trajectories=[
-                each.model_copy(update={"reward": reward})
-                for each, reward in zip(group.trajectories, means, strict=True)
+                trajectory.model_copy(update={"reward": reward})
+                for trajectory, reward in zip(group.trajectories, means, strict=True)
             ]
         )
         for group in make_batch(12).groups
@@ -443,7 +450,7 @@ def test_first_step_moves_each_weight_by_the_learning_rate_against_its_gradient(
     after = load_file(tmp_path / "out" / ADAPTER_FILE)
     assert done.metrics["loss/grad_norm"] > 0.5
     assert done.metrics["loss/learning_rate"] == 1e-3
-    norm = math.sqrt(sum(float(each.square().sum()) for each in gradients(policy).values()))
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients(policy).values()))
     assert norm == pytest.approx(0.5, rel=1e-4)
     for name, gradient in gradients(policy).items():
         # AdamW from nothing: m / sqrt(v) = g / |g|.
@@ -471,7 +478,7 @@ def test_steps_with_reload_between_equal_steps_of_one_process_bit_for_bit(
     optimizer = torch.optim.AdamW(policy.parameters.values(), lr=1e-2, weight_decay=0.0)
     kept = tmp_path / "kept0"
     for index, batch in enumerate(batches):
-        weights = {name: each.detach().clone() for name, each in policy.parameters.items()}
+        weights = {name: parameter.detach().clone() for name, parameter in policy.parameters.items()}
         step(policy, kept, tmp_path / f"scratch{index}", batch, config)
         with torch.no_grad():
             for name, parameter in policy.parameters.items():
@@ -496,11 +503,11 @@ def test_a_base_that_leaves_the_device_between_steps_trains_the_same(
     for way, own in (("stay", policy), ("leave", Policy(str(base_dir), torch.float32))):
         before = start(own, tmp_path / way / "a0"), start(own, tmp_path / way / "b0", wide)
         for index in (1, 2):
-            made = tmp_path / way / f"a{index}", tmp_path / way / f"b{index}"
-            for lora, old, new in zip((None, wide), before, made, strict=True):
+            after = tmp_path / way / f"a{index}", tmp_path / way / f"b{index}"
+            for lora, old, new in zip((None, wide), before, after, strict=True):
                 done = step(own, old, new, make_batch(index), config, lora=lora, between_steps=way)  # type: ignore[arg-type]
                 assert ("time/step_leave_s" in done.metrics) == (way == "leave")
-            before = made
+            before = after
     for name in ("a2", "b2"):
         assert contents(tmp_path / "stay" / name) == contents(tmp_path / "leave" / name)
 
@@ -553,19 +560,19 @@ def test_the_copy_of_a_base_is_as_large_as_its_weights(base_dir: Path, tmp_path:
     own = Policy(str(base_dir), torch.float32)
     own.init_adapter(LoRAConfig(), 0)
     optimizer = torch.optim.AdamW(own.parameters.values())
-    weights = {name: each.detach().clone() for name, each in own.model.named_parameters()}
+    weights = {name: parameter.detach().clone() for name, parameter in own.model.named_parameters()}
     own.leave_device(optimizer, keep_copy=True)
     assert own._away is not None
-    sizes = [each.nbytes for each in own.model.parameters() if not each.requires_grad]
+    sizes = [parameter.nbytes for parameter in own.model.parameters() if not parameter.requires_grad]
     assert sum(sizes) <= own._away.num_bytes < sum(sizes) + 512 * len(sizes)
     own.return_to_device()
-    for name, each in own.model.named_parameters():
-        assert torch.equal(each, weights[name]), name
-    layer = next(each for each in own.model.modules() if isinstance(each, torch.nn.Linear))
+    for name, parameter in own.model.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+    layer = next(module for module in own.model.modules() if isinstance(module, torch.nn.Linear))
     layer.state = SimpleNamespace(CB=torch.ones(8))  # type: ignore[assignment]
     own.leave_device(optimizer, keep_copy=False)
     assert layer.state.CB is None, "bitsandbytes' second reference to the weights"
-    assert sum(each.numel() for each in own.model.parameters() if not each.requires_grad) == 0
+    assert sum(parameter.numel() for parameter in own.model.parameters() if not parameter.requires_grad) == 0
 
 
 def test_interleaved_models_of_different_shape_equal_each_alone(base_dir: Path, tmp_path: Path, make_batch) -> None:
@@ -599,7 +606,7 @@ def test_batch_without_signal_writes_the_same_weights_and_state(
 ) -> None:
     config = TrainConfig(learning_rate=1e-2)
     step(policy, adapter_dir, tmp_path / "1", make_batch(1), config)
-    dead = Batch(groups=[TrainableGroup(trajectories=each.trajectories[:1]) for each in make_batch(2).groups])
+    dead = Batch(groups=[TrainableGroup(trajectories=group.trajectories[:1]) for group in make_batch(2).groups])
     done = step(policy, tmp_path / "1", tmp_path / "2", dead, config)
     assert done.unchanged
     assert contents(tmp_path / "2") == contents(tmp_path / "1")
@@ -645,11 +652,13 @@ def test_metrics_and_progress_of_a_step(policy: Policy, adapter_dir: Path, tmp_p
     assert len(training) > 1
     assert {report.total for report in training} == {len(training)}
 
-    sequences = [sequence for group in batch.groups for each in group.trajectories for sequence in each.sequences]
-    num_tokens = sum(value is not None for sequence in sequences for value in sequence.logprobs)
+    sequences = [
+        sequence for group in batch.groups for trajectory in group.trajectories for sequence in trajectory.sequences
+    ]
+    num_tokens = sum(len(sequence.logprobs) - sequence.logprobs.count(None) for sequence in sequences)
     metrics = done.metrics
     assert metrics["data/step_trainable_assistant_tokens"] == num_tokens
-    assert metrics["data/step_num_rows"] == sum(any(value for value in sequence.logprobs) for sequence in sequences)
+    assert metrics["data/step_num_rows"] == len([sequence for sequence in sequences if any(sequence.logprobs)])
     assert 0 < metrics["loss/logprob_gap_mean"] < metrics["loss/logprob_gap_max"] <= 0.5 + 1e-4
     assert metrics["loss/clipped_token_fraction"] == 0
     assert metrics["loss/policy_ratio_mean"] == metrics["loss/policy_ratio_p99"] == 1
@@ -776,10 +785,10 @@ def test_unknown_log_probabilities_change_nothing_where_the_policy_is_the_sample
             TrainableGroup(
                 trajectories=[
                     TrainableTrajectory(
-                        reward=each.reward,
-                        sequences=[to_recompute(sequence) for sequence in each.sequences],
+                        reward=trajectory.reward,
+                        sequences=[to_recompute(sequence) for sequence in trajectory.sequences],
                     )
-                    for each in group.trajectories
+                    for trajectory in group.trajectories
                 ]
             )
             for group in known.groups
@@ -916,8 +925,8 @@ def test_what_decides_the_split_of_a_step_is_recorded_and_repeats_it(
     policy.checkpointing_factor = 1.5
     budgets = {budget_key("CPU", main_memory(), policy.base_model, 8, 24): 40}
     first = train_task(adapter_dir, tmp_path / "first", batch, config, budget_divisor=2, budgets=budgets)
-    made = train(policy, first, 400, lambda _: None).environment
-    assert made == {
+    environment = train(policy, first, 400, lambda _: None).environment
+    assert environment == {
         "max_tokens": "20",
         "max_tokens_at_end": "20",
         "checkpointing": "True",
@@ -929,7 +938,7 @@ def test_what_decides_the_split_of_a_step_is_recorded_and_repeats_it(
         "is_sharded": "False",
     }
     again = train_task(adapter_dir, tmp_path / "again", batch, config, checkpointing=True)
-    assert train(policy, again, 20, lambda _: None).environment == made
+    assert train(policy, again, 20, lambda _: None).environment == environment
     assert contents(tmp_path / "again") == contents(tmp_path / "first")
 
     tight = TightPolicy(str(base_dir), torch.float32)
@@ -991,14 +1000,14 @@ def test_a_prompt_that_all_groups_share_does_not_need_checkpointing(
         torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-7)
 
 
-def train_task(in_dir: Path, out_dir: Path, batch: Batch, config: TrainConfig, **given) -> TrainTask:
+def train_task(in_dir: Path, out_dir: Path, batch: Batch, config: TrainConfig, **options) -> TrainTask:
     return TrainTask(
         lora=LoRAConfig(),
         in_dir=str(in_dir),
         out_dir=str(out_dir),
         config=config,
         batch=batch,
-        **given,
+        **options,
     )
 
 
@@ -1007,7 +1016,7 @@ def test_kl_in_the_reward_lowers_it_by_the_samplers_kl(
 ) -> None:
     """Two trajectories of one token each, where the arithmetic fits a line."""
     policy.load_adapter(LoRAConfig(), adapter_dir)
-    sequences = [TokenSequence(token_ids=[3, 4, each], logprobs=[None, None, -1.0]) for each in (7, 8)]
+    sequences = [TokenSequence(token_ids=[3, 4, answer], logprobs=[None, None, -1.0]) for answer in (7, 8)]
     batch = Batch(
         groups=[
             TrainableGroup(
@@ -1151,7 +1160,8 @@ def test_trees_are_checked_where_they_branch(base_dir: Path, adapter_dir: Path, 
 
     def make(*rollouts: list[int]) -> Batch:
         sequences = [
-            TokenSequence(token_ids=each, logprobs=[None] * 10 + [-1.0] * (len(each) - 10)) for each in rollouts
+            TokenSequence(token_ids=rollout, logprobs=[None] * 10 + [-1.0] * (len(rollout) - 10))
+            for rollout in rollouts
         ]
         trajectories = [
             TrainableTrajectory(reward=float(index), sequences=[sequence]) for index, sequence in enumerate(sequences)
@@ -1190,11 +1200,11 @@ def test_each_mini_batch_is_a_step_with_denominators_of_its_own_and_the_policy_o
     config = TrainConfig(passes=2, mini_batches=2, learning_rate=1e-2, max_grad_norm=1e9)
     task = train_task(adapter_dir, tmp_path / "out", batch, config, seed=7)
     done = train(policy, task, 60, lambda _: None)
-    parts = [each.sequences for each in split_mini_batches(task, make_train_batch(batch, config), [])]
+    parts = [mini_batch.sequences for mini_batch in split_mini_batches(task, make_train_batch(batch, config), [])]
 
     base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(adapter_dir), is_trainable=True).eval()
-    parameters = [each for each in model.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
     sequences = make_train_batch(batch, config).sequences
 
@@ -1219,7 +1229,9 @@ def test_each_mini_batch_is_a_step_with_denominators_of_its_own_and_the_policy_o
         optimizer.step()
 
     expected = {
-        name.replace(".default", ""): each.detach() for name, each in model.named_parameters() if each.requires_grad
+        name.replace(".default", ""): parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     }
     for name, tensor in load_file(tmp_path / "out" / ADAPTER_FILE).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
@@ -1253,7 +1265,7 @@ def test_mini_batches_are_shuffled_by_the_seed_and_a_repeated_job_is_bit_equal(
     trained = make_train_batch(batch, config)
     group_of = [index // 3 for index in range(18)]
     task = train_task(adapter_dir, tmp_path / "1", batch, config, seed=1)
-    parts = [each.sequences for each in split_mini_batches(task, trained, [])]
+    parts = [mini_batch.sequences for mini_batch in split_mini_batches(task, trained, [])]
     assert len(parts) == 6
     for first in (0, 3):
         groups = [
@@ -1263,7 +1275,7 @@ def test_mini_batches_are_shuffled_by_the_seed_and_a_repeated_job_is_bit_equal(
         assert [len(part) for part in groups] == [2, 2, 2]
     assert parts[:3] != parts[3:]
     other = train_task(adapter_dir, tmp_path / "2", batch, config, seed=2)
-    assert [each.sequences for each in split_mini_batches(other, trained, [])] != parts
+    assert [mini_batch.sequences for mini_batch in split_mini_batches(other, trained, [])] != parts
 
     train(policy, task, BUDGET, lambda _: None)
     again = train_task(adapter_dir, tmp_path / "again", batch, config, seed=1)
@@ -1332,7 +1344,7 @@ def test_the_gap_of_supervised_steps_is_over_all_of_them(policy: Policy, adapter
     """Two mini-batches: the first one's log-probabilities agree, the second one's do not."""
     weights = dict.fromkeys(range(1, 41), 1.0)
     batches = [gap_batch(policy, adapter_dir, gap, 40, step=3, advantages=weights) for gap in (0.0, 0.12)]
-    batch = Batch(groups=[group for each in batches for group in each.groups])
+    batch = Batch(groups=[group for part in batches for group in part.groups])
     config = TrainConfig(objective="likelihood", batch_size=1)
     task = train_task(adapter_dir, tmp_path / "1", batch, config, start_step=3, mismatch_limits=LIMITS)
     with pytest.raises(GapTooLarge, match=r"0\.06 .*160 "):

@@ -54,7 +54,8 @@ def test_each_trained_token_has_the_plain_logprob_and_its_trajectory_s_advantage
     batch = make_batch(3)
     dead = TrainableGroup(
         trajectories=[
-            TrainableTrajectory(reward=1.0, sequences=each.sequences) for each in batch.groups[0].trajectories
+            TrainableTrajectory(reward=1.0, sequences=trajectory.sequences)
+            for trajectory in batch.groups[0].trajectories
         ],
         number=7,
     )
@@ -73,7 +74,7 @@ def test_each_trained_token_has_the_plain_logprob_and_its_trajectory_s_advantage
     for (g, t, sequence), (in_group, in_trajectory, (first, stop)) in zip(sequences(batch), spans, strict=True):
         assert (g, t) == (in_group, in_trajectory)
         assert tensors["token_ids_T"][first:stop].tolist() == sequence.token_ids
-        advantages = group_advantages([each.reward for each in batch.groups[g].trajectories])
+        advantages = group_advantages([trajectory.reward for trajectory in batch.groups[g].trajectories])
         with torch.no_grad():
             logits_TV = base(input_ids=torch.tensor([sequence.token_ids])).logits[0]
         logprobs_TV = torch.log_softmax(logits_TV, -1)
@@ -115,7 +116,9 @@ def test_a_job_without_signal_leaves_a_record_without_trained_tokens(
 ) -> None:
     groups = [
         TrainableGroup(
-            trajectories=[TrainableTrajectory(reward=0.0, sequences=each.sequences) for each in group.trajectories]
+            trajectories=[
+                TrainableTrajectory(reward=0.0, sequences=trajectory.sequences) for trajectory in group.trajectories
+            ]
         )
         for group in make_batch(6).groups
     ]

@@ -75,12 +75,12 @@ def test_packs_hold_every_row_once_within_the_budget(
 ) -> None:
     order = sort_sequences(sequences, min_shared)
     packs = pack_trees(sequences, order, max_tokens)
-    assert sorted(index for each in packs for index in each.sequences) == list(range(len(sequences)))
+    assert sorted(index for pack in packs for index in pack.sequences) == list(range(len(sequences)))
     sizes = []
-    for each in packs:
-        forest = lay_out(sequences, each)
+    for pack in packs:
+        forest = lay_out(sequences, pack)
         sizes.append(forest.num_tokens)
-        assert forest.num_tokens <= max_tokens or len(each.sequences) == 1
+        assert forest.num_tokens <= max_tokens or len(pack.sequences) == 1
     if max_tokens >= lay_out(sequences, order).num_tokens:
         assert len(packs) == 1
 
@@ -89,8 +89,8 @@ def test_tree_above_the_budget_repeats_its_trunk() -> None:
     trunk = [5] * 10
     sequences = [[*trunk, leaf, leaf] for leaf in range(6)]
     packs = pack_trees(sequences, sort_sequences(sequences), 16)
-    assert [len(each.sequences) for each in packs] == [3, 3]
-    assert [lay_out(sequences, each).num_tokens for each in packs] == [16, 16]
+    assert [len(pack.sequences) for pack in packs] == [3, 3]
+    assert [lay_out(sequences, pack).num_tokens for pack in packs] == [16, 16]
 
 
 @settings(deadline=None)
@@ -99,7 +99,7 @@ def test_a_cut_is_cheap_if_its_forests_hold_few_tokens_twice(
     sequences: list[list[int]], min_shared: int, max_tokens: int
 ) -> None:
     order = sort_sequences(sequences, min_shared)
-    sizes = [lay_out(sequences, each).num_tokens for each in pack_trees(sequences, order, max_tokens)]
+    sizes = [lay_out(sequences, pack).num_tokens for pack in pack_trees(sequences, order, max_tokens)]
     whole = lay_out(sequences, order).num_tokens
     is_cheap = max(sizes) <= max_tokens and sum(sizes) <= (1 + MAX_REPEATED) * whole
     assert is_cheaply_cut(sequences, order, max_tokens) == is_cheap
@@ -125,6 +125,6 @@ def test_order_of_rows_does_not_matter(seed: int) -> None:
     rng = random.Random(seed)
     sequences = [[rng.randrange(2) for _ in range(rng.randint(1, 9))] for _ in range(10)]
     shuffled = rng.sample(sequences, len(sequences))
-    one, other = (lay_out(each, sort_sequences(each, 1)) for each in (sequences, shuffled))
+    one, other = (lay_out(rows, sort_sequences(rows, 1)) for rows in (sequences, shuffled))
     assert torch.equal(one.token_ids_T, other.token_ids_T)
     assert torch.equal(one.ends_T, other.ends_T)

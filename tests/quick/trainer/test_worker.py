@@ -60,8 +60,8 @@ def with_rewards(batch: Batch, *rewards: float) -> Batch:
         groups=[
             TrainableGroup(
                 trajectories=[
-                    TrainableTrajectory(reward=reward, sequences=each.sequences)
-                    for each, reward in zip(group.trajectories, rewards, strict=True)
+                    TrainableTrajectory(reward=reward, sequences=trajectory.sequences)
+                    for trajectory, reward in zip(group.trajectories, rewards, strict=True)
                 ]
             )
             for group in batch.groups
@@ -123,7 +123,7 @@ def test_worker_answers_each_line_and_ends_with_its_stdin(
 
     *progress, done = ask(train_task(tmp_path / "0", tmp_path / "1", make_batch(1)))
     assert done["event"] == "done"
-    counted = [each["completed"] for each in progress if each["phase"] == "train"]
+    counted = [report["completed"] for report in progress if report["phase"] == "train"]
     assert counted == list(range(1, progress[0]["total"] + 1))
 
     (done,) = ask(CheckTask(lora=LORA, folder=str(tmp_path / "1")))
@@ -194,11 +194,11 @@ def test_wherever_the_base_is_between_steps_they_are_the_same(
         layers = LayersTask(lora=LORA, out_dir=str(folder / "layers"), mismatch_limits=limits)
         tasks.insert(2, layers)  # it leaves nothing behind for the steps after it
         _, *ended = serve(Worker, base_dir, *tasks, between_steps=way)  # type: ignore[arg-type]
-        assert [each["event"] for each in ended] == ["done"] * 5
-        assert set(ended[2]["layer_probes"]) == {each.name for each in (folder / "layers").iterdir()}
+        assert [answer["event"] for answer in ended] == ["done"] * 5
+        assert set(ended[2]["layer_probes"]) == {path.name for path in (folder / "layers").iterdir()}
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
-        made = [(tmp_path / way / "3" / name).read_bytes() for way in ("stay", between_steps)]
-        assert made[0] == made[1]
+        weights = [(tmp_path / way / "3" / name).read_bytes() for way in ("stay", between_steps)]
+        assert weights[0] == weights[1]
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
@@ -210,11 +210,11 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 def test_unsloth_that_cannot_be_imported_is_said_in_one_sentence(base_dir: Path, tmp_path: Path) -> None:
     init = InitTask(lora=LORA, out_dir=str(tmp_path / "0"))
-    _, made, *refused = serve(Worker, base_dir, init, LoadTask(), LoadTask(), trainer="unsloth")
-    assert made["event"] == "done"
-    for each in refused:
-        assert (each["event"], each["code"]) == ("failed", "trainer_error")
-        assert "--trainer unsloth" in each["message"] and "\n" not in each["message"]
+    _, done, *refused = serve(Worker, base_dir, init, LoadTask(), LoadTask(), trainer="unsloth")
+    assert done["event"] == "done"
+    for answer in refused:
+        assert (answer["event"], answer["code"]) == ("failed", "trainer_error")
+        assert "--trainer unsloth" in answer["message"] and "\n" not in answer["message"]
 
 
 def test_auto_is_peft(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,8 +238,8 @@ def test_without_unsloth_its_worker_starts_and_makes_step_0(base_dir: Path, tmp_
         text=True,
         check=True,
     )
-    ready, made, failed = map(json.loads, done.stdout.splitlines())
-    assert (ready["event"], made["event"], failed["event"]) == ("ready", "done", "failed")
+    ready, init_done, failed = map(json.loads, done.stdout.splitlines())
+    assert (ready["event"], init_done["event"], failed["event"]) == ("ready", "done", "failed")
     assert (tmp_path / "0" / "adapter_model.safetensors").exists()
 
 
@@ -354,7 +354,7 @@ def test_a_signal_for_an_earlier_task_and_a_bad_first_checkpoint_leave_the_next_
     bad = InitTask(lora=LoRAConfig(target_modules=["none_such"]), out_dir=str(tmp_path / "bad"))
     task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1))
     answers = serve(SignalledWorker, base_dir, first, LoadTask(), bad, task)
-    ends = [each["event"] for each in answers if each["event"] in ("done", "failed")]
+    ends = [answer["event"] for answer in answers if answer["event"] in ("done", "failed")]
     assert ends == ["done", "done", "failed", "done"] and len(loaded) == 1
 
 
@@ -389,7 +389,7 @@ def test_no_gradient_stays_between_steps(base_dir: Path, tmp_path: Path, make_ba
     *_, done = serve(kept_in(workers), base_dir, *tasks)
     assert done["event"] == "done"
     policy = workers[0]._policy
-    assert policy is not None and all(each.grad is None for each in policy.parameters.values())
+    assert policy is not None and all(parameter.grad is None for parameter in policy.parameters.values())
 
 
 @pytest.mark.parametrize("between_steps", ["leave", "reload"])
@@ -403,13 +403,13 @@ def test_the_memory_of_a_step_that_fails_is_free_before_the_answer(
     class SeenWorker(Worker):
         def _make_policy(self) -> Policy:
             policy = super()._make_policy()
-            weights.extend(weakref.ref(each) for each in policy._base.parameters())
+            weights.extend(weakref.ref(parameter) for parameter in policy._base.parameters())
             gc.disable()
             return policy
 
         def _answer(self, answer: Ready | Progress | Learned | Done | Failed) -> None:
             if isinstance(answer, Failed):
-                assert not any(each() is not None for each in weights)
+                assert not any(weight() is not None for weight in weights)
             super()._answer(answer)
 
     bad = train_task(tmp_path / "0", tmp_path / "1", with_nan(make_batch(1)))

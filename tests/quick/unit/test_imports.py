@@ -66,30 +66,32 @@ def test_nothing_imports_in_a_circle() -> None:
 
 
 def test_imports_point_down() -> None:
-    floor = {each: number for number, rooms in enumerate(FLOORS) for each in rooms}
-    for module, imported in import_graph().items():
-        for each in imported:
-            if room(module) != room(each):
-                assert floor[room(module)] < floor[room(each)], f"{module} imports {each}"
+    floor = {name: number for number, rooms in enumerate(FLOORS) for name in rooms}
+    for module, imports in import_graph().items():
+        for imported in imports:
+            if room(module) != room(imported):
+                assert floor[room(module)] < floor[room(imported)], f"{module} imports {imported}"
 
 
 def test_no_module_imports_an_annex() -> None:
-    for module, imported in import_graph().items():
-        assert not {room(each) for each in imported} & ANNEXES.keys() - {room(module)}, module
+    for module, imports in import_graph().items():
+        assert not {room(imported) for imported in imports} & ANNEXES.keys() - {room(module)}, module
 
 
 def test_each_entry_point_names_what_there_is() -> None:
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     for group in ("art.names", "art.classes", "art.trackers", "art.tracers"):
-        installed = {each.name: each for each in entry_points(group=group)}
-        assert {name: each.value for name, each in installed.items()} == groups[group], "run scripts/setup"
-        assert all(each.load() is not None for each in installed.values())
+        installed = {entry_point.name: entry_point for entry_point in entry_points(group=group)}
+        assert {name: entry_point.value for name, entry_point in installed.items()} == groups[group], (
+            "run scripts/setup"
+        )
+        assert all(entry_point.load() is not None for entry_point in installed.values())
 
 
 def test_the_server_imports_nothing_that_runs_in_other_processes() -> None:
-    for module, imported in import_graph().items():
+    for module, imports in import_graph().items():
         if room(module) not in OTHER_PROCESSES and module not in COMMANDS:
-            assert not {room(each) for each in imported} & OTHER_PROCESSES, module
+            assert not {room(imported) for imported in imports} & OTHER_PROCESSES, module
 
 
 def test_the_server_loads_no_torch_and_nothing_of_the_client() -> None:
@@ -99,15 +101,15 @@ def test_the_server_loads_no_torch_and_nothing_of_the_client() -> None:
 
 @pytest.mark.parametrize("module", ["art_server.trainer.worker", "art_server.engine.vllm_process.child"])
 def test_the_servers_processes_import_nothing_of_the_client(module: str) -> None:
-    assert "art" not in {room(each) for each in reach(import_graph(), module)}
+    assert "art" not in {room(reached) for reached in reach(import_graph(), module)}
 
 
 def test_the_protocol_needs_pydantic_only() -> None:
     for module, file in modules().items():
         if room(module) == "art_protocol":
             assert foreign_packages(file) <= {"pydantic"}, module
-            assert {room(each) for each in import_graph()[module]} <= {"art_protocol"}, module
-    every = ", ".join(each for each in modules() if room(each) == "art_protocol")
+            assert {room(imported) for imported in import_graph()[module]} <= {"art_protocol"}, module
+    every = ", ".join(name for name in modules() if room(name) == "art_protocol")
     assert not {"art", "httpx", "openai"} & loaded_by(every)
 
 
@@ -120,7 +122,7 @@ def loaded_by(imported: str) -> set[str]:
 
 def test_the_client_imports_what_it_declares() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = {re.split(r"[<>=\[; ]", each)[0] for each in project["dependencies"]}
+    declared = {re.split(r"[<>=\[; ]", requirement)[0] for requirement in project["dependencies"]}
     for module, file in modules().items():
         if room(module) in {"art", *ANNEXES} - OF_A_SERVER:
             assert foreign_packages(file) <= declared | EXTRAS | BUILT_IN, module
@@ -148,11 +150,11 @@ def test_scripts_import_what_there_is(script: Path) -> None:
             continue
         module, _, member = name.rpartition(".")
         try:
-            found = importlib.import_module(module)
+            loaded = importlib.import_module(module)
         except ModuleNotFoundError as error:
             assert error.name in ("unsloth", "verifiers"), name
             continue
-        assert hasattr(found, member), name
+        assert hasattr(loaded, member), name
 
 
 def test_the_page_shows_the_picture_of_the_code() -> None:

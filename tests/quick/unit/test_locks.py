@@ -36,18 +36,24 @@ OWN = {
 def name_of(node: ast.expr) -> str:
     """The last name of a lock's expression: `self._locks[model.id]` is "_locks"."""
     while isinstance(node, ast.Subscript | ast.Call | ast.IfExp):
-        node = node.value if isinstance(node, ast.Subscript) else node.func if isinstance(node, ast.Call) else node.body
+        if isinstance(node, ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call):
+            node = node.func
+        else:
+            node = node.body
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def names_in(node: ast.AST) -> set[str]:
-    found = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
-    return found | {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    attributes = {child.attr for child in ast.walk(node) if isinstance(child, ast.Attribute)}
+    return attributes | {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
 
 
 def slow_functions(trees: Iterable[ast.Module]) -> set[str]:
     """Names of the functions that wait for a step, directly or through one another, in whatever module."""
-    functions = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.AsyncFunctionDef)]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    functions = [node for node in nodes if isinstance(node, ast.AsyncFunctionDef)]
     slow: set[str] = set()
     while True:
         more = {f.name for f in functions if any(is_slow(a, slow) for a in ast.walk(f))}
@@ -79,8 +85,8 @@ def held_across(tree: ast.Module, methods: set[str], file: str) -> Iterator[str]
                 if isinstance(block, ast.AsyncWith | ast.With) and any(
                     name_of(item.context_expr) in LOCKS for item in block.items
                 ):
-                    inside = (each for line in block.body for each in ast.walk(line))
-                    if any(is_slow(each, methods) for each in inside):
+                    inside = (node for line in block.body for node in ast.walk(line))
+                    if any(is_slow(node, methods) for node in inside):
                         owner = f"{scope.name}." if isinstance(scope, ast.ClassDef) else ""
                         yield f"{file} {owner}{function.name}"
 
@@ -104,14 +110,14 @@ TREES = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py")
 
 def test_no_lock_is_held_across_a_wait_for_a_step() -> None:
     slow = slow_functions(TREES.values())
-    found = {each for path, tree in TREES.items() for each in held_across(tree, slow, str(path.relative_to(ROOT)))}
-    assert found - OWN.keys() == set(), "move the await out of the lock, or say why it is the resource's own"
-    assert OWN.keys() - found == set(), "these hold no such lock: remove them from the list"
+    held = {name for path, tree in TREES.items() for name in held_across(tree, slow, str(path.relative_to(ROOT)))}
+    assert held - OWN.keys() == set(), "move the await out of the lock, or say why it is the resource's own"
+    assert OWN.keys() - held == set(), "these hold no such lock: remove them from the list"
 
 
 def test_every_lock_is_known_and_taken_by_a_block() -> None:
     trees = [tree for tree in TREES.values() if "asyncio" in names_in(tree)]
-    assert [each for tree in trees for each in unlisted(tree)] == []
+    assert [lock for tree in trees for lock in unlisted(tree)] == []
 
 
 def test_the_check_sees_direct_and_indirect_waits() -> None:

@@ -50,7 +50,7 @@ def test_the_world_answers_in_the_schema_and_calls_tools(notebooks: ModuleType) 
     url = f"{world.url}/openrouter.ai/api/v1/chat/completions"
     reply = httpx.post(url, json=body | {"response_format": form}).json()
     tasks = json.loads(reply["choices"][0]["message"]["content"])["tasks"]
-    assert len(tasks) == 3 and all(each["task"] for each in tasks)
+    assert len(tasks) == 3 and all(task["task"] for task in tasks)
     call = {"name": "add", "arguments": {"a": 1, "b": 2}}
     message = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": call}
     result = httpx.post(f"{world.url}/mcp", json=message).json()["result"]

@@ -59,7 +59,7 @@ def test_a_queued_job_of_an_earlier_server_is_read(tmp_path: Path) -> None:
 
 def test_a_record_of_an_earlier_server_is_found(tmp_path: Path) -> None:
     ledger = Ledger(restore(tmp_path) / ".server" / "ledger.sqlite")
-    found = ledger.find("f" * 32 + "-0")
-    assert found is not None and found.token_ids == [7, 8] and found.prompt_token_ids == [1, 2]
-    assert found.logprobs == [-0.5, -0.25] and found.sampled_logprobs == pytest.approx([-0.4, -0.2])
+    record = ledger.find("f" * 32 + "-0")
+    assert record is not None and record.token_ids == [7, 8] and record.prompt_token_ids == [1, 2]
+    assert record.logprobs == [-0.5, -0.25] and record.sampled_logprobs == pytest.approx([-0.4, -0.2])
     ledger.close()

@@ -14,19 +14,19 @@ EQUAL = Dropped(reason="all rewards in the group are equal: no signal", count=6,
 
 
 def notes_of(root: Path, folder: ModelFolder) -> dict[str, dict[str, object]]:
-    return {each["text"]: each for each in context(Runs(root), folder)["notes"]}
+    return {note["text"]: note for note in context(Runs(root), folder)["notes"]}
 
 
 def test_a_run_has_its_base_its_times_its_tokens_and_its_configuration(tmp_path: Path) -> None:
     (folder,) = make_demo(tmp_path, runs=1, steps=4, rollouts=8)
     rows = [json.loads(line) for line in folder.history_file.read_text().splitlines()]
-    found = context(Runs(tmp_path), folder)
-    assert (found["base_model"], found["lora"]["rank"]) == ("Qwen/Qwen3-8B", 16)
-    assert (found["started_at"], found["last_at"]) == (rows[0]["recorded_at"], rows[-1]["recorded_at"])
-    assert found["trained_tokens"] == sum(row["data/step_trainable_assistant_tokens"] for row in rows)
-    assert found["config"]["max_grad_norm"] == 1.0, "defaults included"
-    assert found["changed"] == {"preset": "grpo", "learning_rate": 2e-5}
-    assert found["learning_rate"] == rows[-1]["loss/learning_rate"]
+    run = context(Runs(tmp_path), folder)
+    assert (run["base_model"], run["lora"]["rank"]) == ("Qwen/Qwen3-8B", 16)
+    assert (run["started_at"], run["last_at"]) == (rows[0]["recorded_at"], rows[-1]["recorded_at"])
+    assert run["trained_tokens"] == sum(row["data/step_trainable_assistant_tokens"] for row in rows)
+    assert run["config"]["max_grad_norm"] == 1.0, "defaults included"
+    assert run["changed"] == {"preset": "grpo", "learning_rate": 2e-5}
+    assert run["learning_rate"] == rows[-1]["loss/learning_rate"]
 
 
 def test_a_run_says_when_nothing_is_trained(tmp_path: Path) -> None:
@@ -38,9 +38,9 @@ def test_a_run_says_when_nothing_is_trained(tmp_path: Path) -> None:
     assert idle({1: 0}, {1}) == f"Nothing was trained yet, in 1 step{equal}"
     (folder,) = make_demo(tmp_path, runs=1, steps=4, rollouts=8)
     log(folder, 5, {TOKENS: 0.0, DEAD: 6.0, SUBMITTED: 6.0})
-    found = context(Runs(tmp_path), folder)
-    assert found["idle"] == f"Nothing was trained since step 4{equal}"
-    assert (found["num_trained_steps"], found["num_jobs"]) == (4, 5)
+    run = context(Runs(tmp_path), folder)
+    assert run["idle"] == f"Nothing was trained since step 4{equal}"
+    assert (run["num_trained_steps"], run["num_jobs"]) == (4, 5)
 
 
 def test_notes_that_differ_in_numbers_are_one_with_its_steps(tmp_path: Path) -> None:
@@ -51,8 +51,8 @@ def test_notes_that_differ_in_numbers_are_one_with_its_steps(tmp_path: Path) -> 
     write_jobs(tmp_path, [(folder, 5)], **dead)
     error = ErrorDetail(message="the gap is 1.3 on average").model_dump_json()
     write_jobs(tmp_path, [(folder, 6)], job_id="y", state="failed", target_step=None, last_error=error, report="{}")
-    found = notes_of(tmp_path, folder)
-    (left_out,) = [each for text, each in found.items() if text.startswith("Left out: 1 group, ")]
+    notes = notes_of(tmp_path, folder)
+    (left_out,) = [note for text, note in notes.items() if text.startswith("Left out: 1 group, ")]
     assert (left_out["first"], left_out["last"], left_out["count"], left_out["is_bad"]) == (1, 4, 4, False)
     write_jobs(
         tmp_path,
@@ -62,15 +62,15 @@ def test_notes_that_differ_in_numbers_are_one_with_its_steps(tmp_path: Path) -> 
             update={"num_groups": 7, "dropped": [EQUAL.model_copy(update={"count": 7})]}
         ).model_dump_json(),
     )
-    (merged,) = [each for text, each in notes_of(tmp_path, folder).items() if "trained nothing: 7 groups" in text]
+    (merged,) = [note for text, note in notes_of(tmp_path, folder).items() if "trained nothing: 7 groups" in text]
     assert (merged["first"], merged["last"], merged["has_older_numbers"]) == (5, 8, True)
     assert not left_out["has_older_numbers"]
-    (noted,) = [each for text, each in found.items() if "sampled twice" in text]
+    (noted,) = [note for text, note in notes.items() if "sampled twice" in text]
     assert (noted["first"], noted["last"]) == (1, 1)
-    (nothing,) = [each for text, each in found.items() if "trained nothing: 6 groups, because all rewards" in text]
+    (nothing,) = [note for text, note in notes.items() if "trained nothing: 6 groups, because all rewards" in text]
     assert nothing["is_bad"] and nothing["last"] == 5
-    assert any("3 rollouts have turns that do not continue" in text and "</code>?" in text for text in found)
-    (failed,) = [each for text, each in found.items() if "the gap is 1.3" in text]
+    assert any("3 rollouts have turns that do not continue" in text and "</code>?" in text for text in notes)
+    (failed,) = [note for text, note in notes.items() if "the gap is 1.3" in text]
     assert failed["is_bad"] and failed["last"] is None
 
 
@@ -78,16 +78,16 @@ def test_jobs_of_a_deleted_model_with_the_same_name_are_left_out(tmp_path: Path)
     (folder,) = make_demo(tmp_path, runs=1, steps=2, rollouts=8)
     later = folder.read().model_copy(update={"created_at": 9e9})
     folder.create(later, tmp_path / "engine.log")
-    found = context(Runs(tmp_path), folder)
-    assert found["config"] == {} and found["notes"] == []
-    assert found["started_at"].startswith("2255-")
+    run = context(Runs(tmp_path), folder)
+    assert run["config"] == {} and run["notes"] == []
+    assert run["started_at"].startswith("2255-")
 
 
 def test_jobs_are_read_while_a_server_writes_them_and_not_changed(tmp_path: Path) -> None:
     (folder,) = make_demo(tmp_path, runs=1, steps=2, rollouts=8)
-    files = {each.name: each.read_bytes() for each in (tmp_path / ".server").iterdir()}
+    files = {file.name: file.read_bytes() for file in (tmp_path / ".server").iterdir()}
     assert [job.target_step for job in read_jobs(tmp_path, folder)] == [2, 1]
-    assert {each.name: each.read_bytes() for each in (tmp_path / ".server").iterdir()} == files
+    assert {file.name: file.read_bytes() for file in (tmp_path / ".server").iterdir()} == files
     queue = JobQueue(tmp_path / ".server" / "jobs.sqlite")
     queue.forget_keys("demo", folder.name)
     assert len(read_jobs(tmp_path, folder)) == 2
@@ -99,5 +99,5 @@ def test_a_folder_without_a_table_of_jobs_has_the_rest(tmp_path: Path) -> None:
     log(folder, 0, {"val/reward": 1.0})
     (tmp_path / ".server").mkdir()
     (tmp_path / ".server" / "jobs.sqlite").write_bytes(b"no database")
-    found = context(Runs(tmp_path), folder)
-    assert (found["base_model"], found["num_rows"], found["trained_tokens"], found["notes"]) == (None, 1, 0, [])
+    run = context(Runs(tmp_path), folder)
+    assert (run["base_model"], run["num_rows"], run["trained_tokens"], run["notes"]) == (None, 1, 0, [])

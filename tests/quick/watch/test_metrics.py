@@ -40,9 +40,9 @@ async def fetch(served: Served, key: str | None = None) -> httpx.Response:
 def samples(text: str) -> dict[tuple[str, ...], float]:
     """Values by name and labels, which are in the order of their names."""
     return {
-        (each.name, *each.labels.values()): each.value
+        (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
-        for each in family.samples
+        for sample in family.samples
     }
 
 
@@ -63,18 +63,18 @@ async def test_the_numbers_follow_what_the_server_does(tmp_path: Path) -> None:
         with pytest.raises(art.ArtJobError):
             await model.train([await sample_group(model)])
         response = await fetch(served)
-        found = samples(response.text)
+        numbers = samples(response.text)
         await model.backend().close()
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert found["art_model_step", "agent", "demo"] == 1
-    assert found["art_jobs_total", "done"] == 1 and found["art_jobs_total", "failed"] == 1
-    assert found["art_trained_tokens_total",] == 4
-    assert found["art_step_seconds", "step_backend_train"] > 0
-    assert found["art_step_seconds", "job_train"] >= 0
-    assert found["art_engine_state", "ready"] == 1 and found["art_engine_state", "starting"] == 0
-    assert found["art_engine_starts_total",] == 1
-    assert found["art_requests_waiting",] == 0 and found["art_requests_running",] == 0
-    assert found["vllm:num_requests_running",] == 3.0, "vLLM's own follow"
+    assert numbers["art_model_step", "agent", "demo"] == 1
+    assert numbers["art_jobs_total", "done"] == 1 and numbers["art_jobs_total", "failed"] == 1
+    assert numbers["art_trained_tokens_total",] == 4
+    assert numbers["art_step_seconds", "step_backend_train"] > 0
+    assert numbers["art_step_seconds", "job_train"] >= 0
+    assert numbers["art_engine_state", "ready"] == 1 and numbers["art_engine_state", "starting"] == 0
+    assert numbers["art_engine_starts_total",] == 1
+    assert numbers["art_requests_waiting",] == 0 and numbers["art_requests_running",] == 0
+    assert numbers["vllm:num_requests_running",] == 3.0, "vLLM's own follow"
 
 
 async def test_waiting_requests_and_queued_jobs_are_counted(tmp_path: Path) -> None:
@@ -85,11 +85,11 @@ async def test_waiting_requests_and_queued_jobs_are_counted(tmp_path: Path) -> N
         payload = Payload.make(Batch(groups=[]))
         queue.insert("demo", "agent", None, "digest", TrainConfig(), payload, JobReport())
         with gate.inside("demo/agent@0"):
-            found = samples((await fetch(served)).text)
+            numbers = samples((await fetch(served)).text)
         await model.backend().close()
-    assert found["art_requests_running",] == 1
-    assert found["art_queue_jobs", "queued"] == 1 and found["art_queue_jobs", "running"] == 0
-    assert found["art_queue_oldest_seconds",] > 0
+    assert numbers["art_requests_running",] == 1
+    assert numbers["art_queue_jobs", "queued"] == 1 and numbers["art_queue_jobs", "running"] == 0
+    assert numbers["art_queue_oldest_seconds",] > 0
 
 
 async def test_an_engine_that_does_not_answer_leaves_the_servers_numbers(tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ async def test_the_numbers_of_several_engines_have_their_names(tmp_path: Path) -
         other.http = served.engine.http
         text = (await engine_metrics([served.engine, other])).decode()  # type: ignore[list-item]
     assert text.count("# TYPE vllm:num_requests_running gauge") == 1
-    found = samples(text)
-    assert found["vllm:num_requests_running", "engine"] == found["vllm:num_requests_running", "engine-1"] == 3.0
+    numbers = samples(text)
+    assert numbers["vllm:num_requests_running", "engine"] == numbers["vllm:num_requests_running", "engine-1"] == 3.0
     replicas = [ReplicaHealth(name="engine-0", engine="ready", num_requests=3), ReplicaHealth(name="engine-1")]
     figures = MetricsSnapshot(0, 3, 2, {}, Totals())
     own = samples(exposition(figures, Health(engine="ready", replicas=replicas), {}, []).decode())
@@ -144,7 +144,7 @@ def vllm_names() -> set[str]:
 
 async def test_the_dashboard_names_only_metrics_that_are_exported(tmp_path: Path) -> None:
     expressions = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
-    expressions += [each["query"] for each in DASHBOARD["templating"]["list"]]
+    expressions += [variable["query"] for variable in DASHBOARD["templating"]["list"]]
     named = {name for expression in expressions for name in NAME.findall(expression)}
     async with serving(tmp_path) as served:
         model = await add_model(served)

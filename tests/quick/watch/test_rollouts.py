@@ -22,8 +22,8 @@ from tests.refusals import refused
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
-    (made,) = make_demo(tmp_path_factory.mktemp("demo"), runs=1, steps=5, rollouts=48)
-    return made
+    (folder,) = make_demo(tmp_path_factory.mktemp("demo"), runs=1, steps=5, rollouts=48)
+    return folder
 
 
 def lines_of(folder: ModelFolder, split: str = "train", step: int = 1) -> list[dict[str, Any]]:
@@ -47,25 +47,25 @@ def test_an_overview_folds_white_space(tmp_path: Path) -> None:
 
 
 def test_groups_have_the_rewards_of_the_file(folder: ModelFolder) -> None:
-    found, written = rollouts.groups(folder, "train", 1), lines_of(folder)
-    assert [each["index"] for each in found] == list(range(len(written)))
-    for group, line in zip(found, written, strict=True):
-        rewards = [each["reward"] for each in line["trajectories"]]
-        assert [each["reward"] for each in group["rollouts"]] == rewards
+    groups, written = rollouts.groups(folder, "train", 1), lines_of(folder)
+    assert [group["index"] for group in groups] == list(range(len(written)))
+    for group, line in zip(groups, written, strict=True):
+        rewards = [trajectory["reward"] for trajectory in line["trajectories"]]
+        assert [rollout["reward"] for rollout in group["rollouts"]] == rewards
         assert group["mean"] == pytest.approx(statistics.fmean(rewards))
         assert group["std"] == pytest.approx(statistics.pstdev(rewards))
         assert group["metadata"] == line["metadata"]
         assert group["failures"] == line["exceptions"]
         assert group["prompt"] == line["trajectories"][0]["messages"][1]["content"], "the first user message"
-    assert [each["index"] for each in found if each["is_dead"]] == [DEAD]
-    assert [each["index"] for each in found if each["failures"]] == [FAILED]
+    assert [group["index"] for group in groups if group["is_dead"]] == [DEAD]
+    assert [group["index"] for group in groups if group["failures"]] == [FAILED]
     one = rollouts.rollout(folder, "train", 1, 0, 2)
-    assert (one["reward"], one["group_mean"]) == (found[0]["rollouts"][2]["reward"], found[0]["mean"])
-    first = found[0]["rollouts"][3]
+    assert (one["reward"], one["group_mean"]) == (groups[0]["rollouts"][2]["reward"], groups[0]["mean"])
+    first = groups[0]["rollouts"][3]
     assert first["finish_reason"] == "length" and first["num_turns"] == 2
     assert first["origins"] == ["ids", "ledger"]
-    choices = [each for each in written[0]["trajectories"][3]["messages"] if "message" in each]
-    assert first["num_tokens"] == sum(len(each["token_ids"]) for each in choices)
+    choices = [entry for entry in written[0]["trajectories"][3]["messages"] if "message" in entry]
+    assert first["num_tokens"] == sum(len(choice["token_ids"]) for choice in choices)
 
 
 @pytest.mark.parametrize(
@@ -110,27 +110,26 @@ def test_turns_and_tokens_of_additional_histories_count(tmp_path: Path) -> None:
 
 
 def test_text_is_searched_in_messages_and_tool_calls_in_any_case(folder: ModelFolder) -> None:
-    found = rollouts.groups(folder, "train", 1, text="WINDOW.washit")
-    assert [each["index"] for each in found] == [HOSTILE_GROUP]
-    assert len(found[0]["rollouts"]) == 8
+    groups = rollouts.groups(folder, "train", 1, text="WINDOW.washit")
+    assert [group["index"] for group in groups] == [HOSTILE_GROUP]
+    assert len(groups[0]["rollouts"]) == 8
     assert len(rollouts.groups(folder, "train", 1, text="search {")) == 6, "a call's name"
     some = rollouts.groups(folder, "train", 1, text="TP 1276 at 143")
-    wanted = [
-        (index, number)
-        for index, line in enumerate(lines_of(folder))
-        for number, each in enumerate(line["trajectories"])
-        if "TP 1276 at 143" in each["messages"][-1]["message"]["content"]
-    ]
-    assert [(g["index"], each["index"]) for g in some for each in g["rollouts"]] == wanted
+    wanted: list[tuple[int, int]] = []
+    for index, line in enumerate(lines_of(folder)):
+        for number, trajectory in enumerate(line["trajectories"]):
+            if "TP 1276 at 143" in trajectory["messages"][-1]["message"]["content"]:
+                wanted.append((index, number))
+    assert [(group["index"], rollout["index"]) for group in some for rollout in group["rollouts"]] == wanted
     assert wanted and rollouts.groups(folder, "train", 1, text="nowhere") == []
 
 
 def test_a_rollout_has_its_messages_traces_and_tokens(folder: ModelFolder) -> None:
-    found = rollouts.rollout(folder, "train", 1, CHANGED, 1)
+    rollout = rollouts.rollout(folder, "train", 1, CHANGED, 1)
     written = lines_of(folder)[CHANGED]["trajectories"][1]
-    assert found["reward"] == written["reward"] and found["num_rollouts"] == 8
-    (history,) = found["histories"]
-    roles = [each["role"] for each in history["entries"]]
+    assert rollout["reward"] == written["reward"] and rollout["num_rollouts"] == 8
+    (history,) = rollout["histories"]
+    roles = [entry["role"] for entry in history["entries"]]
     assert roles == ["system", "user", "assistant", "tool", "assistant"]
     call = history["entries"][2]
     assert call["tool_calls"][0]["name"] == "search"
@@ -139,7 +138,7 @@ def test_a_rollout_has_its_messages_traces_and_tokens(folder: ModelFolder) -> No
     assert history["entries"][4]["turn"]["continues"] == "changed"
     for entry in (history["entries"][2], history["entries"][4]):
         turn = entry["turn"]
-        sequence = found["sequences"][turn["sequence"]]
+        sequence = rollout["sequences"][turn["sequence"]]
         span = slice(turn["start"], turn["stop"])
         written_entry = written["messages"][turn["entry"]]
         assert sequence["ids"][span] == written_entry["token_ids"]
@@ -149,11 +148,11 @@ def test_a_rollout_has_its_messages_traces_and_tokens(folder: ModelFolder) -> No
 
 def test_numbers_of_tokens_are_those_of_the_record(folder: ModelFolder) -> None:
     tensors = load_file(folder.tokens_file(1))
-    found = rollouts.rollout(folder, "train", 1, 0, 2)
+    rollout = rollouts.rollout(folder, "train", 1, 0, 2)
     with tokens.opened_tokens(folder, "train", 1) as record:
         assert record is not None
         ((start, stop),) = record.groups[0][2]
-    (sequence,) = found["sequences"]
+    (sequence,) = rollout["sequences"]
     assert sequence["ids"] == tensors["token_ids_T"][start:stop].tolist()
     for name in tokens.NUMBERS:
         written = tensors[f"{name}_T"][start:stop]
@@ -170,11 +169,11 @@ def test_a_dead_group_was_sampled_and_not_trained(folder: ModelFolder) -> None:
 
 
 def test_a_rollout_without_a_record_has_its_own_logprobs(folder: ModelFolder) -> None:
-    found = rollouts.rollout(folder, "val", 5, 0, 0)
-    assert not found["has_token_record"] and found["sequences"] == []
-    entry = found["histories"][0]["entries"][4]
+    rollout = rollouts.rollout(folder, "val", 5, 0, 0)
+    assert not rollout["has_token_record"] and rollout["sequences"] == []
+    entry = rollout["histories"][0]["entries"][4]
     content = lines_of(folder, "val", 5)[0]["trajectories"][0]["messages"][4]["logprobs"]["content"]
-    assert entry["logprobs"] == [[each["token"], each["logprob"]] for each in content]
+    assert entry["logprobs"] == [[token["token"], token["logprob"]] for token in content]
     assert entry["turn"] is None
 
 
@@ -196,13 +195,13 @@ def test_what_is_not_there_is_not_found(folder: ModelFolder, tmp_path: Path) -> 
 def test_a_line_that_a_crash_cut_short_keeps_its_place(tmp_path: Path) -> None:
     good = json.dumps({"trajectories": [{"messages": [], "reward": 0.5}]}).encode()
     folder = write(tmp_path, good[:20], b"[]", good)
-    found = rollouts.groups(folder, "train", 1)
-    assert [(each["index"], each["is_unreadable"]) for each in found] == [
+    groups = rollouts.groups(folder, "train", 1)
+    assert [(group["index"], group["is_unreadable"]) for group in groups] == [
         (0, True),
         (1, True),
         (2, False),
     ]
-    assert found[2]["rollouts"][0]["reward"] == 0.5
+    assert groups[2]["rollouts"][0]["reward"] == 0.5
     assert rollouts.rollout(folder, "train", 1, 2, 0)["reward"] == 0.5
     with refused(NotFound, "unknown_group", "group"):
         rollouts.rollout(folder, "train", 1, 0, 0)
@@ -213,8 +212,8 @@ def test_the_rollouts_of_a_group_are_parsed_once(tmp_path: Path, monkeypatch: py
     folder, parsed = write(tmp_path, line), list[bytes]()
     read = rollouts.read_json
     monkeypatch.setattr(rollouts, "read_json", lambda line: (parsed.append(line), read(line))[1])
-    found = [rollouts.rollout(folder, "train", 1, 0, index)["reward"] for index in range(8)]
-    assert found == list(range(8)) and len(parsed) == 1
+    rewards = [rollouts.rollout(folder, "train", 1, 0, index)["reward"] for index in range(8)]
+    assert rewards == list(range(8)) and len(parsed) == 1
     folder.trajectories_file("train", 1).write_bytes(line.replace(b"7", b"7.5"))
     assert rollouts.rollout(folder, "train", 1, 0, 7)["reward"] == 7.5
     folder.trajectories_file("train", 1).unlink()
@@ -273,9 +272,9 @@ def test_any_json_in_a_trajectories_file_is_read_or_refused(
     line = json.dumps({"trajectories": [value, {"messages": [value], "turns": [value]}]})
     folder = write(tmp_path_factory.mktemp("any"), json.dumps(value).encode(), line.encode())
     for group in rollouts.groups(folder, "train", 1, text=""):
-        for each in group["rollouts"]:
-            found = rollouts.rollout(folder, "train", 1, group["index"], each["index"])
-            assert found["num_rollouts"] == len(group["rollouts"])
+        for row in group["rollouts"]:
+            rollout = rollouts.rollout(folder, "train", 1, group["index"], row["index"])
+            assert rollout["num_rollouts"] == len(group["rollouts"])
     rollouts.groups(folder, "train", 1, text="x")
 
 
@@ -309,7 +308,7 @@ def write_record(root: Path, group: list[list[list[int]]], trained: list[bool]) 
     lengths = [len(sequence) for trajectory in group for sequence in trajectory]
     bounds = list(itertools.accumulate(lengths, initial=0))
     spans = iter(itertools.pairwise(bounds))
-    described = [{"number": 4, "trajectories": [[next(spans) for _ in each] for each in group]}]
+    described = [{"number": 4, "trajectories": [[next(spans) for _ in trajectory] for trajectory in group]}]
     marks = [0.5 if is_trained else np.nan for is_trained in trained[: len(ids)]]
     numbers = dict.fromkeys((f"{name}_T" for name in tokens.NUMBERS), np.array(marks, np.float32))
     tensors = {"token_ids_T": np.array(ids, np.int32), "is_clipped_T": np.zeros(len(ids), np.uint8)}
@@ -325,14 +324,13 @@ def test_a_tree_has_each_shared_prefix_once(
     tmp_path_factory: pytest.TempPathFactory, group: list[list[list[int]]], trained: list[bool]
 ) -> None:
     folder = write_record(tmp_path_factory.mktemp("tree"), group, trained)
-    found = tokens.tree(folder, 1, 4)
-    sequences = [(r, each) for r, trajectory in enumerate(group) for each in trajectory]
-    prefixes = {tuple(each[: n + 1]) for _, each in sequences for n in range(len(each))}
-    assert found["num_tree_tokens"] == len(prefixes)
-    assert found["num_sequence_tokens"] == sum(len(each) for _, each in sequences)
-    nodes = found["nodes"]
-    marks = iter(trained)
-    trained_prefixes = {tuple(each[: n + 1]) for _, each in sequences for n in range(len(each)) if next(marks)}
+    tree = tokens.tree(folder, 1, 4)
+    sequences = [(number, sequence) for number, trajectory in enumerate(group) for sequence in trajectory]
+    prefixes = [tuple(sequence[: n + 1]) for _, sequence in sequences for n in range(len(sequence))]
+    assert tree["num_tree_tokens"] == len(set(prefixes))
+    assert tree["num_sequence_tokens"] == sum(len(sequence) for _, sequence in sequences)
+    nodes = tree["nodes"]
+    trained_prefixes = set(itertools.compress(prefixes, trained))
     assert sum(node["num_trained"] for node in nodes) == len(trained_prefixes)
     paths = {None: ""}
     for node in nodes:
@@ -350,5 +348,8 @@ def test_a_tree_has_each_shared_prefix_once(
         spans = node["trained"]
         assert all(node["start"] <= a < b <= node["stop"] for a, b in spans)
         assert sum(b - a for a, b in spans) == node["num_trained"] <= size
-        of_node = [r for r, each in sequences if "".join(spelled[t] for t in each[: node["stop"]]) == paths[node["id"]]]
-        assert node["rollouts"] == sorted(set(of_node))
+        of_node: set[int] = set()
+        for number, sequence in sequences:
+            if "".join(spelled[token] for token in sequence[: node["stop"]]) == paths[node["id"]]:
+                of_node.add(number)
+        assert node["rollouts"] == sorted(of_node)

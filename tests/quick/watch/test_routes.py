@@ -37,7 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("demo")
     make_demo(path, runs=2, steps=5, rollouts=48)
     (path / "logs").mkdir()
-    (path / "logs" / "engine.log").write_text("".join(f"line {each}\n" for each in range(500)))
+    (path / "logs" / "engine.log").write_text("".join(f"line {number}\n" for number in range(500)))
     return path
 
 
@@ -77,7 +77,7 @@ async def test_the_page_and_all_files_that_it_names_are_served(root: Path) -> No
             assert kind in answer.headers["content-type"], path
             wanted |= {f"page/{name}" for name in re.findall(r'from "\./([^"]+)"', answer.text)}
         folder = resources.files("art_watch") / "page"
-        names = {f"page/{each.name}" for each in folder.iterdir() if each.is_file()}
+        names = {f"page/{entry.name}" for entry in folder.iterdir() if entry.is_file()}
         assert seen | {"page/index.html"} == names, "no file lies unused"
 
 
@@ -85,7 +85,8 @@ async def test_scripts_come_from_this_server_alone(root: Path) -> None:
     async with client(make_view(root)) as http:
         for path in ("/", "/page/app.js", "/page/plotly.min.js"):
             headers = (await http.get(path)).headers
-            policy = dict(each.strip().split(" ", 1) for each in headers["content-security-policy"].split(";"))
+            directives = headers["content-security-policy"].split(";")
+            policy = dict(directive.strip().split(" ", 1) for directive in directives)
             assert policy["default-src"] == "'self'" and "script-src" not in policy
             assert policy["frame-ancestors"] == policy["base-uri"] == "'none'"
             assert headers["x-content-type-options"] == "nosniff"
@@ -96,15 +97,15 @@ async def test_scripts_come_from_this_server_alone(root: Path) -> None:
 
 
 async def test_a_folder_without_a_server_has_no_live_state(root: Path) -> None:
-    found = await get(make_view(root), "/api/look/overview")
-    assert found["live"] is None
-    assert [each["id"] for each in found["models"]] == ["demo/webnav-8b", "demo/webnav-lr2e5"]
+    overview = await get(make_view(root), "/api/look/overview")
+    assert overview["live"] is None
+    assert [model["id"] for model in overview["models"]] == ["demo/webnav-8b", "demo/webnav-lr2e5"]
 
 
 async def test_a_running_server_shows_its_health_its_jobs_and_its_memory(root: Path) -> None:
     live = (await get(make_live(root), "/api/look/overview"))["live"]
     assert live["health"]["engine"] == "ready" and live["machine"]["disk_free_bytes"] > 0
-    assert [each["state"] for each in live["jobs"]] == ["running", "queued"]
+    assert [job["state"] for job in live["jobs"]] == ["running", "queued"]
     assert live["activity"]["largest"] == "rollouts"
 
 
@@ -113,11 +114,11 @@ async def test_the_history_has_the_requested_columns(root: Path) -> None:
     async with client(make_view(root)) as http:
         wanted = ["train/reward", HOSTILE_METRIC, "missing"]
         answer = await http.get(f"{RUN}/history", params={"metric": wanted})
-        found = answer.json()
+        history = answer.json()
         many: list[tuple[str, str | int | float | None]] = [("metric", "a")] * (look.MAX_METRICS + 1)
         assert (await http.get(f"{RUN}/history", params=many)).status_code == 422
-    assert found["metrics"] == {name: [row.get(name) for row in rows] for name in wanted}
-    assert HOSTILE_METRIC in found["names"] and "missing" not in found["names"]
+    assert history["metrics"] == {name: [row.get(name) for row in rows] for name in wanted}
+    assert HOSTILE_METRIC in history["names"] and "missing" not in history["names"]
 
 
 async def test_rollouts_trees_and_checkpoints_are_served(root: Path) -> None:
@@ -126,13 +127,13 @@ async def test_rollouts_trees_and_checkpoints_are_served(root: Path) -> None:
     groups = (await get(app, f"{RUN}/rollouts/train/1"))["groups"]
     assert len(groups) == 6
     some = (await get(app, f"{RUN}/rollouts/train/1?text=WASHIT"))["groups"]
-    assert [each["index"] for each in some] == [4]
+    assert [group["index"] for group in some] == [4]
     rollout = await get(app, f"{RUN}/rollouts/train/1/4/2")
     assert rollout["has_token_record"] and rollout["num_rollouts"] == 8
     tree = await get(app, f"{RUN}/trees/1/0")
     assert 0 < tree["num_tree_tokens"] < tree["num_sequence_tokens"]
     checkpoints = (await get(app, f"{RUN}/checkpoints"))["checkpoints"]
-    assert [each["step"] for each in checkpoints] == [0, 1, 2, 3, 4, 5]
+    assert [checkpoint["step"] for checkpoint in checkpoints] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -173,9 +174,9 @@ async def test_broken_numbers_and_halves_of_characters_are_sent_as_json(tmp_path
     file = folder.path / "trajectories" / "train" / "0001.jsonl"
     file.write_text(json.dumps(line | {"metrics": {"a": float("inf")}}) + "\n{cut")
     app = make_view(tmp_path)
-    found = await get(app, f"{RUN}/history?metric=train/reward")
-    assert found["steps"] == [1, 2] and found["metrics"]["train/reward"][1] is None
-    assert "x?" in found["names"]
+    history = await get(app, f"{RUN}/history?metric=train/reward")
+    assert history["steps"] == [1, 2] and history["metrics"]["train/reward"][1] is None
+    assert "x?" in history["names"]
     groups = (await get(app, f"{RUN}/rollouts/train/1"))["groups"]
     assert groups[0]["rollouts"][0]["text"] == "" and groups[0]["metrics"] == {"a": None}
     assert groups[1]["is_unreadable"]
@@ -196,9 +197,9 @@ async def test_logs_end_with_their_last_lines(root: Path) -> None:
 
 def look_paths(app: FastAPI) -> list[str]:
     values = {"project": "demo", "name": "webnav-8b", "split": "train", "log": "engine"}
-    paths = [each.path for each in app.routes if isinstance(each, APIRoute)]
+    paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
     return [
-        re.sub(r"{(\w+)}", lambda found: values.get(found[1], "1"), path)
+        re.sub(r"{(\w+)}", lambda match: values.get(match[1], "1"), path)
         for path in paths
         if path.startswith("/api/look/")
     ]
@@ -278,18 +279,18 @@ async def marks_of(app: FastAPI, change: Any, key: str | None = None) -> list[di
 async def test_a_new_row_changes_the_marks_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(look, "LOOK_SECONDS", 0.05)
     first, second = make_demo(tmp_path, runs=2, steps=2, rollouts=8)
-    found = await marks_of(make_live(tmp_path), lambda: log(first, 3, {"train/reward": 1.0}))
-    assert len(found) == 2, "and is silent without a change"
-    before, after = (each["models"] for each in found)
+    marks = await marks_of(make_live(tmp_path), lambda: log(first, 3, {"train/reward": 1.0}))
+    assert len(marks) == 2, "and is silent without a change"
+    before, after = (sent["models"] for sent in marks)
     assert before[f"demo/{first.name}"] != after[f"demo/{first.name}"]
     assert before[f"demo/{second.name}"] == after[f"demo/{second.name}"]
-    assert found[0]["engine"] == "ready"
-    assert [each[1] for each in found[0]["jobs"]] == ["running", "queued"]
+    assert marks[0]["engine"] == "ready"
+    assert [job[1] for job in marks[0]["jobs"]] == ["running", "queued"]
 
 
 async def test_marks_of_other_projects_are_not_sent(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(look, "LOOK_SECONDS", 0.05)
-    (found,) = await marks_of(guarded(root, tmp_path), lambda: None, "other-only")
-    assert found["models"] == {}
+    (marks,) = await marks_of(guarded(root, tmp_path), lambda: None, "other-only")
+    assert marks["models"] == {}

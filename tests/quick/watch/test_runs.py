@@ -25,30 +25,30 @@ def test_columns_are_the_values_of_the_file(tmp_path: Path) -> None:
     names = history.names()
     assert {"train/reward", "val/reward", "sampled_step", HOSTILE_METRIC} <= set(names)
     assert not {"step", "training_step", "job_id", "recorded_at"} & set(names)
-    found = history.columns(names)
-    assert found["steps"] == [row["step"] for row in rows]
-    assert found["recorded_at"] == [row["recorded_at"] for row in rows]
+    columns = history.columns(names)
+    assert columns["steps"] == [row["step"] for row in rows]
+    assert columns["recorded_at"] == [row["recorded_at"] for row in rows]
     for name in names:
-        assert found["metrics"][name] == [row.get(name) for row in rows], name
+        assert columns["metrics"][name] == [row.get(name) for row in rows], name
 
 
 def test_a_summary_has_the_newest_values_and_the_best_kept_step(tmp_path: Path) -> None:
     (folder,) = make_demo(tmp_path, runs=1, steps=12, rollouts=8)
-    rows, found = rows_of(folder), Runs(tmp_path).summary(folder)
-    assert (found["id"], found["base_model"], found["rank"]) == (
+    rows, summary = rows_of(folder), Runs(tmp_path).summary(folder)
+    assert (summary["id"], summary["base_model"], summary["rank"]) == (
         f"demo/{folder.name}",
         "Qwen/Qwen3-8B",
         16,
     )
-    assert (found["step"], found["num_rows"]) == (12, 12)
-    assert found["reward"] == rows[-1]["train/reward"]
-    assert found["val_reward"] == rows[9]["val/reward"], "the newest row that has it"
-    assert found["rewards"] == [row["train/reward"] for row in rows]
-    assert found["best"] == {
+    assert (summary["step"], summary["num_rows"]) == (12, 12)
+    assert summary["reward"] == rows[-1]["train/reward"]
+    assert summary["val_reward"] == rows[9]["val/reward"], "the newest row that has it"
+    assert summary["rewards"] == [row["train/reward"] for row in rows]
+    assert summary["best"] == {
         "step": Runs(tmp_path).history(folder).best_step("val/reward"),
         "metric": "val/reward",
     }
-    assert (found["first_at"], found["last_at"]) == (
+    assert (summary["first_at"], summary["last_at"]) == (
         rows[0]["recorded_at"],
         rows[-1]["recorded_at"],
     )
@@ -57,16 +57,16 @@ def test_a_summary_has_the_newest_values_and_the_best_kept_step(tmp_path: Path) 
 def test_a_line_that_is_appended_is_read(tmp_path: Path) -> None:
     (folder,) = make_demo(tmp_path, runs=1, steps=3, rollouts=8)
     runs = Runs(tmp_path)
-    before, made = runs.marks(), rows_of(folder)[2]["recorded_at"]
+    before, recorded_at = runs.marks(), rows_of(folder)[2]["recorded_at"]
     assert runs.history(folder).columns(())["steps"] == [1, 2, 3]
     log(folder, 4, {"train/reward": 0.25})
     log(folder, 3, {"val/reward": 0.125})
     assert runs.marks() != before
-    found = runs.history(folder).columns(["train/reward", "val/reward"])
-    assert found["steps"] == [1, 2, 3, 4]
-    assert found["metrics"]["train/reward"][3] == 0.25
-    assert found["metrics"]["val/reward"] == [None, None, 0.125, None]
-    assert found["recorded_at"][2] == made, "the step's time, not that of its late evaluation"
+    columns = runs.history(folder).columns(["train/reward", "val/reward"])
+    assert columns["steps"] == [1, 2, 3, 4]
+    assert columns["metrics"]["train/reward"][3] == 0.25
+    assert columns["metrics"]["val/reward"] == [None, None, 0.125, None]
+    assert columns["recorded_at"][2] == recorded_at, "the step's time, not that of its late evaluation"
     assert runs.summary(folder)["val_reward"] == 0.125
     folder.roll_back(2)
     assert runs.history(folder).columns(())["steps"] == [1, 2]
@@ -83,7 +83,7 @@ def test_a_running_server_s_histories_come_from_its_table_and_others_from_their_
     runs = Runs(tmp_path, table)
     assert runs.history(served).columns(())["steps"] == [7]
     assert runs.history(unserved).columns(())["steps"] == [0]
-    assert [each["num_rows"] for each in map(runs.summary, runs.folders())] == [1, 1]
+    assert [summary["num_rows"] for summary in map(runs.summary, runs.folders())] == [1, 1]
 
 
 def test_a_changed_description_is_read(tmp_path: Path) -> None:
@@ -106,9 +106,9 @@ def test_a_checkpoint_has_the_reward_that_it_earned(tmp_path: Path) -> None:
         {"step": 4, "train/reward": 0.4, "sampled_step": 2.0},
     ]
     (folder.path / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = {each["step"]: each for each in Runs(tmp_path).checkpoints(folder)}
-    assert [found[step]["reward"] for step in (1, 2, 3)] == [0.9, pytest.approx(0.3), None]
-    assert [step for step, each in found.items() if each["is_best"]] == [1]
+    checkpoints = {checkpoint["step"]: checkpoint for checkpoint in Runs(tmp_path).checkpoints(folder)}
+    assert [checkpoints[step]["reward"] for step in (1, 2, 3)] == [0.9, pytest.approx(0.3), None]
+    assert [step for step, checkpoint in checkpoints.items() if checkpoint["is_best"]] == [1]
 
 
 @pytest.mark.parametrize("content", [b"not JSON", b"\xff\xfe JSON"])
@@ -118,8 +118,8 @@ def test_a_model_without_files_is_empty_and_an_unreadable_one_is_listed(tmp_path
     (bare / "model.json").write_bytes(content)
     runs = Runs(tmp_path)
     (folder,) = runs.folders()
-    found = runs.summary(folder)
-    assert (found["base_model"], found["num_rows"], found["step"], found["best"]) == (
+    summary = runs.summary(folder)
+    assert (summary["base_model"], summary["num_rows"], summary["step"], summary["best"]) == (
         None,
         0,
         None,
@@ -141,16 +141,16 @@ def test_checkpoints_have_sizes_rewards_and_one_best(tmp_path: Path) -> None:
     rows = {row["step"]: row for row in rows_of(folder)}
     (folder.checkpoint_dir(8) / "checkpoint.json").write_bytes(b"\xff")
     (folder.checkpoint_dir(9) / "checkpoint.json").write_text("{")
-    found = Runs(tmp_path).checkpoints(folder)
-    assert [each["step"] for each in found] == [7, 10, 11, 12], "8 and 9 cannot be read"
+    checkpoints = Runs(tmp_path).checkpoints(folder)
+    assert [checkpoint["step"] for checkpoint in checkpoints] == [7, 10, 11, 12], "8 and 9 cannot be read"
     assert len(folder.steps()) == KEPT_STEPS
-    for each in found:
-        files = folder.checkpoint_dir(each["step"]).iterdir()
-        assert each["size_bytes"] == sum(file.stat().st_size for file in files)
-        earned = [r["train/reward"] for r in rows.values() if r["sampled_step"] == each["step"]]
-        assert each["reward"] == (earned[0] if earned else None) and len(earned) < 2
-        assert each["val_reward"] == rows[each["step"]].get("val/reward")
-        assert each["is_best"] == (each["step"] == Runs(tmp_path).history(folder).best_step("val/reward"))
+    for checkpoint in checkpoints:
+        files = folder.checkpoint_dir(checkpoint["step"]).iterdir()
+        assert checkpoint["size_bytes"] == sum(file.stat().st_size for file in files)
+        earned = [r["train/reward"] for r in rows.values() if r["sampled_step"] == checkpoint["step"]]
+        assert checkpoint["reward"] == (earned[0] if earned else None) and len(earned) < 2
+        assert checkpoint["val_reward"] == rows[checkpoint["step"]].get("val/reward")
+        assert checkpoint["is_best"] == (checkpoint["step"] == Runs(tmp_path).history(folder).best_step("val/reward"))
 
 
 def test_splits_list_the_steps_with_rollouts(tmp_path: Path) -> None:

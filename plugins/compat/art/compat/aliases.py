@@ -4,6 +4,6 @@ import sys
 
 
 def alias(module: str, *names: str) -> None:
-    """Makes `import NAME` give the module, which is loaded."""
+    """Makes `import NAME` return `module`, which is loaded already, for each of the names."""
     for name in names:
         sys.modules[name] = sys.modules[module]

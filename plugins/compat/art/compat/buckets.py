@@ -1,7 +1,7 @@
 """ART's methods for checkpoints in a bucket and for forks, over `art copy`, `art export` and our fork.
 
 Checkpoints pass through this machine, with this program's credentials of the bucket: the server gets none. The steps are at
-BUCKET/[PREFIX/]PROJECT/models/NAME/checkpoints/STEP, as ART puts them.
+BUCKET/[PREFIX/]PROJECT/models/NAME/checkpoints/STEP, as in ART.
 """
 
 # pyright: reportPrivateUsage=false
@@ -52,7 +52,7 @@ class Buckets(Backend):
         """Copies the serving step to a bucket. Without a bucket: a warning.
 
         Raises:
-            ArtError: it could not be copied; the message has the reason.
+            ArtError: the step could not be copied; the message has the reason.
         """
         address = address_of(model, s3_bucket, prefix)
         if address is None:
@@ -77,11 +77,12 @@ class Buckets(Backend):
         exclude: Any = None,
         latest_only: bool = False,
     ) -> None:
-        """Creates the model on the server from the newest step in a bucket, or from a given one. Call it before `register`.
-        Without a bucket: a warning. Does nothing if the bucket has no step of the model, or the server has that step.
+        """Creates the model on the server from the newest step in a bucket, or from the step `step` or `only_step`. Call this
+        method before `register`. Without a bucket: a warning. Does nothing if the bucket has no step of the model, or if the
+        server has the step.
 
         Raises:
-            ArtError: it could not be copied; the message has the reason.
+            ArtError: the step could not be copied; the message has the reason.
         """
         address = address_of(model, s3_bucket, prefix)
         if address is None:
@@ -106,10 +107,10 @@ class Buckets(Backend):
         verbose: bool = False,
     ) -> str:
         """Writes a step's adapter to a folder (default: `.art/PROJECT/models/NAME/checkpoints/STEP`) and returns the
-        folder. With a bucket, the step is first copied from there to the server. A folder that has files is kept.
+        folder. With a bucket, the step is first copied from the bucket to the server. A folder that has files is kept.
 
         Raises:
-            ArtError: it could not be copied; the message has the reason.
+            ArtError: the step could not be copied; the message has the reason.
         """
         if s3_bucket is not None:
             await self._experimental_pull_from_s3(
@@ -134,8 +135,9 @@ class Buckets(Backend):
         verbose: bool = False,
         prefix: str | None = None,
     ) -> None:
-        """Creates the model from the newest step of another one that is not after `not_after_step`. Call it before
-        `register`. With a bucket, this step is first copied from there, unless the server has `not_after_step` itself.
+        """Creates the model from another model's newest step that is not after `not_after_step`. Call this
+        method before `register`. With a bucket, this step is first copied from the bucket, unless the server has the step
+        `not_after_step` already.
 
         Raises:
             ArtError: the other model or step is unknown, or the model exists.
@@ -146,8 +148,8 @@ class Buckets(Backend):
         if address is not None and not await self._has_step(source, not_after_step):
             limit = [] if not_after_step is None else [f"--not-after={not_after_step}"]
             await self._run("copy", address, name_of(source), *limit, verbose=verbose)
-        known = [each.step for each in (await self._list_checkpoints(source)).checkpoints]
-        steps = [each for each in known if not_after_step is None or each <= not_after_step]
+        known = [checkpoint.step for checkpoint in (await self._list_checkpoints(source)).checkpoints]
+        steps = [step for step in known if not_after_step is None or step <= not_after_step]
         if not steps:
             raise ArtError(
                 f"'{from_model}' has no step up to {not_after_step}; its steps: {known}. Keep more steps with "
@@ -156,13 +158,13 @@ class Buckets(Backend):
         await self._fork(source, model._storage_name, model.project, max(steps))
 
     async def _has_step(self, model: Model, step: int | None) -> bool:
-        with contextlib.suppress(ArtStatusError):  # it may not know the model yet
+        with contextlib.suppress(ArtStatusError):  # the server may not know the model yet
             known = await self._list_checkpoints(model)
-            return any(each.step == step for each in known.checkpoints)
+            return any(checkpoint.step == step for checkpoint in known.checkpoints)
         return False
 
     async def _experimental_deploy(self, *_: Any, **__: Any) -> None:
-        """Not here: raises NotImplementedError, which names the way."""
+        """Not here: raises NotImplementedError, whose message names our way."""
         refused("_experimental_deploy", DEPLOY)()
 
     async def _run(self, *arguments: str, verbose: bool) -> int:

@@ -27,7 +27,7 @@ async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
     """Runs the coroutine, and returns the answers of all models in it as a trajectory, with metrics["duration"].
 
     The coroutine sets reward, metrics and metadata on `art.current_trajectory()`; its result is dropped. In nested
-    scopes, requests belong to the inner one. Requests of tasks that still run when the coroutine ends may be missing.
+    scopes, requests belong to the inner scope. Requests of tasks that still run when the coroutine ends may be missing.
     """
     if isinstance(coroutine, asyncio.Future):
         raise TypeError("art.trajectory takes a coroutine, not a task: a task has its own context")
@@ -41,7 +41,7 @@ async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
     for server in scope.servers:
         replies |= await server.fetch_captured(session, replies)
     add_captured(captured, replies.values())
-    if not any(each.histories or each.unused for each in replies.values()):
+    if not any(reply.histories or reply.unused for reply in replies.values()):
         add_histories(captured, other_providers.histories(scope.answers))
     return captured.finish()
 
@@ -50,10 +50,10 @@ async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
 def capture(
     session: str | Callable[[], str], step: int | str | None = None, seed: int | str | None = None
 ) -> Generator[None]:
-    """Requests of this context to the servers of registered models belong to a session, with any HTTP client that `patches`
-    covers; a function names the session of each request. `art.rollout(model, session)` then has their trajectory. Names of
-    trainable models mean `step`, or with "base" the base model. With a `seed`, requests that have none of their own get the
-    next number that it begins."""
+    """Inside the `with` block, requests to the servers of registered models belong to a session, with any HTTP client that
+    `patches` covers. A function as `session` returns the name for each request. `art.rollout(model, session)` then has the
+    trajectory of these requests. The name of a trainable model means the model's step `step`, or the base model if `step` is
+    "base". With a `seed`, each request without a seed gets the next number of a random sequence, which `seed` begins."""
     patches.patch_http_clients()
     with captured_in(other_providers.Capture(session, step, None if seed is None else seeds_from(seed))):
         yield
@@ -61,7 +61,7 @@ def capture(
 
 @contextmanager
 def captured_in(scope: other_providers.Capture) -> Generator[None]:
-    """Makes the scope the current one inside the `with` block, and ends it behind the block."""
+    """Makes the scope the current one inside the `with` block, and ends the scope after the block."""
     try:
         with entered(scope):
             yield

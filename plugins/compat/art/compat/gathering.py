@@ -1,9 +1,9 @@
 """ART's parts of a gather call, for programs with a gather function of their own.
 
     with set_gather_context(GatherContext(max_exceptions=2)):
-        results = await asyncio.gather(*(wrap_group_awaitable(each) for each in awaitables))
+        results = await asyncio.gather(*(wrap_group_awaitable(awaitable) for awaitable in awaitables))
 
-They are importable from `art.gather`."""
+The names are importable from `art.gather`."""
 
 from collections.abc import Awaitable, Iterable
 from typing import Any, TypeVar, cast
@@ -52,28 +52,28 @@ def set_gather_context(context: GatherContext) -> GatherContext:
 
 
 def get_gather_context() -> RolloutPool:
-    """The context of the `with` block or gather call; outside of both, one that tolerates no failure."""
+    """The context of the `with` block or gather call; outside of both, a context that tolerates no failure."""
     return current_pool.get() or GatherContext()
 
 
 async def wrap_group_awaitable(awaitable: Awaitable[T]) -> T | None:
-    """The awaitable's result; None if it failed and the context tolerates that.
+    """The awaitable's result; None if the awaitable failed and the context tolerates the failure.
 
     Raises:
         Exception: too many rollouts of the context failed.
     """
     pool = get_gather_context()
     if isinstance(awaitable, TrajectoryGroup):
-        return cast(T, await awaitable)  # its rollouts run in the context one by one
+        return cast(T, await awaitable)  # each of the group's rollouts counts in the context
     pool.expect(1)
     result = await pool.run(awaitable, lambda result: result)
     if isinstance(result, Exception):
         return None
     is_many = isinstance(result, list | tuple | TrajectoryGroup)
-    made = list(cast(Iterable[object], result)) if is_many else [result]
-    trajectories = [each for each in made if isinstance(each, Trajectory)]
+    results = list(cast(Iterable[object], result)) if is_many else [result]
+    trajectories = [trajectory for trajectory in results if isinstance(trajectory, Trajectory)]
     if trajectories:
-        pool.expect(-1)  # it counted as one rollout; its trajectories count instead
+        pool.expect(-1)  # the awaitable counted as one rollout; the trajectories count instead
     pool.count_unexpected(trajectories)
     return cast(T, result)
 

@@ -26,11 +26,11 @@ class InternalSettings:
 
 
 def read(config: Mapping[str, Any] | None) -> InternalSettings:
-    """The settings in `_internal_config`. Values that are None count as not given."""
-    given = {key: _given(value) for key, value in (config or {}).items() if value is not None}
-    init_args, peft_args = given.pop("init_args", {}), given.pop("peft_args", {})
-    engine_args, trainer_args = given.pop("engine_args", {}), given.pop("trainer_args", {})
-    without_effect = [*given, *(f"init_args.{key}" for key in init_args if key != "max_seq_length")]
+    """The settings in `_internal_config`. A value that is None counts as absent."""
+    sections = {key: _to_options(value) for key, value in (config or {}).items() if value is not None}
+    init_args, peft_args = sections.pop("init_args", {}), sections.pop("peft_args", {})
+    engine_args, trainer_args = sections.pop("engine_args", {}), sections.pop("trainer_args", {})
+    without_effect = [*sections, *(f"init_args.{key}" for key in init_args if key != "max_seq_length")]
     if "max_seq_length" in init_args:
         engine_args = {**engine_args, "max_seq_length": init_args["max_seq_length"]}
     _, ignored = apply_options(TrainConfig(), trainer_args)
@@ -40,15 +40,15 @@ def read(config: Mapping[str, Any] | None) -> InternalSettings:
 
 
 def with_defaults(config: TrainConfig, settings: InternalSettings) -> TrainConfig:
-    """A train call's configuration with the `trainer_args` that it does not set itself."""
+    """A train call's configuration, with `trainer_args` for the fields that the call does not set."""
     defaults, _ = apply_options(TrainConfig(), settings.trainer_args)
-    # One option, such as `ppo`, sets several fields, so that fields are compared and not names.
+    # One option, such as `ppo`, sets several fields. So fields are compared, not names of options.
     return defaults.model_copy(update={name: getattr(config, name) for name in config.model_fields_set})
 
 
-def _given(options: Any) -> dict[str, Any]:
-    """The options that are set. Programs also pass other objects than dictionaries; those have no effect."""
-    if not isinstance(options, Mapping):
+def _to_options(section: Any) -> dict[str, Any]:
+    """The options that are set in a section. Programs also pass objects that are no dictionaries, which have no effect."""
+    if not isinstance(section, Mapping):
         return {}
-    fields = cast("Mapping[str, Any]", options)
-    return {name: value for name, value in fields.items() if value is not None}
+    options = cast("Mapping[str, Any]", section)
+    return {name: value for name, value in options.items() if value is not None}

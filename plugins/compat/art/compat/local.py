@@ -51,7 +51,7 @@ class ArtLocalBackend(ArtBackend, LocalBackend):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stops the server. Connections end with it."""
+        """Stops the server, which ends all connections."""
         self._stop()
 
     async def _start(self) -> None:

@@ -61,8 +61,8 @@ class ArtModel(Model):
         metrics: dict[str, float] | None = None,
         step: int | None = None,
     ) -> dict[str, float]:
-        """As without ART's names. Metrics under "costs/", "time/" and "data/" also get their sums over the run
-        (`metrics_builder`).
+        """Logs as the `log` of the client's class. Metrics under "costs/", "time/" and "data/" also get their sums over the
+        run (`metrics_builder`).
 
         Raises:
             ValueError: the trajectories cannot be written; or the folder belongs to a server's model.
@@ -91,7 +91,7 @@ class ArtModel(Model):
         return await asyncio.to_thread(offline_log.log, self._folder, trajectories, split, metrics, step)
 
     def metrics_builder(self, cost_context: str = "train") -> MetricsBuilder:
-        """Collects metrics of the next step ("train", "eval"), which the next `log` of that split writes."""
+        """Collects metrics of the next step in a context ("train", "eval"). The next `log` of that split writes them."""
         if self._metrics is None:
             self._metrics = MetricsBuilder(cost_context)
             self._metrics.load_state_dict({"totals": offline_log.sums(self._folder), "scenarios": ()})
@@ -113,7 +113,7 @@ class ArtModel(Model):
 
     @property
     def _folder(self) -> Path:
-        """Where the history of a model without a server is."""
+        """The folder with the history of a model that no server keeps."""
         return Path(self.base_path) / self.project / "models" / self._storage_name
 
 
@@ -151,7 +151,7 @@ class ArtTrainableModel(ArtModel, TrainableModel):
         return super().get_inference_name(step)
 
     def _pinned(self, step: int | None, seeds: Iterator[int] | None = None) -> Self:
-        self.metrics_builder()  # the copies share it
+        self.metrics_builder()  # made here, so that the copies share the builder
         return super()._pinned(step, seeds)
 
     async def train(
@@ -176,6 +176,7 @@ class ArtTrainableModel(ArtModel, TrainableModel):
         config = internal_config.with_defaults(config, internal_config.read(self._internal_config))
         options: dict[str, Any] = _config or {}
         if options and "ratio_to" not in config.model_fields_set:
+            # ART's default, which differs from the default of `TrainConfig`
             options = {"precalculate_logprobs": False, **options}
         config, ignored = apply_options(config, options)
         if ignored:
@@ -242,15 +243,15 @@ class ArtTrainableModel(ArtModel, TrainableModel):
     @model_validator(mode="wrap")
     @classmethod
     def _take_internal_config(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Takes `_internal_config`, and `lora_config` as newer releases of ART name `lora`."""
+        """Accepts `_internal_config`, and `lora_config`, the name of `lora` in newer releases of ART."""
         if not isinstance(data, dict):
             return handler(data)
         fields = dict(cast(dict[str, Any], data))
-        given = fields.pop("_internal_config", None)
+        config = fields.pop("_internal_config", None)
         if "lora_config" in fields:
             fields["lora"] = fields.pop("lora_config")
         model = handler(fields)
-        model._internal_config = given
+        model._internal_config = config
         return model
 
     @model_serializer(mode="wrap")

@@ -1,5 +1,5 @@
-"""The history of a model that no server keeps, written by the program itself: of a prompted model, and of one that is not
-registered. The layout is that of a server's folder:
+"""The history of a model that no server keeps: a prompted model, or a model that is not registered. The program itself
+writes the history, with the layout of a server's folder:
 
     BASE_PATH/PROJECT/models/NAME/history.jsonl
     BASE_PATH/PROJECT/models/NAME/trajectories/SPLIT/0000.jsonl.gz
@@ -30,8 +30,8 @@ def log(
     """Writes the trajectories and metrics of a step to a model's folder, and returns the metrics. Blocks on the disk.
 
     Raises:
-        ValueError: they cannot be written, the message names the field; or the folder belongs to a model of a server,
-            which alone may write there.
+        ValueError: a trajectory or metric cannot be written, and the message names the field; or the folder belongs to a
+            server's model, and only the server may write there.
     """
     fields, *groups = build_log_request(trajectories, split, metrics, step).split(b"\n")
     request = LogRequest.model_validate_json(fields)
@@ -40,7 +40,7 @@ def log(
 
 
 _writing = threading.Lock()
-"""A history is read and written whole, by threads of concurrent calls."""
+"""Held while a history is read and written whole. Concurrent calls of `log` run in threads."""
 
 
 def _write(folder: Path, request: LogRequest) -> dict[str, float]:
@@ -55,20 +55,23 @@ def _write(folder: Path, request: LogRequest) -> dict[str, float]:
         write_whole(file, pack_rows(map(trajectory_row, request.groups)))
     with _writing:
         rows = _rows(folder)
-        row = history_row(step, metrics, datetime.now(UTC).isoformat())
-        same = next((each for each in rows if each.get("step") == step), None)
-        if same is None:
-            rows.append(row)
+        new_row = history_row(step, metrics, datetime.now(UTC).isoformat())
+        earlier_row = next((row for row in rows if row.get("step") == step), None)
+        if earlier_row is None:
+            rows.append(new_row)
         else:
-            same |= merged_row(same, row)
-        text = "".join(json.dumps(each) + "\n" for each in rows)
+            earlier_row |= merged_row(earlier_row, new_row)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
         write_whole(folder / "history.jsonl", text.encode())
     return metrics
 
 
 def sums(folder: Path) -> dict[str, float]:
     """The newest sums over the run ("costs/cum/all") in a model's history. Blocks on the disk."""
-    return {key: value for row in _rows(folder) for key, value in row.items() if "/cum/" in key}
+    newest: dict[str, float] = {}
+    for row in _rows(folder):
+        newest |= {key: value for key, value in row.items() if "/cum/" in key}
+    return newest
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Capture of answers that do not come from an art-server: chat completions of any other address, read from the HTTP traffic.
 
-They are what a capture returns where no registered model answered, for example to compare a prompted model with the trained
-one, or to collect demonstrations. A capture with answers of registered models leaves them out: they are often a judge's.
-Only httpx is read, which OpenAI's client and LiteLLM use.
+A capture returns these answers where no registered model answered, for example to compare a prompted model with the trained
+model, or to collect demonstrations. A capture with answers of registered models leaves out the answers of other servers,
+which are often a judge's. Only httpx is read, which OpenAI's client and LiteLLM use.
 """
 
 import functools
@@ -23,7 +23,7 @@ Fields = dict[str, Any]
 
 
 class ProviderResponse:
-    """A request to another server and the bytes of its answer, which a streamed one adds to as the program reads it."""
+    """A request to another server, and its answer. `tee` and `tee_sync` collect a streamed answer while the program reads."""
 
     def __init__(self, request: Any, response: Any) -> None:
         self._request, self._response = request, response
@@ -48,9 +48,9 @@ class ProviderResponse:
         return teed
 
     def parse(self) -> tuple[Fields, list[Fields]]:
-        """The request's body, and the choices of the answer. Raises anything if they are no chat completion."""
+        """The request's body, and the choices of the answer. Raises any exception if the two are no chat completion."""
         response = self._response
-        if self._parts:  # a streamed answer as it was sent, perhaps compressed
+        if self._parts:  # the bytes of a streamed answer may be compressed: a new response decodes them
             response = type(response)(
                 200, headers=response.headers, content=b"".join(self._parts), request=self._request
             )
@@ -58,12 +58,12 @@ class ProviderResponse:
         request = json.loads(self._request.content)
         if request.get("stream"):
             return request, _join(_chunks(text))
-        return request, [dict(each) for each in json.loads(text)["choices"]]
+        return request, [dict(choice) for choice in json.loads(text)["choices"]]
 
 
 @dataclass(eq=False, slots=True)
 class Capture(Scope):
-    """A session whose conversations become a trajectory. Requests of patched HTTP clients belong to it."""
+    """A session whose conversations become a trajectory. Requests of patched HTTP clients belong to the session."""
 
     trajectory: Trajectory = field(default_factory=Trajectory)
     answers: list[ProviderResponse] = field(default_factory=list[ProviderResponse])
@@ -85,23 +85,23 @@ def watch(request: Any, response: Any) -> None:
 
 
 def histories(answers: Iterable[ProviderResponse]) -> list[History]:
-    """The conversations of these answers, in the order in which they began. A request whose messages are a conversation so
-    far continues it. What is no chat completion is left out with a warning."""
+    """The conversations of these answers, in the order in which they began. A request whose messages begin
+    with a whole conversation continues that conversation. An answer that is no chat completion is left out with a warning."""
     conversations: list[tuple[list[Any], Any]] = []
     for answer in answers:
         with _left_out_if_unreadable():
             request, choices = answer.parse()
             for choice in choices:
-                roles = [each["role"] for each in (*request["messages"], choice["message"])]
+                roles = [message["role"] for message in (*request["messages"], choice["message"])]
                 if roles[-1] != "assistant":
                     raise ValueError(f"a choice of role {roles[-1]!r}")
                 complete = {"index": 0, "finish_reason": "stop", "logprobs": None} | choice
                 _add(conversations, request["messages"], request.get("tools"), complete)
-    found: list[History] = []
+    valid_histories: list[History] = []
     for entries, tools in conversations:
         with _left_out_if_unreadable():
-            found.append(History.model_validate({"messages_and_choices": entries, "tools": tools}))
-    return found
+            valid_histories.append(History.model_validate({"messages_and_choices": entries, "tools": tools}))
+    return valid_histories
 
 
 @contextmanager
@@ -112,17 +112,18 @@ def _left_out_if_unreadable() -> Generator[None]:
         logger.warning("an answer of another server is not captured: %r", error)
 
 
-def _add(found: list[tuple[list[Any], Any]], messages: list[Any], tools: Any, choice: Fields) -> None:
-    for entries, of_history in found:
+def _add(conversations: list[tuple[list[Any], Any]], messages: list[Any], tools: Any, choice: Fields) -> None:
+    """Adds a request's messages and a choice to the conversation that the request continues, or begins a conversation."""
+    for entries, known_tools in conversations:
         shown = [_shown(entry) for entry in entries]
-        if of_history == tools and shown == [_shown(each) for each in messages[: len(shown)]]:
+        if known_tools == tools and shown == [_shown(message) for message in messages[: len(shown)]]:
             entries += [*messages[len(shown) :], choice]
             return
-    found.append(([*messages, choice], tools))
+    conversations.append(([*messages, choice], tools))
 
 
 def _shown(entry: Fields) -> tuple[Any, ...]:
-    """What two entries have in common if one is an answer and the other is how a program sends it back."""
+    """The parts of an answer that do not change when the program sends the answer back in a later request."""
     message = entry.get("message", entry)
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
     return message.get("role"), message.get("content") or None, message.get("tool_call_id"), calls
@@ -138,21 +139,23 @@ def _chunks(text: str) -> Iterator[Fields]:
 def _join(chunks: Iterable[Fields]) -> list[Fields]:
     """The choices of a streamed answer."""
     choices: dict[int, Fields] = {}
-    for part in (each for chunk in chunks for each in chunk.get("choices") or ()):
-        message: Fields = {"role": "assistant", "content": None}
-        index = part.get("index", 0)
-        choice = choices.setdefault(index, {"index": index, "message": message})
-        _extend(choice["message"], part.get("delta") or {})
-        if part.get("finish_reason"):
-            choice["finish_reason"] = part["finish_reason"]
-        given: Fields = part.get("logprobs") or {}
-        if given.get("content") is not None:
-            logprobs = choice.setdefault("logprobs", {"content": [], "refusal": None})
-            logprobs["content"] += given["content"]
+    for chunk in chunks:
+        for part in chunk.get("choices") or ():
+            message: Fields = {"role": "assistant", "content": None}
+            index = part.get("index", 0)
+            choice = choices.setdefault(index, {"index": index, "message": message})
+            _extend(choice["message"], part.get("delta") or {})
+            if part.get("finish_reason"):
+                choice["finish_reason"] = part["finish_reason"]
+            new_logprobs: Fields = part.get("logprobs") or {}
+            if new_logprobs.get("content") is not None:
+                logprobs = choice.setdefault("logprobs", {"content": [], "refusal": None})
+                logprobs["content"] += new_logprobs["content"]
     return list(choices.values())
 
 
 def _extend(message: Fields, delta: Fields) -> None:
+    """Adds one delta of a streamed answer to the answer's message."""
     for name, value in delta.items():
         if name == "tool_calls":
             calls = message.setdefault("tool_calls", [])

@@ -2,13 +2,13 @@
 other servers (`other_providers`).
 
 The first capture scope calls `patch_http_clients` (`capturing`); `import art` and `art.rollout` never do. httpx, httpx2, aiohttp
-and Python's own http.client each have methods through which all requests pass; http.client carries those of urllib, urllib3,
-requests and whatever uses them. `patch_http_clients` wraps these methods on the class, so existing clients are covered too. The
-wrapper adds the header `x-art-session`, unless a request has it already, to requests to `/v1/...` of servers with a registered
-trainable model of this program. It does so only while a capture scope is active.
+and Python's own http.client each have methods through which all requests pass; http.client carries the requests of urllib,
+urllib3, requests and the libraries above them. `patch_http_clients` wraps these methods on the class, so existing clients are
+covered too. The wrapper adds the header `x-art-session`, unless a request has the header already, to requests to `/v1/...` of
+servers with a registered trainable model of this program. It does so only while a capture scope is active.
 
-The work that a captured program gives to other threads belongs to its scope: what a thread runs that it starts, and what it
-submits to a ThreadPoolExecutor, also to one that several rollouts share.
+The work that a captured program gives to other threads belongs to the program's scope: the work of a thread that the program
+starts, and the work that the program submits to a ThreadPoolExecutor, also to an executor that several rollouts share.
 
 Not covered: clients that are not written in Python (pycurl), other processes, and threads that were started outside of the
 scope and get their work in another way (a queue). They need `art.rollout`, whose base URL and API key contain the session's
@@ -56,8 +56,8 @@ def patch_http_clients() -> None:
 
 
 def _patch_connections() -> None:
-    """Python's own connections write a request's headers one after the other: ours come last, without those that the caller
-    wrote."""
+    """Python's own connections write a request's headers one after the other. Our headers come last; a header that the caller
+    wrote is not written again."""
     connection = http.client.HTTPConnection
     put_request, put_header, end_headers = connection.putrequest, connection.putheader, connection.endheaders
     missing: WeakKeyDictionary[http.client.HTTPConnection, dict[str, str]] = WeakKeyDictionary()
@@ -83,13 +83,15 @@ def _patch_connections() -> None:
 
 
 def _full_url(connection: http.client.HTTPConnection, url: str) -> str:
-    """The URL of a request; with a proxy the request may have it whole."""
+    """The full URL of a request. A request to a proxy may contain the full URL already."""
     if "://" in url:
         return url
     tunnel: Any = connection
     host, port = (tunnel._tunnel_host, tunnel._tunnel_port) if tunnel._tunnel_host else (tunnel.host, tunnel.port)
     scheme = "https" if connection.default_port == HTTPS_PORT else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{url}"
+    if ":" in host:  # an IPv6 address
+        host = f"[{host}]"
+    return f"{scheme}://{host}:{port}{url}"
 
 
 def _is_captured() -> bool:
@@ -112,7 +114,7 @@ def _in_context_of_caller(submit: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_captured():
             return submit(self, fn, *args, **kwargs)
         context = copy_context()
-        with entered(None):  # a thread of the pool serves others later
+        with entered(None):  # `submit` may start a thread, which serves other scopes later
             return submit(self, context.run, fn, *args, **kwargs)
 
     return submit_in_context

@@ -1,6 +1,6 @@
 """What records leave out for programs written for ART, in front of the client's classes (`art.annexes`).
 
-ART ignores every unknown field of trajectories and groups. Some of its own fields, and of PEFT's, have no effect here.
+ART ignores every unknown field of trajectories and groups. Some fields of ART and of PEFT have no effect here.
 """
 
 from typing import ClassVar

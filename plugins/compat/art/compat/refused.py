@@ -1,5 +1,5 @@
-"""Names of ART for vendors' services, and for its own trainer on several GPUs. They can be imported; a call raises
-NotImplementedError with our way."""
+"""Names of ART for vendors' services, and for ART's own trainer on several GPUs. The names can be imported; a call raises
+NotImplementedError, whose message names our way."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ DEPLOY = (
 
 
 def refused(name: str, reason: str) -> Any:
-    """A class of this name that cannot be made."""
+    """A class of this name. A call raises NotImplementedError with the reason."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"{name} {reason}")

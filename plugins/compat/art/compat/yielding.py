@@ -9,10 +9,10 @@ _yielded: ContextVar[list[Trajectory] | None] = ContextVar("_yielded", default=N
 
 
 def yield_trajectory(trajectory: Trajectory) -> None:
-    """Hands a trajectory to the `capture_yielded_trajectory` that runs this coroutine. The last one counts.
+    """Hands a trajectory to the `capture_yielded_trajectory` that runs this coroutine. The last trajectory counts.
 
     Raises:
-        RuntimeError: nothing captures.
+        RuntimeError: no `capture_yielded_trajectory` runs this coroutine.
     """
     slot = _yielded.get()
     if slot is None:
@@ -24,10 +24,10 @@ def yield_trajectory(trajectory: Trajectory) -> None:
 
 
 async def capture_yielded_trajectory(coroutine: Awaitable[object]) -> Trajectory:
-    """Runs the coroutine, drops its result, and returns the trajectory that it yielded.
+    """Runs the coroutine, drops its result, and returns the yielded trajectory.
 
     Raises:
-        RuntimeError: it yielded none.
+        RuntimeError: the coroutine yielded no trajectory.
     """
     slot: list[Trajectory] = []
     token = _yielded.set(slot)

@@ -52,17 +52,17 @@ async def generate_scenarios(
     generator_api_key: str | None = None,
     generator_base_url: str = OPENROUTER_URL,
 ) -> GeneratedScenarioCollection:
-    """Asks a model for tasks until there are `num_scenarios` different ones.
+    """Asks a model for tasks until there are `num_scenarios` different tasks.
 
-    `tools` and `resources` are `MCPTool` and `MCPResource`, dictionaries, or the objects of MCP's client. The model is
-    any at an OpenAI-compatible address; the key defaults to OPENROUTER_API_KEY at OpenRouter, else OPENAI_API_KEY.
+    `tools` and `resources` are `MCPTool` and `MCPResource`, dictionaries, or the objects of MCP's client. The model can
+    be any at an OpenAI-compatible address. The key defaults to OPENROUTER_API_KEY at OpenRouter, else to OPENAI_API_KEY.
 
     Raises:
         ValueError: there is neither a tool nor a resource, or the number is below 1.
         ArtError: the model does not answer, or gives no new scenario in four answers.
     """
-    known_tools = [_to_record(each, MCPTool) for each in tools]
-    known_resources = [_to_record(each, MCPResource) for each in resources or ()]
+    known_tools = [_to_record(tool, MCPTool) for tool in tools]
+    known_resources = [_to_record(resource, MCPResource) for resource in resources or ()]
     if not known_tools and not known_resources:
         raise ValueError("generate_scenarios needs at least one tool or resource")
     if num_scenarios < 1:
@@ -76,19 +76,22 @@ async def generate_scenarios(
     texts = {"tools": _to_text(known_tools), "resources": _to_text(known_resources)}
     try:
         with no_capture():
-            found = await _collect(model, texts, instructions, num_scenarios)
+            scenarios = await _collect(model, texts, instructions, num_scenarios)
     finally:
         await model.close()
-    logger.info("%d scenarios from '%s'", len(found), generator_model)
+    logger.info("%d scenarios from '%s'", len(scenarios), generator_model)
     if show_preview:
-        found.print_difficulty_distribution()
-        found.preview()
-    return found
+        scenarios.print_difficulty_distribution()
+        scenarios.preview()
+    return scenarios
 
 
 def preview_scenarios(scenarios: Iterable[Any], n: int = 5) -> None:
     """Prints the first `n` scenarios, which may be dictionaries."""
-    records = [each if isinstance(each, GeneratedScenario) else GeneratedScenario.from_dict(each) for each in scenarios]
+    records = [
+        scenario if isinstance(scenario, GeneratedScenario) else GeneratedScenario.from_dict(scenario)
+        for scenario in scenarios
+    ]
     GeneratedScenarioCollection(records).preview(n)
 
 
@@ -100,24 +103,24 @@ async def _collect(
     Raises:
         ArtError: the model does not answer, or not with new scenarios.
     """
-    found: dict[str, GeneratedScenario] = {}
+    scenarios: dict[str, GeneratedScenario] = {}  # by task
     num_empty, problem = 0, ""
-    while len(found) < number:
-        known = "\n".join(f"  {task}" for task in found)
-        done = "\n".join([*instructions, *([f"- Do not repeat these:\n{known}"] if found else [])])
-        before = len(found)
+    while len(scenarios) < number:
+        known = "\n".join(f"  {task}" for task in scenarios)
+        done = "\n".join([*instructions, *([f"- Do not repeat these:\n{known}"] if scenarios else [])])
+        before = len(scenarios)
         text = await _ask(model, PROMPT.format(number=number - before, done=done, **texts))
         try:
-            found |= {each.task: each for each in _read(text)}
+            scenarios |= {scenario.task: scenario for scenario in _read(text)}
         except ValueError as error:
             problem = f": {error}"
-        num_empty = num_empty + 1 if len(found) == before else 0
+        num_empty = num_empty + 1 if len(scenarios) == before else 0
         if num_empty == MAX_REQUESTS:
             raise ArtError(
                 f"'{model.inference_model_name}' gave {before} of {number} scenarios and no new one in "
                 f"{MAX_REQUESTS} answers{problem}. Use a stronger generator_model, or ask for fewer scenarios"
             )
-    return GeneratedScenarioCollection(list(found.values())[:number])
+    return GeneratedScenarioCollection(list(scenarios.values())[:number])
 
 
 def _to_record(value: Any, kind: type[KindT]) -> KindT:
@@ -132,16 +135,16 @@ def _to_record(value: Any, kind: type[KindT]) -> KindT:
 
 
 def _to_text(records: Iterable[MCPTool | MCPResource]) -> str:
-    return json.dumps([each.to_dict() for each in records], indent=1) if records else "none"
+    return json.dumps([record.to_dict() for record in records], indent=1) if records else "none"
 
 
 async def _ask(model: Model, prompt: str) -> str:
-    """The text of the answer, in the schema of scenarios where the endpoint takes one.
+    """The text of the answer, in the schema of scenarios where the endpoint accepts a schema.
 
     Raises:
         ArtError: there is no answer.
     """
-    from openai import APIStatusError, OpenAIError  # imported here, because it takes a second
+    from openai import APIStatusError, OpenAIError  # imported here, because the import takes a second
 
     scenario = {
         "task": {"type": "string"},
@@ -164,11 +167,11 @@ async def _ask(model: Model, prompt: str) -> str:
         except APIStatusError as error:
             if error.status_code not in (400, 422):
                 raise
-            completion = await create(**request)
+            completion = await create(**request)  # an endpoint without schemas
     except OpenAIError as error:
         raise ArtError(
             f"'{model.inference_model_name}' at {model.inference_base_url} does not answer: {type(error).__name__}"
-        ) from None  # the text of its cause can contain the key
+        ) from None  # the text of the error's cause can contain the key
     return (completion.choices[0].message.content if completion.choices else None) or ""
 
 
@@ -181,7 +184,7 @@ def _read(text: str) -> list[GeneratedScenario]:
     """The valid scenarios of an answer.
 
     Raises:
-        ValueError: it contains no JSON object with "scenarios".
+        ValueError: the answer contains no JSON object with "scenarios".
     """
     start, end = text.find("{"), text.rfind("}")
     try:
@@ -189,12 +192,12 @@ def _read(text: str) -> list[GeneratedScenario]:
     except RecursionError as error:
         raise ValueError("the answer nests too deeply") from error
     scenarios = list[GeneratedScenario]()
-    found: Any = data.get("scenarios") or []
-    if not isinstance(found, list):
-        raise ValueError(f'"scenarios" is no list: {found!r:.200}')
-    for each in cast("list[Any]", found):
+    entries: Any = data.get("scenarios") or []
+    if not isinstance(entries, list):
+        raise ValueError(f'"scenarios" is no list: {entries!r:.200}')
+    for entry in cast("list[Any]", entries):
         try:
-            scenario = GeneratedScenario.from_dict(each)
+            scenario = GeneratedScenario.from_dict(entry)
         except (KeyError, TypeError, ValueError):
             continue
         if scenario.task.strip():

@@ -20,7 +20,7 @@ class MCPTool:
     name: str
     description: str = ""
     parameters: dict[str, Any] = field(default_factory=dict[str, Any])
-    """JSON schema of its arguments."""
+    """JSON schema of the tool's arguments."""
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -61,7 +61,7 @@ class GeneratedScenario:
     """A task for an agent, and its difficulty from 1 to 5.
 
     Raises:
-        ValueError: another difficulty.
+        ValueError: the difficulty is no integer from 1 to 5.
     """
 
     task: str
@@ -108,7 +108,7 @@ class GeneratedScenarioCollection(Sequence[GeneratedScenario]):
 
     @classmethod
     def from_dicts(cls, data: Sequence[Mapping[str, Any]]) -> Self:
-        return cls([GeneratedScenario.from_dict(each) for each in data])
+        return cls([GeneratedScenario.from_dict(fields) for fields in data])
 
     @classmethod
     def from_json(cls, json_str: str) -> Self:
@@ -118,13 +118,13 @@ class GeneratedScenarioCollection(Sequence[GeneratedScenario]):
             ValueError: the text is no JSON of scenarios.
         """
         data = json.loads(json_str)
-        found: Any = cast("dict[str, Any]", data).get("scenarios") if isinstance(data, dict) else data
-        if not isinstance(found, list):
+        entries: Any = cast("dict[str, Any]", data).get("scenarios") if isinstance(data, dict) else data
+        if not isinstance(entries, list):
             raise ValueError('the text has no list "scenarios"')
-        return cls.from_dicts(cast("list[Any]", found))
+        return cls.from_dicts(cast("list[Any]", entries))
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        return [each.to_dict() for each in self.scenarios]
+        return [scenario.to_dict() for scenario in self.scenarios]
 
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps({"scenarios": self.to_dicts()}, indent=indent)
@@ -137,23 +137,23 @@ class GeneratedScenarioCollection(Sequence[GeneratedScenario]):
         """The first `train_size` scenarios, and the others.
 
         Raises:
-            ValueError: there are fewer.
+            ValueError: there are fewer scenarios than `train_size`.
         """
         if train_size > len(self):
             raise ValueError(f"train_size is {train_size}, but there are {len(self)} scenarios")
         return type(self)(self.scenarios[:train_size]), type(self)(self.scenarios[train_size:])
 
     def filter_by_difficulty(self, min_difficulty: int = 1, max_difficulty: int = 5) -> Self:
-        kept = [s for s in self.scenarios if min_difficulty <= s.difficulty <= max_difficulty]
+        kept = [scenario for scenario in self.scenarios if min_difficulty <= scenario.difficulty <= max_difficulty]
         return type(self)(kept)
 
     def get_difficulty_distribution(self) -> Counter[int]:
-        return Counter(each.difficulty for each in self.scenarios)
+        return Counter(scenario.difficulty for scenario in self.scenarios)
 
     def preview(self, n: int = 5, max_task_length: int = 120) -> None:
         """Prints the first `n` scenarios."""
-        for number, each in enumerate(self.scenarios[:n], start=1):
-            print(f"{number}. {each.preview(max_task_length)}  (difficulty {each.difficulty}/5)")
+        for number, scenario in enumerate(self.scenarios[:n], start=1):
+            print(f"{number}. {scenario.preview(max_task_length)}  (difficulty {scenario.difficulty}/5)")
 
     def print_difficulty_distribution(self) -> None:
         counts = self.get_difficulty_distribution()
@@ -162,10 +162,10 @@ class GeneratedScenarioCollection(Sequence[GeneratedScenario]):
             print(f"difficulty {difficulty}/5: {count:3d}  {'█' * min(count, MAX_BAR)}")
 
     def get_summary(self) -> dict[str, Any]:
-        number = len(self) or 1
+        divisor = len(self) or 1
         return {
             "total_scenarios": len(self),
             "difficulty_distribution": dict(self.get_difficulty_distribution()),
-            "avg_difficulty": sum(each.difficulty for each in self.scenarios) / number,
-            "avg_task_length": sum(len(each.task) for each in self.scenarios) / number,
+            "avg_difficulty": sum(scenario.difficulty for scenario in self.scenarios) / divisor,
+            "avg_task_length": sum(len(scenario.task) for scenario in self.scenarios) / divisor,
         }

@@ -7,7 +7,7 @@ from art.utils.output_dirs import get_model_dir
 
 
 def get_model_step(model: TrainableModel, art_path: str | None = None) -> int:
-    """The newest step under `art_path` (".art"); 0 if there is none. `await model.get_step()` asks the server."""
+    """The newest step under `art_path` (".art"); 0 if there is no step. `await model.get_step()` asks the server."""
     folder = Path(get_model_dir(model, art_path)) / "checkpoints"
-    names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return max((int(name) for name in names if name.isdecimal()), default=0)

@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 @dataclass
 class _Slots:
-    """The slots of a key, and the calls that hold one or wait for one."""
+    """The slots of a key, and the calls that hold or await a slot."""
 
     free: asyncio.Semaphore
     num_calls: int = 0
@@ -22,8 +22,8 @@ class _Slots:
 def limit_concurrency(
     n: int, derive_key: Callable[..., Hashable] | None = None
 ) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Awaitable[R]]]:
-    """At most `n` calls run at a time, in each event loop. With `derive_key`, a function of the call's arguments, `n` calls
-    for each key."""
+    """At most `n` calls run at a time, in each event loop. `derive_key` computes a key from a call's arguments; with such a
+    function, at most `n` calls run at a time for each key."""
     if n < 1:
         raise ValueError(f"n must be at least 1, not {n}")
 
@@ -42,7 +42,7 @@ def limit_concurrency(
             finally:
                 slots.num_calls -= 1
                 if slots.num_calls == 0:
-                    del of_keys[key]  # keys may be as many as calls
+                    del of_keys[key]  # there may be as many keys as calls
 
         return limited
 

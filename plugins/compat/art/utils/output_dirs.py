@@ -1,6 +1,6 @@
 """The folders of a model. ART's servers and ours have the same layout.
 
-Without `art_path` it is `.art` in the working directory, which is also the default of `LocalBackend` and `art-server`.
+`art_path` defaults to `.art` in the working directory, as for `LocalBackend` and `art-server`.
 """
 
 # pyright: reportPrivateUsage=false

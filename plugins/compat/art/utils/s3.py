@@ -1,4 +1,4 @@
-"""A model's folder in a bucket, at BUCKET/[PREFIX/]PROJECT/models/NAME, as ART puts it. Needs fsspec (extra `s3`)."""
+"""A model's folder in a bucket, at BUCKET/[PREFIX/]PROJECT/models/NAME, as in ART. Needs fsspec (extra `s3`)."""
 
 import asyncio
 import importlib
@@ -23,13 +23,13 @@ async def pull_model_from_s3(
     exclude: Iterable[str] | None = None,
 ) -> str:
     """Copies the folder, or the checkpoint of a step, from the bucket to this machine, where `load_trajectories` and `art
-    import` read it, and returns the model's folder. `exclude` has names of folders, such as "checkpoints". With `delete`
-    files here that the bucket lacks are deleted at the end. `verbose` prints each file. `s3_bucket` defaults to
-    BACKUP_BUCKET.
+    import` read it, and returns the model's folder. `exclude` has names of folders, such as "checkpoints". With
+    `delete`, files on this machine that the bucket lacks are deleted at the end. `verbose` prints each file. `s3_bucket`
+    defaults to BACKUP_BUCKET.
 
     Raises:
         ValueError: no bucket is named.
-        FileNotFoundError: the bucket holds nothing of it. Nothing is deleted.
+        FileNotFoundError: the bucket holds no file of the model or step. Nothing is deleted.
     """
     model = Model(name=model_name, project=project)
     checkpoints = address_of(model, s3_bucket, prefix)
@@ -38,7 +38,7 @@ async def pull_model_from_s3(
     address = checkpoints.removesuffix("/checkpoints")
     folder = Path(get_model_dir(model, art_path))
     part = "" if step is None else f"checkpoints/{step:04d}/"
-    excluded = {*(exclude or ()), ".."}
+    excluded = {*(exclude or ()), ".."}  # "..": a name in the bucket cannot lead out of the folder
     copied = await asyncio.to_thread(_copy, address, folder, part, excluded, verbose)
     if not copied:
         raise FileNotFoundError(f"{address}/{part} holds no files")
@@ -48,7 +48,7 @@ async def pull_model_from_s3(
 
 
 def _copy(address: str, folder: Path, part: str, exclude: set[str], verbose: bool) -> set[Path]:
-    """Copies the files of a part of an address, and returns where they are now."""
+    """Copies the files of a part of an address, and returns the paths of the copies."""
     copied = set[Path]()
     fsspec: Any = importlib.import_module("fsspec")  # a package of the program
     files, root = fsspec.url_to_fs(address)

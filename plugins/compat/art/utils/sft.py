@@ -61,13 +61,15 @@ def create_lr_schedule(
     if method not in shapes:
         raise ValueError(f"method {method!r} is none of {', '.join(shapes)}")
     last = total_steps - warmup_steps - 1
-    factors = [
-        (step + 1) / warmup_steps
-        if step < warmup_steps
-        else shapes[method]((step - warmup_steps) / last if last > 0 else 0.0)
-        for step in range(total_steps)
-    ]
-    return [min_lr + (peak_lr - min_lr) * factor for factor in factors]
+    rates: list[float] = []
+    for step in range(total_steps):
+        if step < warmup_steps:
+            factor = (step + 1) / warmup_steps
+        else:
+            done = (step - warmup_steps) / last if last > 0 else 0.0
+            factor = shapes[method](done)
+        rates.append(min_lr + (peak_lr - min_lr) * factor)
+    return rates
 
 
 def create_sft_dataset_iterator(
@@ -83,25 +85,26 @@ def create_sft_dataset_iterator(
     initial_step: int = 0,
     show_progress: bool = True,
 ) -> Iterator[SFTChunk]:
-    """The dataset in chunks of `chunk_size` optimizer steps, for one `train_sft` call each. One schedule covers all.
+    """The dataset in chunks of `chunk_size` optimizer steps, for one `train_sft` call each. One schedule covers all chunks.
 
     Each epoch is shuffled by `seed` plus its number. `initial_step` is the optimizer step at which an interrupted run
-    continues; the chunk that contains it is repeated whole.
+    continues; the chunk with this step is repeated whole.
     """
     if chunk_size < 1 or batch_size < 1:
         raise ValueError("chunk_size and batch_size are at least 1")
-    of_epoch = math.ceil(len(trajectories) / batch_size)
-    rates = create_lr_schedule(of_epoch * epochs, peak_lr, schedule_type, int(of_epoch * epochs * warmup_ratio))
+    steps_per_epoch = math.ceil(len(trajectories) / batch_size)
+    total = steps_per_epoch * epochs
+    rates = create_lr_schedule(total, peak_lr, schedule_type, int(total * warmup_ratio))
     with tqdm(total=len(rates), desc="SFT", unit="step", disable=not show_progress) as bar:
-        chunks = itertools.product(range(epochs), range(0, of_epoch, chunk_size))
+        chunks = itertools.product(range(epochs), range(0, steps_per_epoch, chunk_size))
         for epoch, epoch_step in chunks:
-            first = epoch * of_epoch + epoch_step
-            num_steps = min(chunk_size, of_epoch - epoch_step)
+            first = epoch * steps_per_epoch + epoch_step
+            num_steps = min(chunk_size, steps_per_epoch - epoch_step)
             if first + num_steps > initial_step:
-                items = list(trajectories)
+                ordered = list(trajectories)
                 if shuffle:
-                    random.Random(seed + epoch).shuffle(items)
-                chosen = items[epoch_step * batch_size : (epoch_step + num_steps) * batch_size]
+                    random.Random(seed + epoch).shuffle(ordered)
+                chosen = ordered[epoch_step * batch_size : (epoch_step + num_steps) * batch_size]
                 config = TrainSFTConfig(learning_rate=rates[first : first + num_steps], batch_size=batch_size)
                 yield SFTChunk(chosen, config, first, epoch, epoch_step)
             bar.update(num_steps)
@@ -124,7 +127,7 @@ def iterate_file(
     initial_skip: int = 0,
 ) -> Iterator[Trajectory]:
     """The conversations of a JSONL file, shuffled within a buffer, which bounds the memory. The order depends on `seed`
-    and the epoch. The first `initial_skip` are left out.
+    and the epoch. The first `initial_skip` conversations are left out.
 
     Raises:
         ValueError: the name does not end in .jsonl, or a line has no conversation; the message names the line.
@@ -179,8 +182,8 @@ async def train_sft_from_file(
 ) -> TrainResult | None:
     """One `train_sft` call on a JSONL file, from `initial_step` to `final_step` (exclusive) of its optimizer steps. None
     if no steps are left."""
-    num = get_file_row_count(file_path) * epochs
-    total = math.ceil(num / batch_size)
+    num_conversations = get_file_row_count(file_path) * epochs
+    total = math.ceil(num_conversations / batch_size)
     rates = create_lr_schedule(total, peak_lr, schedule_type, int(total * warmup_ratio))
     rates = rates[initial_step:final_step]
     if not rates:

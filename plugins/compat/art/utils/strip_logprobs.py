@@ -25,11 +25,11 @@ def strip_logprobs(obj: Any) -> Any:
 def _strip(value: Any) -> Any:
     if isinstance(value, dict):
         items = cast("dict[Any, Any]", value).items()
-        return {key: _strip(each) for key, each in items if key != "logprobs"}
+        return {key: _strip(entry) for key, entry in items if key != "logprobs"}
     if isinstance(value, list | tuple):
-        stripped = [_strip(each) for each in cast("list[Any]", value)]
+        stripped = [_strip(entry) for entry in cast("list[Any]", value)]
         return tuple(stripped) if isinstance(value, tuple) else stripped
     fields: dict[str, Any] = getattr(value, "__dict__", {})
-    for name, each in list(fields.items()):
-        setattr(value, name, None if name == "logprobs" else _strip(each))
+    for name, field in list(fields.items()):
+        setattr(value, name, None if name == "logprobs" else _strip(field))
     return value

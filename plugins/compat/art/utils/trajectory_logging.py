@@ -20,8 +20,8 @@ VERSION_KEY = "art.trajectory_parquet.version"
 
 
 def serialize_trajectory_groups(trajectory_groups: Iterable[TrajectoryGroup]) -> str:
-    """The groups as JSONL, one line for each, without log-probabilities. `deserialize_trajectory_groups` reads it."""
-    return "\n".join(json.dumps(trajectory_group_to_dict(each)) for each in trajectory_groups)
+    """The groups as JSONL, one line for each group, without log-probabilities, for `deserialize_trajectory_groups`."""
+    return "\n".join(json.dumps(trajectory_group_to_dict(group)) for group in trajectory_groups)
 
 
 def deserialize_trajectory_groups(serialized: str) -> list[TrajectoryGroup]:
@@ -30,14 +30,14 @@ def deserialize_trajectory_groups(serialized: str) -> list[TrajectoryGroup]:
     Raises:
         ValueError: a line is not JSON, or its trajectories are invalid.
     """
-    lines = [read_row(line) for line in serialized.split("\n") if line.strip()]
-    return [_to_group(each) for each in lines]
+    rows = [read_row(line) for line in serialized.split("\n") if line.strip()]
+    return [_to_group(row) for row in rows]
 
 
 def trajectory_group_to_dict(trajectory_group: TrajectoryGroup) -> dict[str, Any]:
     """A group's fields. Failed rollouts are left out."""
     fields = trajectory_group.model_dump(mode="json", exclude={"trajectories", "exceptions"})
-    return fields | {"trajectories": [trajectory_to_dict(each) for each in trajectory_group]}
+    return fields | {"trajectories": [trajectory_to_dict(trajectory) for trajectory in trajectory_group]}
 
 
 def trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
 
 def write_trajectory_groups_parquet(trajectory_groups: Iterable[TrajectoryGroup], path: str | Path) -> None:
     """Writes the groups as ART's Parquet, version 2: a row for each trajectory, with the record as `trajectory_json` and
-    its parts as columns. The file is complete or absent."""
+    the record's parts as columns. The file is complete or absent."""
     import polars as pl
 
     rows = [
@@ -67,14 +67,14 @@ def read_trajectory_groups_parquet(path: str | Path) -> list[TrajectoryGroup]:
     Raises:
         ValueError: the trajectories are invalid.
     """
-    return [_to_group(each) for each in read_rows(Path(path))]
+    return [_to_group(group) for group in read_rows(Path(path))]
 
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
     """The groups of a Parquet or JSONL file as dictionaries, with `messages` in their trajectories."""
     if file.suffix != ".parquet":
         for group in read_lines(file):
-            yield group | {"trajectories": [_with_messages(each) for each in group["trajectories"]]}
+            yield group | {"trajectories": [_with_messages(trajectory) for trajectory in group["trajectories"]]}
         return
     import polars as pl
 
@@ -120,7 +120,7 @@ def _row(group_index: int, group: TrajectoryGroup, trajectory_index: int, trajec
         "metadata": json.dumps(fields["metadata"]),
         "tools": json.dumps(fields["tools"]) if fields["tools"] else None,
         "logs": fields["logs"],
-        "messages": [_message(each) for each in fields["messages_and_choices"]],
+        "messages": [_message(entry) for entry in fields["messages_and_choices"]],
     }
 
 
@@ -137,10 +137,10 @@ def _message(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A trajectory from its record, or, in files of version 1, from its columns."""
+    """A trajectory from the record in a row, or, in files of version 1, from the row's columns."""
     if row.get("trajectory_json"):
         return _with_messages(json.loads(row["trajectory_json"]))
-    messages = [_from_columns(each) for each in row["messages"] or ()]
+    messages = [_from_columns(columns) for columns in row["messages"] or ()]
     texts = {name: json.loads(row.get(name) or "{}") for name in ("metrics", "metadata")}
     tools = json.loads(row["tools"]) if row.get("tools") else None
     logs: list[str] = row.get("logs") or []
@@ -165,7 +165,7 @@ def _with_messages(trajectory: Mapping[str, Any]) -> dict[str, Any]:
 
 def _to_group(group: Mapping[str, Any]) -> TrajectoryGroup:
     kept = {name: group[name] for name in ("metadata", "metrics", "logs") if group.get(name)}
-    return TrajectoryGroup([_to_trajectory(each) for each in group["trajectories"]], **kept)
+    return TrajectoryGroup([_to_trajectory(trajectory) for trajectory in group["trajectories"]], **kept)
 
 
 def _to_trajectory(fields: Mapping[str, Any]) -> Trajectory:

@@ -1,4 +1,4 @@
-"""Environments of others, and text environments of one's own, as rollouts.
+"""Rollouts in the environments of other projects, and in a program's own text environments.
 
 tasks = reasoning_gym("leg_counting", size=64, seed=1)
 group = await art.TrajectoryGroup(play(model, task) for _ in range(8))

@@ -20,7 +20,7 @@ class InProcessConfig(vf.HarnessConfig):
 
 
 class InProcessHarness(vf.Harness[InProcessConfig]):
-    """Asks the model until it answers without a tool call. A context that is full ends the rollout, not with an error."""
+    """Asks the model until the model answers without a tool call. A full context ends the rollout, without an error."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -60,7 +60,7 @@ class InProcessHarness(vf.Harness[InProcessConfig]):
 
 
 def _to_interception(secret: str) -> httpx.AsyncClient:
-    """A client for the server of this process through which verifiers watches a rollout. It needs neither TLS nor proxies."""
+    """A client for the server in this process by which verifiers watches a rollout. The client needs no TLS and no proxies."""
     headers = {"Authorization": f"Bearer {secret}"}
     return httpx.AsyncClient(headers=headers, timeout=None, verify=False, trust_env=False)
 
@@ -68,7 +68,7 @@ def _to_interception(secret: str) -> httpx.AsyncClient:
 async def _ask(
     client: httpx.AsyncClient, endpoint: str, body: dict[str, Any], trace: vf.Trace[Any, Any, Any]
 ) -> dict[str, Any] | None:
-    """The model's message; None where the rollout is over: stopped by the task, or its context is full."""
+    """The model's message; None if the rollout is over, because the task stopped it or the context is full."""
     reply = await client.post(f"{endpoint.rstrip('/')}/chat/completions", json=body)
     if reply.is_success:
         message = reply.json()["choices"][0]["message"]
@@ -82,7 +82,7 @@ async def _ask(
 
 
 async def _call(connections: Any, names: Any, function: dict[str, str]) -> Any:
-    """A tool's result, or what was wrong with the call, which the model may mend."""
+    """A tool's result, or a text about what is wrong with the call, so that the model can correct the call."""
     name, text = function["name"], function["arguments"] or "{}"
     try:
         arguments = json.loads(text)

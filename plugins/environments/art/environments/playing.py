@@ -32,12 +32,12 @@ async def play(
     max_turns: int = MAX_TURNS,
     **sampling: Any,
 ) -> Trajectory:
-    """One episode: the model answers each observation until the environment ends it, or after `max_turns` answers.
+    """One episode: the model answers each observation, until the environment ends the episode or after `max_turns` answers.
 
     The reward is the sum of the steps' rewards. The metrics are "num_turns", "truncated" (by the environment or by
     `max_turns`), and the finite numbers in the last step's information. `sampling` goes into each request (max_tokens...).
-    Rollouts run side by side, so each needs an environment of its own if this one has a state. What `reset` and `step`
-    raise ends the rollout as failed.
+    Rollouts run side by side, so each rollout needs its own environment if environments have a state. An exception of
+    `reset` or `step` ends the rollout as failed.
     """
     observation, _ = await _result(environment.reset(seed=seed))
     system: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []

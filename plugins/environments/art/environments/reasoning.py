@@ -21,7 +21,7 @@ SCORER = Path(__file__).with_name("scorer.py")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReasoningTask:
-    """A question and its score. It is a text environment of one turn, so `play` and `art.evaluate` take it."""
+    """A question and its score. A task is a text environment of one turn, so `play` and `art.evaluate` take tasks."""
 
     question: str
     generator: str
@@ -31,7 +31,7 @@ class ReasoningTask:
     """reasoning-gym's item: question, answer, metadata."""
 
     def score(self, text: str) -> float:
-        """The generator's score from 0 to 1 of the text in the last <answer> tag, without one of the whole text.
+        """The generator's score, from 0 to 1, of the text in the last <answer> tag; without a tag, of the whole text.
 
         0 for an answer that the generator cannot read or score within the limits of `scorer.py`. Blocks for some
         milliseconds, at most for the limit on time.
@@ -61,7 +61,7 @@ class _Scorer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner = 0
-        """The process that started it. A fork of the program starts its own."""
+        """The id of the process that started the scoring process. A fork of the program starts its own scoring process."""
         self._connection: Any = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -85,7 +85,8 @@ class _Scorer:
         return reply
 
     def _connect(self) -> Any:  # Any: the arguments of `Connection` depend on Python's version
-        """The connection to the process. Starts it, without the environment, in a session that Ctrl-C does not reach."""
+        """The connection to the process. Starts the process without environment variables, in a session that Ctrl-C
+        does not reach."""
         if self._connection and not self._connection.closed and self._owner == os.getpid():
             return self._connection
         self.close()
@@ -102,11 +103,11 @@ class _Scorer:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        self._connection.send([os.path.abspath(each) for each in sys.path])
+        self._connection.send([os.path.abspath(path) for path in sys.path])
         return self._connection
 
     def close(self) -> None:
-        """Ends the process, if there is one. It ends with its connection."""
+        """Ends the process, if there is one: the process ends with its connection."""
         if self._process is not None:
             self._connection.close()
             self._process.wait()
@@ -119,7 +120,7 @@ atexit.register(_scorer.close)
 def reasoning_gym(
     name: str, *, size: int = 64, seed: int = 0, prompt: str = "{question}", **config: Any
 ) -> list[ReasoningTask]:
-    """`size` tasks of a generator, the same for the same seed. Other seeds give other tasks: hold some out.
+    """`size` tasks of a generator, the same for the same seed. Other seeds give other tasks: hold some seeds out.
 
     `prompt` is the form of the first message, such as "{question}\\nAnswer with a number only.". `config` has the
     generator's own settings.
@@ -129,9 +130,9 @@ def reasoning_gym(
         ValueError: reasoning-gym has no such generator or setting.
     """
     try:
-        with warnings.catch_warnings():  # a package that it needs has code that Python warns of
+        with warnings.catch_warnings():  # a dependency of reasoning-gym has code that Python warns about
             warnings.simplefilter("ignore", SyntaxWarning)
-            gym: Any = importlib.import_module("reasoning_gym")  # it takes seconds
+            gym: Any = importlib.import_module("reasoning_gym")  # the import takes seconds
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "reasoning_gym needs pip install 'agent-reinforcement-trainer[environments]'",

@@ -3,7 +3,7 @@
 A generator may evaluate an answer as Python. So each answer is scored in a child of this process, which has limits on
 time, memory and files. A child that ends without a score, or too late, scores 0. The limits are no sandbox.
 
-The connection to the program brings the import path, then requests. A reply is a score, or what is wrong with a request.
+The connection to the program brings the import path, then requests. A reply is a score, or the error of a request.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 2
-"""Right answers of all generators take less than 0.02. Answers are scored one after the other."""
+"""The right answers of all generators take less than 0.02 s each. Answers are scored one after the other."""
 MEMORY_BYTES = 512 << 20
 """What a child may allocate beyond the memory that this process has."""
 MAX_OUTPUT_BYTES = 1 << 20
-"""Of files that an answer writes."""
+"""Limit on the size of each file that an answer writes."""
 MAX_DATASETS = 64
 MAX_DIGITS = 64
 Program = Any
@@ -69,7 +69,7 @@ def score_in_child(program: Program, dataset: Any, entry: dict[str, Any], answer
     in_time, _, _ = select.select([reading], [], [], TIMEOUT_SECONDS)
     digits = os.read(reading, MAX_DIGITS) if in_time else b""
     os.close(reading)
-    with contextlib.suppress(OSError):  # its session has ended
+    with contextlib.suppress(OSError):  # the child's session has ended
         os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
     with contextlib.suppress(ValueError):  # the answer may have written something else
@@ -79,7 +79,7 @@ def score_in_child(program: Program, dataset: Any, entry: dict[str, Any], answer
 
 
 def limit_process() -> None:
-    """Makes this process the leader of a session, which is killed as a whole, and limits it."""
+    """Makes this process the leader of a session, which is killed as a whole, and limits time, memory and files."""
     import resource  # imported here, because Windows has none, where this module is only imported
 
     os.setsid()

@@ -36,22 +36,22 @@ from art.sessions import rollout
 from art.trajectories import Trajectory, TrajectoryGroup
 
 UNREWARDED_STOPS = {"setup_timeout", "finalize_timeout", "scoring_timeout"}
-"""Stages that were cut off outside of the agent's own time. verifiers takes the trace as it is then, with a reward that says
-nothing about the agent. After an "agent_timeout" the reward is complete."""
+"""Stop conditions of stages that were cut off outside of the agent's own time. verifiers then takes the trace as it is, and
+the reward says nothing about the agent. After an "agent_timeout" the reward is complete."""
 OWN_HARNESS = "art_in_process"
 sys.modules[OWN_HARNESS] = in_process  # verifiers imports a harness by a name without dots
 
 
 class EpisodeFailed(Exception):
-    """An episode that ended with errors or before it was scored, which has no reward."""
+    """An episode without a reward: the episode ended with errors, or before it was scored."""
 
 
 class VerifiersEnvironment:
     """An environment of verifiers: a taskset, and the agents that play it.
 
     `config` is the id of an installed taskset, or verifiers' own configuration of an environment, such as
-    `{"taskset": {"id": "textarena", "game": "Wordle-v0"}, "player": {"max_turns": 6}}`. Agents without a harness of
-    their own are played in this process, by a chat loop with the task's tools. Agents without a runtime run on this machine.
+    `{"taskset": {"id": "textarena", "game": "Wordle-v0"}, "player": {"max_turns": 6}}`. Agents without their own
+    harness are played in this process, by a chat loop with the task's tools. Agents without a runtime run on this machine.
 
     Raises:
         ModuleNotFoundError: there is no such taskset, harness or environment.
@@ -78,7 +78,7 @@ class VerifiersEnvironment:
         await serving.__aexit__(kind, error, traceback)
 
     def tasks(self, count: int | None = None, *, skip: int = 0) -> list[vf.Task[Any, Any, Any]]:
-        """The taskset's tasks from `skip` on, in its order; `count` of them, or all.
+        """The taskset's tasks from `skip` on, in the taskset's order; `count` tasks, or all.
 
         Raises:
             ValueError: the taskset is infinite, and `count` is None.
@@ -94,14 +94,14 @@ class VerifiersEnvironment:
         The trajectory has the trace's reward, its metrics, and each reward by name as a metric "reward/NAME".
 
         Raises:
-            EpisodeFailed: the episode ended with an error, or its setup, finalize or scoring took too long. It has no reward.
-            ValueError: several agents were trained; `gather` takes those.
+            EpisodeFailed: the episode ended with an error, or its setup, finalize or scoring took too long.
+            ValueError: several agents were trained; `gather` takes several agents.
         """
-        found = await self._play(model, task, sampling)
-        if len(found) != 1:
-            names = ", ".join(name for name, _ in found) or "none"
-            raise ValueError(f"a rollout is of one agent, and {len(found)} were trained ({names}): call gather()")
-        return found[0][1]
+        played = await self._play(model, task, sampling)
+        if len(played) != 1:
+            names = ", ".join(name for name, _ in played) or "none"
+            raise ValueError(f"a rollout is of one agent, and {len(played)} were trained ({names}): call gather()")
+        return played[0][1]
 
     async def gather(
         self,
@@ -114,34 +114,39 @@ class VerifiersEnvironment:
     ) -> list[TrajectoryGroup]:
         """`group_size` episodes of each task: a group for each task, or for each task and agent if several are trained.
 
-        Failed episodes are in `exceptions` of each of their task's groups; they have no reward. `max_exceptions` is that of
+        Failed episodes have no reward; they are in `exceptions` of each group of their task. `max_exceptions` is as in
         `gather_trajectory_groups`.
         """
-        found: list[dict[str, list[Trajectory]]] = []
+        trajectories_of_tasks: list[dict[str, list[Trajectory]]] = []  # for each task, by the agent's name
 
-        async def one(task: vf.Task[Any, Any, Any], of_task: dict[str, list[Trajectory]]) -> Trajectory:
+        async def play_episode(task: vf.Task[Any, Any, Any], by_agent: dict[str, list[Trajectory]]) -> Trajectory:
             played = await self._play(model, task, sampling)
             for name, trajectory in played:
-                of_task.setdefault(name, []).append(trajectory)
+                by_agent.setdefault(name, []).append(trajectory)
             if not played:
                 raise EpisodeFailed("no agent of this episode plays the model that is trained")
             return played[0][1]
 
-        def group(task: vf.Task[Any, Any, Any]) -> TrajectoryGroup:
-            found.append({})
-            return TrajectoryGroup(one(task, found[-1]) for _ in range(group_size))
+        def make_group(task: vf.Task[Any, Any, Any]) -> TrajectoryGroup:
+            by_agent: dict[str, list[Trajectory]] = {}
+            trajectories_of_tasks.append(by_agent)
+            return TrajectoryGroup(play_episode(task, by_agent) for _ in range(group_size))
 
-        done = await gather_trajectory_groups((group(task) for task in tasks), max_exceptions=max_exceptions)
-        return [
-            TrajectoryGroup(trajectories, exceptions=each.exceptions, metadata={"agent": name})
-            for each, of_task in zip(done, found, strict=True)
-            for name, trajectories in (of_task or {"agent": []}).items()
-        ]
+        # These groups have one trajectory for each episode, and all failures. The result has a group for each agent.
+        groups_of_tasks = await gather_trajectory_groups(map(make_group, tasks), max_exceptions=max_exceptions)
+        groups: list[TrajectoryGroup] = []
+        for group_of_task, by_agent in zip(groups_of_tasks, trajectories_of_tasks, strict=True):
+            for name, trajectories in (
+                by_agent or {"agent": []}
+            ).items():  # if all episodes failed: a group of failures
+                group = TrajectoryGroup(trajectories, exceptions=group_of_task.exceptions, metadata={"agent": name})
+                groups.append(group)
+        return groups
 
     async def _play(
         self, model: TrainableModel, task: vf.Task[Any, Any, Any], sampling: Mapping[str, Any]
     ) -> list[tuple[str, Trajectory]]:
-        """Each trained agent's name and trajectory of one episode."""
+        """The name and the trajectory of each trained agent of one episode."""
         if self._serving is None:
             raise RuntimeError("a VerifiersEnvironment plays inside `async with` only")
         variable, name = _export_key(model), model.get_inference_name()
@@ -161,8 +166,8 @@ class VerifiersEnvironment:
 
 
 def _export_key(model: TrainableModel) -> str:
-    """Puts the model's API key into an environment variable of its own, and returns its name. verifiers reads keys from
-    there only, at each request. It hides variables with API_KEY in their names from an agent's programs."""
+    """Puts the model's API key into a separate environment variable, and returns the variable's name. verifiers reads keys
+    from environment variables only, at each request, and hides variables named *API_KEY* from an agent's programs."""
     key = model.inference_api_key or "default"
     name = f"ART_{hashlib.sha256(key.encode()).hexdigest()[:16]}_API_KEY"
     os.environ[name] = key
@@ -170,8 +175,8 @@ def _export_key(model: TrainableModel) -> str:
 
 
 def _check_reward(trace: vf.Trace[Any, Any, Any]) -> None:
-    """Raises EpisodeFailed if the trace has no complete reward: what is missing counts as 0 in `trace.reward`."""
-    reasons = [f"{name} was not scored" for name, each in trace.rewards.items() if each is None]
+    """Raises EpisodeFailed if the trace has no complete reward, because `trace.reward` counts a missing reward as 0."""
+    reasons = [f"{name} was not scored" for name, reward in trace.rewards.items() if reward is None]
     if trace.stop_condition in UNREWARDED_STOPS:
         reasons.insert(0, str(trace.stop_condition))
     if reasons:
@@ -181,7 +186,7 @@ def _check_reward(trace: vf.Trace[Any, Any, Any]) -> None:
 async def _to_trajectory(model: TrainableModel, trace: vf.Trace[Any, Any, Any]) -> Trajectory:
     _check_reward(trace)
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-    rewards = {f"reward/{name}": each.value for name, each in trace.rewards.items() if each is not None}
+    rewards = {f"reward/{name}": reward.value for name, reward in trace.rewards.items() if reward is not None}
     metadata = {"task": trace.task.data.name or trace.task.key, "stop": trace.stop_condition}
     async with rollout(model, trace.id) as played:
         return await played.trajectory(
@@ -206,11 +211,11 @@ def _with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
         default = field.default
         if not isinstance(default, AgentConfig):
             continue
-        given = raw.get(name) or {}
-        seat = given.model_dump(exclude_unset=True) if isinstance(given, AgentConfig) else dict(given)
+        agent = raw.get(name) or {}
+        settings = agent.model_dump(exclude_unset=True) if isinstance(agent, AgentConfig) else dict(agent)
         if default.harness is None and not has_harness:
-            seat.setdefault("harness", {"id": OWN_HARNESS})
+            settings.setdefault("harness", {"id": OWN_HARNESS})
         if isinstance(default.runtime, PrimeConfig):
-            seat.setdefault("runtime", SubprocessConfig().model_dump())
-        raw[name] = seat
+            settings.setdefault("runtime", SubprocessConfig().model_dump())
+        raw[name] = settings
     return raw

@@ -54,13 +54,13 @@ async def run(python: Path, server: FakeServer, what: str) -> Any:
     )
     output, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()[-4000:]
-    return json.loads(output.decode().splitlines()[-1])["found"]
+    return json.loads(output.decode().splitlines()[-1])["results"]
 
 
 async def test_an_episode_without_a_whole_reward_fails(python: Path, policies: FakeServer) -> None:
-    found = await run(python, policies, "all")
-    assert found.pop("good") == 1.0
-    assert found == {
+    results = await run(python, policies, "all")
+    assert results.pop("good") == 1.0
+    assert results == {
         "setup": "agent 'agent' has no reward: setup_timeout",
         "finalize": "agent 'agent' has no reward: finalize_timeout",
         "scoring": "agent 'agent' has no reward: scoring_timeout, says_yes was not scored",
@@ -71,5 +71,5 @@ async def test_an_episode_without_a_whole_reward_fails(python: Path, policies: F
 async def test_two_models_with_different_keys_use_their_own(python: Path, policies: FakeServer) -> None:
     assert await run(python, policies, "keys") == []
     asked = policies.sent("POST", "/v1/chat/completions")
-    used = {(each.json()["model"], each.headers["authorization"]) for each in asked}
+    used = {(request.json()["model"], request.headers["authorization"]) for request in asked}
     assert used == {("demo/a", "Bearer key-of-a"), ("demo/b", "Bearer key-of-b")}

@@ -67,15 +67,15 @@ async def registered(backend: art.Backend, name: str) -> art.TrainableModel:
 
 async def play_all() -> dict[str, float | str]:
     """Each task's reward, or why its episode failed."""
-    found: dict[str, float | str] = {}
+    results: dict[str, float | str] = {}
     async with art.Backend() as backend, VerifiersEnvironment(TASKSET) as environment:
         model = await registered(backend, "agent")
         for task in environment.tasks():
             try:
-                found[task.data.name] = (await environment.rollout(model, task)).reward
+                results[task.data.name] = (await environment.rollout(model, task)).reward
             except EpisodeFailed as error:
-                found[task.data.name] = str(error)
-    return found
+                results[task.data.name] = str(error)
+    return results
 
 
 async def play_with_two_keys() -> list[str]:
@@ -97,4 +97,4 @@ async def play_with_two_keys() -> list[str]:
 
 if __name__ == "__main__":
     play = {"all": play_all, "keys": play_with_two_keys}[sys.argv[1]]
-    print(json.dumps({"found": asyncio.run(play())}))
+    print(json.dumps({"results": asyncio.run(play())}))

@@ -2,7 +2,7 @@
 
     await art.finetune.run("finetune.yml")
 
-docs/finetune.md has the file, the commands, and how a part is replaced. `art_finetune` has the commands.
+docs/finetune.md describes the file, the commands, and how to replace a part. `art_finetune` has the commands.
 """
 
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, RolloutFailed, WrongInput

@@ -1,5 +1,5 @@
-"""One rollout with its reward. The requests of target functions belong to the rollout's session, those of other functions to a
-session beside it."""
+"""One rollout with its reward. The requests of target functions belong to the rollout's session. The requests of other functions
+belong to a second session."""
 
 import hashlib
 import uuid
@@ -22,18 +22,20 @@ from art.sessions import NO_REQUEST
 from art_protocol.wire import FailureBody
 
 OTHER = ".other"
+"""The ending of the name of the second session."""
 REASON_CHARACTERS = 300
 
 
 Kept = Callable[
     [art.TrainableModel, Row, int, str, Callable[[], Awaitable[art.Trajectory]]], Coroutine[Any, Any, art.Trajectory]
 ]
-"""From a model, a row, which of its repetitions, a session and what plays it, to the trajectory."""
+"""Returns the trajectory of a rollout. Gets the model, the row, the number of the row's repetition, the session, and a function
+that plays the rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A workflow, and what its rollouts are worth."""
+    """A workflow, and the reward of its rollouts."""
 
     workflow: Workflow
     reward: Reward
@@ -44,11 +46,11 @@ class Agent:
     """Functions whose requests are trained."""
     timeout_seconds: float
     is_seeded: bool
-    """Whether requests that have no seed of their own get one."""
+    """Whether a request without a seed gets a seed."""
 
     async def play(self, model: art.TrainableModel, row: Row, session: str, seed: int) -> tuple[art.Trajectory, Any]:
-        """A rollout's trajectory with its reward, and its output. metrics["untrained_answers"] counts answers to other
-        functions.
+        """The trajectory of a rollout with its reward, and the workflow's output. metrics["untrained_answers"] counts answers to
+        other functions.
 
         Raises:
             Exception: the workflow or an evaluator failed, took too long, or asked for no answer that can be trained.
@@ -85,8 +87,8 @@ class Agent:
     def player(
         self, session: str, seed: int, kept: Kept | None = None
     ) -> Callable[[art.TrainableModel, Row], Coroutine[Any, Any, art.Trajectory]]:
-        """The rollout function of an evaluation. A row's repetitions have different seeds, partners the same. `kept` may know a
-        repetition, or plays and keeps it."""
+        """The rollout function of an evaluation. The repetitions of a row have different seeds; the same repetition at another
+        step has the same seed. `kept` returns the trajectory of a known repetition, or plays and keeps the repetition."""
         counts: Counter[tuple[str, str]] = Counter()
 
         async def play(model: art.TrainableModel, row: Row) -> art.Trajectory:
@@ -98,13 +100,15 @@ class Agent:
                 trajectory, _ = await self.play(model, row, own, seed_of(seed, "val", row.id, number))
                 return trajectory
 
-            return await (kept(model, row, number, own, fresh) if kept is not None else fresh())
+            if kept is None:
+                return await fresh()
+            return await kept(model, row, number, own, fresh)
 
         return play
 
 
 def _why_empty(model: art.TrainableModel, others: set[str], logs: list[str]) -> str:
-    """Why a trajectory has no answer. `logs` are its own, which say whose answers its session has."""
+    """Why a trajectory has no answer. The trajectory's `logs` say whose answers its session has."""
     name = model.get_inference_name()
     if others:
         left_out = ", ".join(sorted(others))
@@ -118,7 +122,7 @@ def _why_empty(model: art.TrainableModel, others: set[str], logs: list[str]) -> 
 
 
 def answers(trajectory: art.Trajectory) -> Iterator[Any]:
-    """The sampled answers of all conversations, as `openai` has them."""
+    """The sampled answers of all conversations, as choices of `openai`."""
     for history in (trajectory, *trajectory.additional_histories):
         yield from (entry for entry in history.messages_and_choices if not isinstance(entry, dict))
 
@@ -130,35 +134,35 @@ def num_answers(trajectory: art.Trajectory) -> int:
 
 def num_cut_answers(trajectory: art.Trajectory) -> int:
     """The number of answers that the token limit cut."""
-    return sum(answer.finish_reason == "length" for answer in answers(trajectory))
+    return sum(1 for answer in answers(trajectory) if answer.finish_reason == "length")
 
 
 def step_of(model: art.TrainableModel) -> str | None:
-    """The step that `art.evaluate` pins a copy of the model to, or "base"; None: the newest step."""
+    """The step that `art.evaluate` pins a copy of the model to, or "base": `demo/agent@2 -> "2"`. None: the newest step."""
     name = model.get_inference_name()
     return "base" if name == model.base_model else name.partition("@")[2] or None
 
 
 def seed_of(*parts: object) -> int:
-    """A number below 2^31 from the run's seed and the rollout's place."""
+    """A number below 2^31 from the run's seed and from what names the rollout: epoch, row and generation."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
 
 def reason_of(error: BaseException) -> str:
-    """A failure in one line."""
+    """A failure in one line: `ValueError: boom`."""
     kind = type(error)
     message = error_text(error).encode(errors="backslashreplace").decode()  # files have no lone surrogates
     return _in_one_line(f"{kind.__module__}.{kind.__qualname__}", message)
 
 
 def reason_of_failure(failure: FailureBody) -> str:
-    """The reason of a failure in a group, the same as that of its exception."""
+    """The reason of a failure in a group, equal to `reason_of` the exception that the failure records."""
     return _in_one_line(failure.type, failure.message)
 
 
 def _in_one_line(kind: str, message: str) -> str:
-    """Our own errors are sentences, whose class says nothing more."""
+    """The first line of a message, behind the name of the error's class. Our own errors are sentences and need no name."""
     lines = message.strip().splitlines() or [""]
     name = "" if kind.startswith("art.") else f"{kind.rpartition('.')[2]}: "
     return masked(f"{name}{lines[0]}"[:REASON_CHARACTERS])

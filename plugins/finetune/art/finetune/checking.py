@@ -1,7 +1,7 @@
-"""Checks a document as a whole: its fields, the components, the names of its parts, the policy. All problems come at once.
+"""Checks a document as a whole: the fields, the components, the names of parts, the policy. All problems come at once.
 
-`sections` has the rules for one section. Rules for several read the plain tree, because other values of it may be wrong.
-Nothing is asked of a server, no user's module is imported, and no data are read.
+`sections` has the rules for a single section. Rules for several sections read the plain tree, because other values in the tree
+may be wrong. No server gets a request, no module of the user is imported, and no data are read.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from art.finetune.reading import Document, KeyPath, Problem, described, dotted, 
 from art.finetune.sections import TOOLKIT_SECTIONS, UNUSED, Backend, Config, InitArgs, Training
 
 Wrong: TypeAlias = Iterator[tuple[KeyPath, str]]
-"""Values with what is wrong about them."""
+"""The paths of wrong values, each with what is wrong about the value."""
 
 EVALUATORS: KeyPath = ("eval", "evaluators")
 SECTIONS: dict[Kind, KeyPath] = {
@@ -30,58 +30,70 @@ SECTIONS: dict[Kind, KeyPath] = {
     "trainer_adapter": ("trainer_adapters",),
     "trainer": ("trainers",),
 }
-"""Where the components of a kind are. `finetuning` names one of each of the last three, in a field with the kind's name."""
+"""The section with the components of each kind. For each of the last three kinds `finetuning` names one component, in a field
+with the kind's name."""
 REWARDS: tuple[KeyPath, ...] = (("finetuning", "reward_function"), ("finetuning", "validation", "reward"))
+"""The reward of training, and the reward of validations."""
 MISSPELT = 0.75
-"""The likeness of a name to the right one where unknown names are accepted. That of NVIDIA's fields to ours is less."""
+"""In a section that accepts unknown names, a name with this likeness to one of our fields is a misspelling. The names of NVIDIA's
+fields are less like ours."""
 OUR_WORDS = re.compile(r"^\w+ (?=must|is)|, (unable|got) .*| or instance of .*| for <.*| after validation")
-"""What is left out of pydantic's messages, such as "Input" and the names of classes."""
+"""The words that are left out of pydantic's messages, such as "Input" and the names of classes."""
 
 
 def check(document: Document, toolkit: Toolkit | None = None) -> Config:
     """The configuration of a document.
 
     Raises:
-        WrongInput: all problems, each with its place, in the order of the file; those of overrides last.
+        WrongInput: all problems, each with its location, in the order of the file. Problems of overrides come last.
     """
     tree, problems = document.tree, list(document.problems)
     config, wrong = _validated(tree)
-    seen = {each.path for each in problems}
+    seen = {problem.path for problem in problems}
     rules = (_components(tree, toolkit), _misspelt(tree), _names(tree), _rulers(tree), _policy(tree))
     for path, text in itertools.chain(wrong, *rules):
         if path not in seen:
             seen.add(path)
-            problems.append(Problem(document.place_of(path), path, text))
+            problems.append(Problem(document.location_of(path), path, text))
     if problems or config is None:
-        problems.sort(key=lambda each: (not each.place.line, each.place.source, each.place.line, each.place.column))
-        raise WrongInput([str(each) for each in problems])
+        problems.sort(key=_order)
+        raise WrongInput([str(problem) for problem in problems])
     return config
 
 
+def _order(problem: Problem) -> tuple[bool, str, int, int]:
+    location = problem.location
+    is_override = location.line == 0
+    return is_override, location.source, location.line, location.column
+
+
 def policy_llm(config: Config) -> str | None:
-    """The entry of `llms` that the policy stands for: the one that `target_model` names by key or model name, else the only
-    one with the name of the run or of its base model, else the only one at all. None: there are no entries.
+    """The key of the policy in `llms`; None if `llms` is empty.
+
+    The policy is the entry that `target_model` names by key or by model name. Without `target_model` the policy is the only
+    entry, or the only entry with the name of the trained model or of its base model.
 
     Raises:
-        ValueError: it is not one entry; the message names them.
+        ValueError: no entry or several entries match; the message names them.
     """
     models = {key: llm.model_name for key, llm in config.llms.items()}
     return _choose(models, config.finetuning.target_model, config.adapter.backend.model_dump())
 
 
 def without_effect(config: Config) -> list[str]:
-    """The fields that the file sets and that have no effect here, for one line to the user."""
+    """The names of fields that the file sets without effect, for one line to the user."""
     is_of_toolkit = components.is_of_toolkit("workflow", config.workflow.type)
     sections = [] if is_of_toolkit else [name for name in TOOLKIT_SECTIONS if name in config.model_fields_set]
-    found = [*sections, *(dotted(path) for path in _unused(config, ()))]
+    ignored = [*sections, *(dotted(path) for path in _unused(config, ()))]
     functions = {"workflow": config.workflow} | {f"eval.evaluators.{n}": e for n, e in config.eval.evaluators.items()}
     for name, component in functions.items():
-        if ":" in component.type:
-            found += [f"{name}.{key}" for key in component.fields()]
-    return found
+        if ":" in component.type:  # a function of the user, which gets no fields
+            ignored += [f"{name}.{key}" for key in component.fields()]
+    return ignored
 
 
 def _unused(section: BaseModel, path: KeyPath) -> Iterator[KeyPath]:
+    """The paths of fields that a section sets and that nothing reads, also in the sections inside."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if UNUSED in field.metadata:
@@ -92,9 +104,9 @@ def _unused(section: BaseModel, path: KeyPath) -> Iterator[KeyPath]:
         elif isinstance(value, BaseModel):
             yield from _unused(value, (*path, name))
         elif isinstance(value, dict):
-            for key, each in cast("dict[str, Any]", value).items():
-                if isinstance(each, BaseModel):
-                    yield from _unused(each, (*path, name, key))
+            for key, entry in cast("dict[str, Any]", value).items():
+                if isinstance(entry, BaseModel):
+                    yield from _unused(entry, (*path, name, key))
 
 
 # --- fields -------------------------------------------------------------------------------------------------------
@@ -105,25 +117,27 @@ def _validated(tree: dict[str, Any]) -> tuple[Config | None, list[tuple[KeyPath,
     try:
         return Config.model_validate(tree), []
     except ValidationError as error:
-        found = error.errors(include_url=False)
+        details = error.errors(include_url=False)
     by_path: dict[KeyPath, list[Any]] = {}  # Any: pydantic's dictionaries
-    for each in found:
-        by_path.setdefault(_path_of(each["loc"], tree, is_missing=each["type"] == "missing"), []).append(each)
+    for detail in details:
+        by_path.setdefault(_path_of(detail["loc"], tree, is_missing=detail["type"] == "missing"), []).append(detail)
     meant: set[KeyPath] = set()
     wrong: list[tuple[KeyPath, str]] = []
     for path, errors in by_path.items():
         if errors[0]["type"] == "extra_forbidden":
             names = _keys_of(path[:-1])
             wrong.append((path, f"unknown key: {hint(str(path[-1]), names)}"))
+            # A misspelt key is one problem: the right key is not reported as missing too.
             meant.add((*path[:-1], nearest(str(path[-1]), names) or ""))
-        # Of a union that has a list, the error inside of it says more than that it is of no other type.
-        elif not any(each[: len(path)] == path != each for each in by_path):
+        # For a union with a list, the error inside the list says more than the errors about the other types of the union.
+        elif not any(inner != path and inner[: len(path)] == path for inner in by_path):
             wrong.append((path, _sentence(path, errors)))
     return None, [(path, text) for path, text in wrong if path not in meant]
 
 
 def _path_of(loc: tuple[str | int, ...], tree: Any, *, is_missing: bool) -> KeyPath:
-    """An error's place in the tree. Pydantic also puts the names of a union's members into it."""
+    """The path of an error in the tree. Pydantic's `loc` can also have names of a union's members, which the tree lacks:
+    `("dataset", "Dataset", "file_path") -> ("dataset", "file_path")`."""
     path: KeyPath = ()
     for part in loc[:-1] if is_missing else loc:
         try:
@@ -135,50 +149,51 @@ def _path_of(loc: tuple[str | int, ...], tree: Any, *, is_missing: bool) -> KeyP
 
 
 def _sentence(path: KeyPath, errors: list[Any]) -> str:
-    """One sentence for a value, of which pydantic may have tried several types."""
+    """One sentence about a value. For a union, pydantic has an error for each type."""
     first = errors[0]
     if first["type"] == "missing":
         return "is missing: add it (docs/finetune.md has all fields)"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     wanted = dict.fromkeys(
-        OUR_WORDS.sub("", each["msg"].replace("should", "must").replace("valid dictionary", "section"))
-        for each in errors
+        OUR_WORDS.sub("", detail["msg"].replace("should", "must").replace("valid dictionary", "section"))
+        for detail in errors
     )
-    value = first["input"]
-    given = "" if is_secret(str(path[-1])) or isinstance(value, list | dict) else f", not {described(value)}"
-    return f"{' or '.join(wanted)}{given}"
+    sentence, value = " or ".join(wanted), first["input"]
+    if is_secret(str(path[-1])) or isinstance(value, list | dict):
+        return sentence
+    return f"{sentence}, not {described(value)}"
 
 
 def _keys_of(path: KeyPath) -> list[str]:
     """The keys that a section can have."""
     schema = Config.model_json_schema()
-    found = schema
+    section = schema
     for part in path:
-        inner: dict[str, Any] = found.get("properties", {}).get(part) or found["additionalProperties"]
-        references = [each["$ref"] for each in (inner, *inner.get("anyOf", ())) if "$ref" in each]
-        found = schema["$defs"][references[0].rpartition("/")[2]] if references else inner
-    return list(found["properties"])
+        inner: dict[str, Any] = section.get("properties", {}).get(part) or section["additionalProperties"]
+        references = [option["$ref"] for option in (inner, *inner.get("anyOf", ())) if "$ref" in option]
+        section = schema["$defs"][references[0].rpartition("/")[2]] if references else inner
+    return list(section["properties"])
 
 
 # --- rules for several sections -----------------------------------------------------------------------------------
 
 
 def _at(tree: Any, path: KeyPath) -> Any:
-    """A value; None: there is none."""
+    """The value at a path; None without such a value."""
     for part in path:
         tree = cast("Mapping[Any, Any]", tree).get(part) if isinstance(tree, Mapping) else None
     return tree
 
 
 def _section(tree: Any, *path: str | int) -> Mapping[str, Any]:
-    """A section; it is empty if it is missing, or something else."""
-    found = _at(tree, path)
-    return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
+    """The section at a path; empty if the section is missing or the value is no section."""
+    section = _at(tree, path)
+    return cast("Mapping[str, Any]", section) if isinstance(section, Mapping) else {}
 
 
 def _components(tree: Any, toolkit: Toolkit | None) -> Wrong:
-    """The types of the parts that the harness makes, and the fields of those that are built in."""
+    """Wrong types of the parts that the harness makes, and wrong fields of built-in parts."""
     parts: list[tuple[Kind, KeyPath]] = [("workflow", ("workflow",))]
     for kind, section in SECTIONS.items():
         for name in _section(tree, *section):
@@ -211,14 +226,14 @@ def _command(command: Any) -> Wrong:
         except ValueError as error:
             yield path, f"cannot be split into words: {error}; write a list of texts"
             return
-    if not words or not all(isinstance(each, str) for each in words):
+    if not words or not all(isinstance(word, str) for word in words):
         yield path, f"must be a command line, or a list of texts, not {described(command)}"
     elif shutil.which(words[0]) is None:
         yield path, f"there is no program {words[0]!r} here or in PATH: install it, or write its path"
 
 
 def _misspelt(tree: Any) -> Wrong:
-    """Fields that are nearly ours, in sections that accept all fields of the toolkit."""
+    """Misspelt names of our fields, in sections that accept all fields of the toolkit."""
     for name in _section(tree, "trainer_adapters"):
         for section, model in (("training",), Training), (("backend", "init_args"), InitArgs):
             path = ("trainer_adapters", name, *section)
@@ -229,7 +244,7 @@ def _misspelt(tree: Any) -> Wrong:
 
 
 def _names(tree: Any) -> Wrong:
-    """The parts that `finetuning` names."""
+    """Names in `finetuning` of parts that the file lacks."""
     kinds: tuple[Kind, ...] = ("trainer", "trajectory_builder", "trainer_adapter")
     named = [(("finetuning", kind), _at(tree, ("finetuning", kind)), SECTIONS[kind]) for kind in kinds]
     for reward in REWARDS:
@@ -241,16 +256,22 @@ def _names(tree: Any) -> Wrong:
 
 
 def _evaluators(tree: Any, reward: KeyPath) -> list[tuple[KeyPath, str]]:
-    """The evaluators that a reward names."""
-    name = _at(tree, (*reward, "name"))
-    weights = [((*reward, "weights", each), each) for each in _section(tree, *reward, "weights")]
-    return [*([((*reward, "name"), name)] if isinstance(name, str) else []), *weights]
+    """The evaluators that a reward names, each behind the path of its name."""
+    evaluators = [((*reward, "weights", name), name) for name in _section(tree, *reward, "weights")]
+    single = _at(tree, (*reward, "name"))
+    if isinstance(single, str):
+        return [((*reward, "name"), single), *evaluators]
+    return evaluators
 
 
 def _rulers(tree: Any) -> Wrong:
-    """A ruler compares the rollouts of a group, which neither a validation nor a single rollout has."""
+    """Rulers without a group to compare: in a validation, or with a single rollout of each row."""
     rulers = [name for name in _section(tree, *EVALUATORS) if _at(tree, (*EVALUATORS, name, "_type")) == "ruler"]
-    training, validation = ([name for _, name in _evaluators(tree, each) if name in rulers] for each in REWARDS)
+
+    def rulers_of(reward: KeyPath) -> list[str]:
+        return [name for _, name in _evaluators(tree, reward) if name in rulers]
+
+    training, validation = map(rulers_of, REWARDS)
     if _at(tree, REWARDS[1]) is None and _at(tree, ("finetuning", "validation", "dataset")) is not None:
         validation = training
     if validation:
@@ -265,6 +286,7 @@ def _rulers(tree: Any) -> Wrong:
 
 
 def _policy(tree: Any) -> Wrong:
+    """A policy that is not exactly one entry of `llms`."""
     finetuning = _section(tree, "finetuning")
     adapter = _section(tree, "trainer_adapters", str(finetuning.get("trainer_adapter")))
     target = finetuning.get("target_model")
@@ -282,22 +304,23 @@ def _policy(tree: Any) -> Wrong:
 
 
 def _choose(models: Mapping[str, str | None], target: str | None, backend: Mapping[str, Any]) -> str | None:
+    """The rule of `policy_llm`, on the model names of `llms` by key."""
     if target is not None:
-        found = [target] if target in models else [key for key, model in models.items() if model == target]
-        if len(found) > 1:
-            raise ValueError(f"{' and '.join(found)} have the model_name {target!r}: name one by its key")
-        if not found:
+        matches = [target] if target in models else [key for key, model in models.items() if model == target]
+        if len(matches) > 1:
+            raise ValueError(f"{' and '.join(matches)} have the model_name {target!r}: name one by its key")
+        if not matches:
             known = [*models, *filter(None, models.values())]
             raise ValueError(f"no entry of llms has the name or the model_name {target!r}: {hint(target, known)}")
-        return found[0]
+        return matches[0]
     if len(models) < 2:
         return next(iter(models), None)
     name, project, base_model = backend["name"], backend["project"], backend["base_model"]
-    found = [key for key, model in models.items() if model in (name, f"{project}/{name}", base_model)]
-    if len(found) != 1:
-        which = f"{' and '.join(found)} could both be" if found else f"none of {', '.join(models)} is"
+    matches = [key for key, model in models.items() if model in (name, f"{project}/{name}", base_model)]
+    if len(matches) != 1:
+        which = f"{' and '.join(matches)} could both be" if matches else f"none of {', '.join(models)} is"
         raise ValueError(
             f"{which} the model that is trained (model_name {name!r} or {base_model!r}): set finetuning.target_model to the key "
             "of its entry in llms"
         )
-    return found[0]
+    return matches[0]

@@ -1,4 +1,4 @@
-"""What `_type` names. `check` checks it without importing a user's module, `load` imports it.
+"""The code that a `_type` names. `check` checks the code without an import of a user's module, `load` imports the code.
 
 A `_type` is a built-in name, `package.module:name`, `path/file.py:name`, an entry point of the group `art.finetune`, or a
 component of NVIDIA's toolkit. `workflows` and `scoring` make built-in workflows and evaluators.
@@ -48,7 +48,8 @@ PARAMETERS: dict[Kind, tuple[str, ...]] = {
     "workflow": ("question", "row", "rollout", "llms", "seed"),
     "evaluator": ("row", "output", "trajectory"),
 }
-"""What functions get by the names of their parameters. The other kinds are classes, which are called by position."""
+"""The arguments that a function can get, by the names of its parameters. The other kinds are classes, which are called by
+position."""
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 HOW_TO_NAME = "package.module:NAME or path/file.py:NAME"
 
@@ -57,7 +58,7 @@ class Toolkit(Protocol):
     """What this module needs of NVIDIA's toolkit."""
 
     def names(self, kind: Kind) -> list[str]:
-        """The `_type`s that are registered with it."""
+        """The `_type`s that are registered with the toolkit."""
         ...
 
 
@@ -65,7 +66,7 @@ def check(kind: Kind, type_name: str, toolkit: Toolkit | None = None) -> None:
     """Checks that a component exists, and that a function can be called. No module of a user is imported.
 
     Raises:
-        ValueError: it does not, or it cannot. The message has the known types.
+        ValueError: the component does not exist, or cannot be called. The message has the known types.
     """
     target = _target(kind, type_name)
     if target is not None:
@@ -78,11 +79,11 @@ def check(kind: Kind, type_name: str, toolkit: Toolkit | None = None) -> None:
 
 
 def load(kind: Kind, type_name: str) -> Callable[..., Any]:
-    """The function or class that a type names. Its module is imported, and its folder is added to `sys.path`, as Python does
-    for a program. Built-in workflows and evaluators are not such functions.
+    """The function or class that a type names. Imports the module, and adds the module's folder to `sys.path`, as Python does for
+    a program. Built-in workflows and evaluators are no such functions.
 
     Raises:
-        ValueError: it cannot be imported, or there is no such name, or it cannot be called.
+        ValueError: the module cannot be imported, has no such name, or the name is nothing that can be called.
     """
     if type_name in BUILT_IN_CLASSES:
         module, name = BUILT_IN_CLASSES[type_name].split(":")
@@ -97,14 +98,19 @@ def load(kind: Kind, type_name: str) -> Callable[..., Any]:
     if not callable(loaded):
         raise ValueError(f"{type_name!r} is of type {type(loaded).__name__}: name a function or a class")
     if kind in PARAMETERS:
-        given = inspect.signature(loaded).parameters.values()
-        required = [each.name for each in given if each.default is each.empty and each.kind not in VARIABLE]
-        _check_parameters(kind, name, required, [each.name for each in given if each.kind is each.POSITIONAL_ONLY])
+        required: list[str] = []
+        by_position: list[str] = []
+        for parameter in inspect.signature(loaded).parameters.values():
+            if parameter.default is parameter.empty and parameter.kind not in VARIABLE:
+                required.append(parameter.name)
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                by_position.append(parameter.name)
+        _check_parameters(kind, name, required, by_position)
     return loaded
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a function, or an object that can be called, is async. Others run in threads."""
+    """Whether a function, or an object that can be called, is async. Plain functions run in threads."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -114,9 +120,10 @@ def is_of_toolkit(kind: Kind, type_name: str) -> bool:
 
 
 def _target(kind: Kind, type_name: str) -> tuple[str, str] | None:
-    """The module, or its file, and the name in it. None: the type names no code."""
+    """A module (or its file) and a name in the module: `'agent.py:answer' -> ('agent.py', 'answer')`. None: the type names no
+    code."""
     target = type_name if ":" in type_name else _entries().get(type_name, "")
-    if not target and kind == "dataset" and "." in type_name:  # NVIDIA's form
+    if not target and kind == "dataset" and "." in type_name:  # NVIDIA's form, package.module.name
         target = ":".join(type_name.rsplit(".", 1))
     if not target:
         return None
@@ -128,7 +135,7 @@ def _target(kind: Kind, type_name: str) -> tuple[str, str] | None:
 
 def _entries() -> dict[str, str]:
     """The entry points of all installed packages."""
-    return {each.name: each.value.split("[")[0].strip() for each in entry_points(group=GROUP)}
+    return {entry_point.name: entry_point.value.split("[")[0].strip() for entry_point in entry_points(group=GROUP)}
 
 
 def _unknown(kind: Kind, type_name: str, toolkit: Toolkit | None) -> str:
@@ -148,7 +155,7 @@ def _unknown(kind: Kind, type_name: str, toolkit: Toolkit | None) -> str:
 
 
 def _source_of(module: str) -> Path | None:
-    """The source of a module, without importing the packages that it is in. None: it has no source."""
+    """The source file of a module, found without an import of the packages around the module. None: the module has no source."""
     importlib.invalidate_caches()  # a file may be new
     _reach(Path.cwd())
     first, *rest = module.split(".")
@@ -168,7 +175,7 @@ def _reach(folder: Path) -> None:
 
 
 def _import(name: str) -> ModuleType:
-    """A module by its name, or by its file."""
+    """The module with a name, or the module of a file that ends in .py."""
     file = Path(name).resolve() if name.endswith(".py") else None
     _reach(file.parent if file else Path.cwd())
     try:
@@ -176,14 +183,14 @@ def _import(name: str) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # of any kind: it is the user's code
-        frames = [each for each in traceback.extract_tb(error.__traceback__) if "importlib" not in each.filename]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
         last = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames[-1].filename != __file__ else ""
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{name} cannot be imported: {what}{last}") from error
 
 
 def _import_file(file: Path) -> ModuleType:
-    """The module of a file, the same each time. Its name is the file's, unless another module has that name."""
+    """The module of a file; the same module at each call. The module has the file's name, unless another module has that name."""
     for module in list(sys.modules.values()):
         origin = getattr(module, "__file__", None)  # modules in C have none
         if isinstance(origin, str) and Path(origin).name == file.name and Path(origin).resolve() == file:
@@ -209,18 +216,18 @@ def _check_source(kind: Kind, file: Path, name: str) -> None:
     """Checks that a module's source has the name, and that a function can be called.
 
     Raises:
-        ValueError: it does not, or it cannot.
+        ValueError: the source lacks the name, or the function cannot be called.
     """
     text = read_text(file)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the import shows them
+            warnings.simplefilter("ignore")  # the import shows the warnings
             body = ast.parse(text, str(file)).body
             symbols = symtable.symtable(text, str(file), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:  # ValueError: a zero byte
         line = getattr(error, "lineno", None) or 1
         raise ValueError(f"{file}:{line}: not valid Python: {getattr(error, 'msg', error)}") from error
-    names = [each.get_name() for each in symbols if each.is_assigned() or each.is_imported()]
+    names = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
     if name not in names and not _binds_others(body, names):
         raise ValueError(_no_such_name(str(file), name, names))
     for statement in body:
@@ -230,38 +237,41 @@ def _check_source(kind: Kind, file: Path, name: str) -> None:
         if isinstance(statement, ast.ClassDef):
             raise ValueError(f"{name!r} is a class: the {kind} is a function, or an object that can be called")
         if not statement.decorator_list:
-            given = statement.args
-            _check_parameters(kind, name, _required(given), [each.arg for each in given.posonlyargs])
+            arguments = statement.args
+            _check_parameters(kind, name, _required(arguments), [argument.arg for argument in arguments.posonlyargs])
 
 
-def _required(given: ast.arguments) -> list[str]:
+def _required(arguments: ast.arguments) -> list[str]:
     """The parameters without a default."""
-    positional = [each.arg for each in (*given.posonlyargs, *given.args)]
-    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    by_keyword = [each.arg for each, default in pairs if default is None]
-    return positional[: len(positional) - len(given.defaults)] + by_keyword
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    by_keyword = [argument.arg for argument, default in pairs if default is None]
+    return positional[: len(positional) - len(arguments.defaults)] + by_keyword
 
 
 def _binds_others(body: Iterable[ast.stmt], names: Sequence[str]) -> bool:
     """Whether a module has names that its source does not show."""
-    stars = (isinstance(each, ast.ImportFrom) and each.names[0].name == "*" for each in body)
+    stars = (isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*" for statement in body)
     return "__getattr__" in names or any(stars)
 
 
 def _no_such_name(module: str, name: str, names: Iterable[str]) -> str:
-    return f"{module} has no {name!r}: {hint(name, [each for each in names if not each.startswith('_')])}"
+    public = [known for known in names if not known.startswith("_")]
+    return f"{module} has no {name!r}: {hint(name, public)}"
 
 
 def _check_parameters(kind: Kind, name: str, required: Sequence[str], by_position: Sequence[str]) -> None:
-    """Checks that a function can be called with what a workflow or an evaluator gets, by the names of its parameters.
+    """Checks that a function can be called with the arguments of a workflow or an evaluator, by the names of its parameters.
+
+    `required` are the parameters without a default, `by_position` the parameters that have to be passed by position.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the function cannot be called.
     """
     if by_position:
         raise ValueError(f"{name} takes {by_position[0]!r} by position only: remove the '/' from its parameters")
     known = PARAMETERS[kind]
-    others = [each for each in required if each not in known]
+    others = [parameter for parameter in required if parameter not in known]
     is_single = kind == "workflow" and len(others) == 1 and "question" not in required
     if others and not is_single:
         single = ", or a single other one that gets the question" if kind == "workflow" else ""

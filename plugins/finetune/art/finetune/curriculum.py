@@ -1,4 +1,4 @@
-"""The curriculum: which groups of an epoch are trained. A function of the epoch's rewards and its number, from 0."""
+"""The curriculum: which groups of an epoch are trained, as a function of the epoch's rewards and number. Epochs count from 0."""
 
 import math
 import random
@@ -14,9 +14,9 @@ class Chosen:
     """A group that is trained."""
 
     group: int
-    """Its place in the epoch."""
+    """The index of the group in the epoch."""
     trajectories: tuple[int, ...]
-    """The places of its trajectories that are trained."""
+    """The indices of the group's trajectories that are trained."""
 
 
 def percentile(curriculum: Curriculum, epoch: int) -> float:
@@ -28,14 +28,14 @@ def percentile(curriculum: Curriculum, epoch: int) -> float:
 
 
 def last_expansion(curriculum: Curriculum, epoch: int) -> int:
-    """The newest epoch up to this one in which the percentile rose; 0 before the first."""
+    """The newest epoch up to this one in which the percentile rose; 0 before the first rise."""
     while epoch > 0 and percentile(curriculum, epoch) == percentile(curriculum, epoch - 1):
         epoch -= 1
     return epoch
 
 
 def samples_all_rows(curriculum: Curriculum, epoch: int) -> bool:
-    """Whether the epoch samples each row, or only those that were chosen at the last expansion."""
+    """Whether the epoch samples all rows. False: the epoch samples only the rows that were chosen at the last expansion."""
     is_kept = curriculum.enabled and curriculum.rank == "on_expansion"
     return not is_kept or last_expansion(curriculum, epoch) == epoch
 
@@ -43,25 +43,25 @@ def samples_all_rows(curriculum: Curriculum, epoch: int) -> bool:
 def choose(curriculum: Curriculum, rewards: Sequence[Sequence[float]], epoch: int, seed: str) -> list[Chosen]:
     """The groups that are trained, in their order of rank.
 
-    `rewards` has the rewards of each group, in the order of rows. Without a curriculum all groups are chosen. With one,
-    groups whose rewards differ by less than `min_reward_diff` are left out, and of the others, sorted by mean reward, the
-    first. All numbers are rounded to nine digits: 0.3 + 3 * 0.2 is more than 0.9.
+    `rewards` has the rewards of each group, in the order of rows. Without a curriculum all groups are chosen. A curriculum
+    leaves out groups whose rewards differ by less than `min_reward_diff`, sorts the other groups by mean reward, and chooses
+    the first `percentile` of the sorted groups. All numbers are rounded to nine digits: 0.3 + 3 * 0.2 is more than 0.9.
     """
     if not curriculum.enabled:
-        return [Chosen(place, tuple(range(len(of_group)))) for place, of_group in enumerate(rewards)]
+        return [Chosen(index, tuple(range(len(group_rewards)))) for index, group_rewards in enumerate(rewards)]
     with_signal: list[int] = []
-    for place, of_group in enumerate(rewards):
-        if of_group and round(max(of_group) - min(of_group), 9) >= curriculum.min_reward_diff:
-            with_signal.append(place)
+    for index, group_rewards in enumerate(rewards):
+        if group_rewards and round(max(group_rewards) - min(group_rewards), 9) >= curriculum.min_reward_diff:
+            with_signal.append(index)
     sign = 1 if curriculum.sort_ascending else -1
-    ranked = sorted(with_signal, key=lambda place: (sign * round(statistics.fmean(rewards[place]), 9), place))
+    ranked = sorted(with_signal, key=lambda index: (sign * round(statistics.fmean(rewards[index]), 9), index))
     if samples_all_rows(curriculum, epoch):
         ranked = ranked[: math.ceil(round(len(ranked) * percentile(curriculum, epoch), 9))]
-    return [Chosen(place, _subsample(curriculum, len(rewards[place]), f"{seed}/{place}")) for place in ranked]
+    return [Chosen(index, _subsample(curriculum, len(rewards[index]), f"{seed}/{index}")) for index in ranked]
 
 
 def _subsample(curriculum: Curriculum, number: int, seed: str) -> tuple[int, ...]:
-    """The places of a group's trajectories that are trained."""
+    """The indices of the trained trajectories of a group, which has `number` trajectories."""
     if curriculum.random_subsample is None:
         return tuple(range(number))
     kept = max(2, math.ceil(round(number * curriculum.random_subsample, 9)))

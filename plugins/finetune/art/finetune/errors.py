@@ -1,4 +1,4 @@
-"""How a run ends that is not trained to its last epoch: each error has the exit code of `art finetune`."""
+"""The errors of a run that was not trained to its last epoch. Each error has the exit code of `art finetune`."""
 
 from collections.abc import Sequence
 

@@ -24,11 +24,11 @@ async def evaluate(
     baseline: str | None = None,
     reps: int | None = None,
 ) -> art.Evaluation:
-    """The mean reward of a step on the file's validation rows (those of training if it has none), and with a baseline the paired
-    difference.
+    """The mean reward of a step on the file's validation rows, or on the training rows if the file has no validation rows. With
+    `baseline` also the paired difference from that step.
 
-    A step is a number, "best", "base", or None for the newest. The best has the highest val/reward, without validations the
-    highest train/reward. `eval.json` in the output folder and eval/reward in the history have the figures.
+    A step is a number, "best", "base", or None for the newest step. The best step has the highest val/reward, or the highest
+    train/reward without validations. `eval.json` in the output folder and eval/reward in the history have the figures.
 
     Raises:
         WrongInput: the file is wrong, or there is no such step.
@@ -39,25 +39,25 @@ async def evaluate(
     finetuning = job.config.finetuning
     if not job.validation_rows:
         say("the file has no finetuning.validation.dataset: the rows of training are evaluated")
-    async with connected(job) as made:
-        found = await art.evaluate(
-            made.model,
-            made.validation_agent.player(f"eval-{uuid.uuid4().hex[:12]}", finetuning.seed or 0),
+    async with connected(job) as connection:
+        evaluation = await art.evaluate(
+            connection.model,
+            connection.validation_agent.player(f"eval-{uuid.uuid4().hex[:12]}", finetuning.seed or 0),
             job.validation_rows or job.rows,
-            step=await _step(made.model, step),
-            baseline=await _step(made.model, baseline),
+            step=await _step(connection.model, step),
+            baseline=await _step(connection.model, baseline),
             reps=reps or finetuning.validation.reps,
-            split="eval",  # perhaps other rows: the best step stays that of the run's validations
+            split="eval",  # not "val": these rows can differ from the run's, whose val/reward decides the best step
             seed=finetuning.seed,
             max_exceptions=finetuning.max_exceptions,
             max_concurrent_rollouts=job.config.eval.general.max_concurrency,
         )
-    figures = _figures(found)
-    if found.baseline is not None and found.difference is not None:
-        figures["baseline"] = _figures(found.baseline)
-        figures["difference"] = asdict(found.difference)
+    figures = _figures(evaluation)
+    if evaluation.baseline is not None and evaluation.difference is not None:
+        figures["baseline"] = _figures(evaluation.baseline)
+        figures["difference"] = asdict(evaluation.difference)
     write_whole(finetuning.output_dir / FILE, to_json(figures))
-    return found
+    return evaluation
 
 
 async def _step(model: art.TrainableModel, name: str | None) -> int | Literal["base"] | None:
@@ -65,8 +65,8 @@ async def _step(model: art.TrainableModel, name: str | None) -> int | Literal["b
     if name is None or name == "base":
         return name
     kept = await model.checkpoints()
-    steps = {str(each.step): each.step for each in kept}
-    steps["best"] = next((each.step for each in kept if each.is_best), await model.get_step())
+    steps = {str(checkpoint.step): checkpoint.step for checkpoint in kept}
+    steps["best"] = next((checkpoint.step for checkpoint in kept if checkpoint.is_best), await model.get_step())
     if name not in steps:
         raise WrongInput([f"no step {name}: there are {', '.join(steps)}, base"])
     return steps[name]

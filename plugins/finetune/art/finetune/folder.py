@@ -1,7 +1,8 @@
-"""The output folder of a run: what is finished, and files about it.
+"""The output folder of a run: the record of finished work, and files that are made from the record.
 
-`state.json` is the record of epochs and validations, `rollouts.jsonl` that of rollouts. Both are right whenever the process
-dies. All other files are made from the record, and again at the next start. Drafts of files may remain under hidden names.
+`state.json` is the record of epochs and validations, `rollouts.jsonl` is the record of rollouts. Both are right whenever the
+process dies. All other files are made from the record, and made again at the next start. Drafts of files may remain under
+hidden names.
 """
 
 import contextlib
@@ -39,8 +40,8 @@ FREE_FIELDS = (
     *("llms.*.base_url", "llms.*.timeout", "llms.*.request_timeout", "llms.*.max_retries"),
     *("eval.evaluators.*.base_url", "general.*"),
 )
-"""Fields that may change in a run, because they do not change what is trained: its length, limits, addresses, validations;
-and the LoRA, which the server compares with the model's."""
+"""Fields that may change in a run, because they do not change what is trained: the run's length, limits, addresses, validations.
+The LoRA is here too, because the server compares the LoRA with the model's."""
 MAX_DIFFERENCES = 5
 """Fields that a refusal lists."""
 REMEDY = "set another finetuning.output_dir, or add --fresh, which renames this folder"
@@ -55,10 +56,10 @@ class Folder:
         if has_other_validation:
             known = {key: row for key, row in known.items() if row.split != "val"}
         self.rollouts = known
-        """What an earlier process finished of the unfinished epoch, by split, row and generation."""
+        """The rollouts of the unfinished epoch that an earlier process finished, by split, row and generation."""
         self.num_lost = 0
-        """Of these, rollouts that had to be sampled anew."""
-        self.save(epochs=state.epochs)  # the record first: other files without it are those of another program
+        """The number of entries of `rollouts` that had to be sampled anew."""
+        self.save(epochs=state.epochs)  # the record first: `_state` refuses a folder with other files and no record
         write_whole(path / CONFIG_FILE, _yaml(state.config))
 
     def save(self, **fields: Any) -> None:
@@ -75,16 +76,18 @@ class Folder:
             write_whole(self.path / PLOT_FILE, plot.draw(self.state))
 
     def add_rollout(self, row: RolloutRow) -> None:
-        """Appends the row to its file. A process that dies later does not lose it; a machine may, which samples it again."""
+        """Appends a row to the file of rollouts. A process that dies later does not lose the row. A machine that dies may lose
+        the row: the rollout is then sampled again."""
         with open(self.path / ROLLOUTS_FILE, "ab") as file:
             file.write(row.model_dump_json().encode() + b"\n")
 
     def forget_failed_rollouts(self) -> None:
-        """The next process tries them again."""
+        """Removes failed rollouts from the file of rollouts, so that the next process tries them again."""
         self._keep_rollouts(lambda row: row.error is None)
 
     def forget_epoch(self) -> int:
-        """Forgets the rollouts that the unfinished epoch would train, and that it was begun. Returns their number."""
+        """Forgets the training rollouts of the unfinished epoch, and that the epoch has begun. Returns the number of forgotten
+        rollouts."""
         epoch, known = len(self.state.epochs), self.rollouts
         self.rollouts = {key: row for key, row in known.items() if row.split != "train"}
         self._keep_rollouts(lambda row: row.epoch != epoch or row.split != "train")
@@ -101,15 +104,15 @@ class Folder:
 def opened(
     path: Path, config: dict[str, Any], *, rows: str = "", validation: str = "", fresh: bool = False
 ) -> Generator[Folder]:
-    """Starts a run in a new folder, or continues the one that is there. Locks the folder until the block ends or the process
-    dies. `fresh` renames an earlier one to DIR.1 first.
+    """Starts a run in a new folder, or continues the run in an existing folder. Locks the folder until the block ends or the
+    process dies. `fresh` first renames an existing folder to DIR.1.
 
-    `config` is the resolved file, as JSON values. Secrets in it are not kept. `rows` and `validation` are digests of the rows
-    that are trained on, and of those of validations with their reward.
+    `config` is the resolved file, as JSON values; the folder keeps no secrets of the file. `rows` is a digest of the training
+    rows, `validation` a digest of the validation rows and their reward.
 
     Raises:
-        WrongInput: another process works there, the run there has another configuration, other rows or more epochs, the files
-            there are those of another program, or they cannot be written.
+        WrongInput: another process works in the folder, the run in the folder has another configuration, other rows or more
+            epochs, the folder has files of another program, or files cannot be written.
     """
     path = path.absolute()
     config = without_secrets(config)
@@ -117,7 +120,7 @@ def opened(
         try:
             locks.enter_context(_locked(path))
             if fresh and any(file.name != LOCK_FILE for file in path.iterdir()):
-                path.rename(_free_name(path))  # still locked, for a process that waits to open it
+                path.rename(_free_name(path))  # the renamed folder stays locked, for a process that waits to open it
                 locks.enter_context(_locked(path))
             state = _state(path, config, rows)
             is_other = state.validation not in ("", validation)
@@ -132,7 +135,7 @@ def opened(
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Generator[None]:
-    import fcntl  # which other systems than Linux and macOS lack: `--check` needs no folder
+    import fcntl  # only Linux and macOS have this module, and `--check` needs no folder
 
     path.mkdir(parents=True, exist_ok=True)
     with open(path / LOCK_FILE, "a") as file:
@@ -146,13 +149,13 @@ def _locked(path: Path) -> Generator[None]:
 
 
 def _free_name(path: Path) -> Path:
-    """DIR.1, or the first number that is not there."""
+    """The folder's name with the first free number: `out -> out.1`."""
     names = (path.with_name(f"{path.name}.{number}") for number in count(1))
     return next(name for name in names if not name.exists())
 
 
 def _state(path: Path, config: dict[str, Any], rows: str) -> State:
-    """The record that the folder has, or else a new one, with the given configuration.
+    """The record in the folder, or a new record, with the configuration `config`.
 
     Raises:
         WrongInput: the folder has another configuration or other rows, or files of another program.
@@ -181,9 +184,9 @@ def _state(path: Path, config: dict[str, Any], rows: str) -> State:
 
 
 def _read_rollouts(file: Path, epoch: int) -> dict[tuple[str, str, int], RolloutRow]:
-    """An epoch's rollouts by split, row and generation; of two for the same, the last.
+    """An epoch's rollouts by split, row and generation; the last, if the file has several for the same key.
 
-    The file is cut off at the first line that is not whole: a kill may leave such a line at its end.
+    Cuts the file off at the first line that is not whole: a kill may leave such a line at the end.
     """
     rows: dict[tuple[str, str, int], RolloutRow] = {}
     end = 0
@@ -218,9 +221,9 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], *, has_same_row
     """A line for each field that differs and changes what is trained. A default counts as set. Null, an empty mapping or list,
     and a field that is not there are the same."""
     free = [*FREE_FIELDS, f"{DATASET}.*"] if has_same_rows else list(FREE_FIELDS)
-    with contextlib.suppress(ValidationError):  # the folder may be of an earlier version
-        configs = [Config.model_validate(each) for each in (old, new)]
-        old, new = (each.model_dump(mode="json", by_alias=True) for each in configs)
+    with contextlib.suppress(ValidationError):  # the configuration in the folder may be of an earlier version
+        configs = [Config.model_validate(tree) for tree in (old, new)]
+        old, new = (config.model_dump(mode="json", by_alias=True) for config in configs)
         for config in configs:
             unused = [*checking.without_effect(config), *_untrained_evaluators(configs)]
             free += [pattern for name in unused for pattern in (name, f"{name}.*")]
@@ -235,19 +238,19 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], *, has_same_row
 
 
 def _untrained_evaluators(configs: list[Config]) -> list[str]:
-    """The evaluators that no reward of training has."""
+    """The evaluators that no training reward uses."""
     rewards = [config.finetuning.reward_function for config in configs]
     trained = {name for reward in rewards for name in (reward.weights or [reward.name])}
     known = {name for config in configs for name in config.eval.evaluators}
     return [f"eval.evaluators.{name}" for name in known - trained]
 
 
-def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a tree with their dotted names."""
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a tree with their dotted names: `{"a": {"b": [7]}}` has `("a.b.0", 7)`."""
     if isinstance(value, list):
         value = dict(enumerate(cast(list[Any], value)))
     if not isinstance(value, dict):
-        yield place, value
+        yield prefix, value
         return
-    for name, each in cast(dict[Any, Any], value).items():
-        yield from _leaves(each, f"{place}.{name}" if place else str(name))
+    for name, entry in cast(dict[Any, Any], value).items():
+        yield from _leaves(entry, f"{prefix}.{name}" if prefix else str(name))

@@ -1,6 +1,7 @@
-"""What a run has finished, as rows, and NVIDIA's files that are made from them. `folder.py` keeps the rows, `plot.py` draws them.
+"""The finished work of a run, as rows, and NVIDIA's files, which are made from the rows. `folder.py` keeps the rows, `plot.py`
+draws them.
 
-Source of the files: `ARTTrainer.log_progress` of nvidia-nat-openpipe-art 1.9. Fields that its histories lack are added.
+Source of the files: `ARTTrainer.log_progress` of nvidia-nat-openpipe-art 1.9. The rows have more fields than NVIDIA's histories.
 """
 
 import json
@@ -39,16 +40,16 @@ class RolloutRow(Record):
 
     epoch: int
     row: str
-    """The id of its row of the data set."""
+    """The id of the rollout's row in the data set."""
     generation: int
     session: str
-    """The id under which the server has its requests."""
+    """The id under which the server has the rollout's requests."""
     split: str = "train"
-    """Or val: before that epoch."""
+    """Either "train", or "val" for a validation before the epoch."""
     model: str | None = None
-    """Of a validation: the name, with its step, that was evaluated."""
+    """For a validation: the name of the evaluated model, with its step."""
     num_answers: int = 1
-    """That can be trained."""
+    """The number of answers that can be trained."""
     reward: float | None = None
     metrics: dict[str, float | int | bool] = {}
     turn_rewards: list[float | None] | None = None
@@ -56,8 +57,8 @@ class RolloutRow(Record):
 
 
 class EpochRow(Record):
-    """A finished epoch. Rewards are None where there was no trajectory. `filtered` are those that were trained: without groups
-    whose rewards say nothing."""
+    """A finished epoch. Rewards are None without a trajectory. The fields `filtered_*` are about the trained groups only: a group
+    without signal is not trained."""
 
     epoch: int
     timestamp: str = Field(default_factory=_now)
@@ -84,7 +85,7 @@ class EpochRow(Record):
     num_cut: int = 0
     """Answers that the token limit cut."""
     failures: dict[str, int] = {}
-    """Failed rollouts by reason."""
+    """The number of failed rollouts, by reason."""
 
 
 class ValidationRow(Record):
@@ -97,9 +98,9 @@ class ValidationRow(Record):
     max_reward: float | None = None
     num_examples: int = 0
     standard_error: float | None = None
-    """None for a single example, as the interval."""
+    """None for a single example, like `interval`."""
     interval: tuple[float, float] | None = None
-    """Of 95% confidence."""
+    """The interval of 95% confidence."""
     step: int | None = None
     """The step that was evaluated."""
     error: str | None = None
@@ -111,24 +112,24 @@ class State(Record):
     run_id: str = Field(default_factory=lambda: f"art_run_{uuid.uuid4().hex[:8]}")
     seed: int = Field(default_factory=lambda: random.randrange(2**31))
     config: dict[str, Any]
-    """Without secrets."""
+    """The resolved file, without secrets."""
     rows: str = ""
-    """A digest of the rows that are trained on; empty: of an earlier version."""
+    """A digest of the training rows; empty in a record of an earlier version."""
     validation: str = ""
-    """A digest of the rows of validations, and of their reward."""
+    """A digest of the validation rows and of their reward."""
     epochs: list[EpochRow] = []
-    """From 0 without a gap."""
+    """The finished epochs, from 0 without a gap."""
     validations: list[ValidationRow] = []
     step: int | None = None
-    """The model's step before the unfinished epoch; None: that was not begun."""
+    """The model's step before the unfinished epoch; None: the epoch has not begun."""
     is_submitted: bool = False
     """Whether the server may have a job of the unfinished epoch."""
     num_failed_jobs: int = 0
-    """Of the unfinished epoch."""
+    """The number of failed train jobs of the unfinished epoch."""
 
 
 def reward_figures(rewards: Sequence[float], prefix: str = "") -> dict[str, Any]:
-    """The three fields of an epoch's row that sum up some of its rewards."""
+    """The mean, the minimum and the maximum of rewards, as fields of a row."""
     return {
         f"{prefix}avg_reward": statistics.fmean(rewards) if rewards else None,
         f"{prefix}min_reward": min(rewards, default=None),
@@ -142,7 +143,7 @@ def validation_row(epoch: int, evaluation: art.Evaluation) -> ValidationRow:
     has_error = math.isfinite(estimate.standard_error)
     return ValidationRow(
         epoch=epoch,
-        **reward_figures([each for each in evaluation.scenario_rewards if each is not None]),
+        **reward_figures([reward for reward in evaluation.scenario_rewards if reward is not None]),
         num_examples=estimate.num_scenarios,
         standard_error=estimate.standard_error if has_error else None,
         interval=estimate.interval if has_error else None,
@@ -166,7 +167,7 @@ def make_files(state: State) -> dict[str, bytes]:
 
 
 def to_json(value: object) -> bytes:
-    """A file of JSON, which has neither NaN nor Infinity: null stands for them."""
+    """The content of a JSON file. JSON has neither NaN nor Infinity: both become null."""
     return json.dumps(_finite(value), indent=2, allow_nan=False).encode() + b"\n"
 
 

@@ -1,7 +1,8 @@
-"""The three parts of the harness that a file can replace by `_type`, and what they hand to each other.
+"""The three parts of the harness that a file can replace by `_type`, and the records that the parts exchange.
 
-They are those of NVIDIA's `nat.finetuning.interfaces`, as far as the harness calls them. A `TrajectoryCollection` has groups of
-`art.Trajectory`, which know their exact tokens, in place of NVIDIA's episodes. docs/howto/finetune-parts.md replaces each.
+The parts have the methods of NVIDIA's `nat.finetuning.interfaces` that the harness calls. In place of NVIDIA's episodes a
+`TrajectoryCollection` has groups of `art.Trajectory`, which know their exact tokens. docs/howto/finetune-parts.md replaces each
+part.
 """
 
 import sys
@@ -30,7 +31,7 @@ class TrainingStatusEnum(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TrainingJobRef:
-    """A train call that was begun."""
+    """A train call that has begun."""
 
     run_id: str
     backend: str = "art"
@@ -48,17 +49,18 @@ class TrainingJobStatus:
     """Percent."""
     message: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
-    """`step` and `metrics` of a step that was made."""
+    """`step` and `metrics` of the step that a completed call has trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryCollection:
-    """What an epoch sampled: a group for each row, in their order, with its failures in `exceptions`."""
+    """The rollouts of an epoch: a group for each row, in the order of the rows. A group's `exceptions` are its failed
+    rollouts."""
 
     trajectories: list[art.TrajectoryGroup]
     run_id: str
     meta: dict[str, Any] = field(default_factory=dict[str, Any])
-    """`epoch`, `rows` (their places) and `step`, the model's step that samples."""
+    """`epoch`, `rows` (the indices of the sampled rows) and `step` (the model's step that samples)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +79,15 @@ class Run:
 
     @property
     def curriculum(self) -> Curriculum:
-        """That of the file. One rollout of a row has no differing rewards."""
-        given = self.config.finetuning.curriculum_learning
+        """The curriculum of the file. A row with a single rollout has no rewards that differ: `min_reward_diff` is then 0."""
+        section = self.config.finetuning.curriculum_learning
         if self.config.builder.num_generations == 1:
-            return given.model_copy(update={"min_reward_diff": 0.0})
-        return given
+            return section.model_copy(update={"min_reward_diff": 0.0})
+        return section
 
 
 class Part(ABC):
-    """A part of the harness. `config` has its section of the file."""
+    """A part of the harness. `config` is the part's section of the file."""
 
     context: Run
 
@@ -93,12 +95,12 @@ class Part(ABC):
         self.config = config
 
     async def initialize(self, context: Run) -> None:
-        """Is called once, before the first epoch."""
+        """Called once, before the first epoch."""
         self.context = context
 
 
 class TrajectoryBuilder(Part):
-    """Samples an epoch. `meta` is that of the `TrajectoryCollection`."""
+    """Samples an epoch. `meta` is also the `meta` of the `TrajectoryCollection`."""
 
     @abstractmethod
     async def start_run(self, run_id: str, meta: dict[str, Any]) -> None:
@@ -114,7 +116,7 @@ class TrajectoryBuilder(Part):
 
 
 class TrainerAdapter(Part):
-    """Trains on what was sampled."""
+    """Trains on sampled trajectories."""
 
     @abstractmethod
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
@@ -132,7 +134,7 @@ class Trainer(Part):
     adapter: TrainerAdapter
 
     async def bind_components(self, builder: TrajectoryBuilder, adapter: TrainerAdapter) -> None:
-        """Is called before `initialize`."""
+        """Called before `initialize`."""
         self.builder, self.adapter = builder, adapter
 
     @abstractmethod
@@ -141,13 +143,13 @@ class Trainer(Part):
 
     @abstractmethod
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        """Runs what is left of the epochs, and returns how each ended."""
+        """Runs the remaining epochs, and returns how each epoch ended."""
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Is called after each epoch with the step's metrics, `epoch` and `epoch/reward`."""
+        """Called after each epoch with the step's metrics, `epoch` and `epoch/reward`."""
 
     async def cleanup(self) -> None:
-        """Is called at the end, however the run ended."""
+        """Called at the end, however the run ended."""
 
 
 def say(line: str) -> None:

@@ -1,6 +1,6 @@
-"""A user's code within limits, whatever it does: async code in a task of its own, plain code in a thread of its own.
+"""Runs a user's code within a time limit: async code in a separate task, plain code in a separate thread.
 
-Code that goes on after its limit is left behind: it keeps neither its rollout nor the process.
+Code that continues after its limit is left behind. Neither the rollout nor the end of the process waits for such code.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 CLEANUP_SECONDS = 5.0
-"""After its cancellation, in which code closes connections and ends its programs."""
+"""The time after a cancellation in which code can close its connections and end its programs."""
 
 
 class TimeUp(Exception):
@@ -40,22 +40,22 @@ async def limited(work: Coroutine[Any, Any, T], seconds: float) -> T:
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Takes the failure of work that was left behind, about which asyncio would complain."""
+    """Reads the failure of work that was left behind. asyncio logs a failure that nobody reads."""
     if not task.cancelled():
         task.exception()
 
 
 async def in_thread(call: Callable[[], T]) -> T:
-    """The result of a plain function, which runs in this context. Its thread is a daemon: Python joins all others at its
-    end, so that a call that never returns would keep the process."""
+    """The result of a plain function, which runs in a thread with this context. The thread is a daemon: at its end Python waits
+    for all other threads, and a call that never returns would keep the process."""
     future = concurrent.futures.Future[T]()
-    future.set_running_or_notify_cancel()  # so that it takes the result of a call that nobody awaits any longer
+    future.set_running_or_notify_cancel()  # a running future accepts a result that nobody awaits any longer
     context = contextvars.copy_context()
 
     def run() -> None:
         try:
             result = context.run(call)
-        except StopIteration as error:  # which no future can raise
+        except StopIteration as error:  # no future can raise this error
             future.set_exception(RuntimeError(f"StopIteration: {error}"))
         except BaseException as error:  # of any kind: it is the user's code, and is raised where the result is awaited
             future.set_exception(error)

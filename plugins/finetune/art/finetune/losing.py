@@ -8,7 +8,7 @@ from art.finetune.errors import NoServer
 from art_protocol.proxies import DIRECT
 
 HEALTH_SECONDS = 20.0
-"""For the answer to GET /health. A server with all cores busy answers within a few seconds."""
+"""Limit for the answer to GET /health. A server with all cores busy answers within a few seconds."""
 
 
 async def is_lost(model: art.TrainableModel) -> bool:
@@ -22,7 +22,7 @@ async def is_lost(model: art.TrainableModel) -> bool:
 
 
 def server_lost(model: art.TrainableModel, error: Exception) -> NoServer:
-    """The error for a server that does not answer. `error` is what was noticed first."""
+    """The error for a server that does not answer. `error` is the first failure that was noticed."""
     url = model.backend().base_url
     return NoServer(
         f"the server at {url} does not answer ({reason_of(error)}). Start it again; `curl {url}/health` shows whether it "

@@ -1,4 +1,5 @@
-"""Secrets: which fields hold them, and how they look in texts. No file and no message of the harness has them."""
+"""Secrets: the names of fields that hold a secret, and the forms of secrets in texts. No file and no message of the harness has a
+secret."""
 
 import re
 from typing import Any, cast
@@ -16,11 +17,11 @@ NAME = re.compile(
 )
 """Names of fields, with "_" for "-". max_tokens, pad_token and question_key are not among them."""
 USER = re.compile(r"(?<=://)[^/\s@]*@|(?<![\w/])[^\s/:@'\"]+:[^\s/:@'\"]+@(?=\w)")
-"""User and password of a URL, also of one whose scheme is forgotten."""
+"""User and password of a URL, also of a URL without its scheme."""
 PARAMETER = re.compile(
     r"(?P<before>--?(?P<flag>\w[\w-]*)\s+|(?P<name>[\w-]+)(?:=|['\"]:\s*['\"]?)|(?P<header>\w+-[\w-]+):\s*)[^\s&;'\",]+"
 )
-"""A flag, a variable or a part of a URL, a field of JSON, a header: with the value."""
+"""A flag, a variable, a parameter of a URL, a field of JSON or a header, with its value."""
 VALUE = re.compile(
     r"\b((?i:bearer|basic)\s+[\w+/.=~-]{6,}|sk-[\w-]{4,}|hf_\w{8,}|nvapi-[\w-]{8,}|gh[pousr]_\w{16,}|xox[abps]-[\w-]{8,}"
     r"|AKIA\w{12,}|AIza[\w-]{20,}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]+)"
@@ -34,7 +35,7 @@ def is_secret(name: str) -> bool:
 
 
 def masked(text: str) -> str:
-    """The text without the secrets in it."""
+    """The text with its secrets masked: `'--api-key abc' -> '--api-key ***'`."""
 
     def of_parameter(match: re.Match[str]) -> str:
         name = match["flag"] or match["name"] or match["header"]
@@ -44,7 +45,7 @@ def masked(text: str) -> str:
 
 
 def without_secrets(value: Any) -> Any:
-    """JSON without fields that hold secrets, and without the secrets in other texts. Texts of several lines, such as
+    """A JSON value without the fields that hold secrets, and without secrets in other texts. Texts of several lines, such as
     prompts, stay as they are."""
     if isinstance(value, list):
         return [without_secrets(entry) for entry in cast("list[Any]", value)]

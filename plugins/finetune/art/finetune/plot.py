@@ -1,4 +1,4 @@
-"""The plot of a run's rewards: mean, mean of what was trained, and validation with its interval."""
+"""The plot of a run's rewards: the mean of all rollouts, the mean of trained rollouts, and validations with their intervals."""
 
 import io
 from typing import Any
@@ -13,7 +13,7 @@ MEAN, TRAINED, VALIDATION = "#b3541e", "#2d7d5a", "#8a3f8f"
 
 
 def draw(state: State) -> bytes:
-    """A PNG file."""
+    """The plot as a PNG file."""
     figure: Any = Figure(figsize=(9, 5.25), layout="constrained")  # Any: matplotlib declares options as unknown
     axes = figure.subplots()
     means = {row.epoch: row.avg_reward for row in state.epochs if row.avg_reward is not None}

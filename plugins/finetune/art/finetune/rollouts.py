@@ -1,5 +1,5 @@
-"""The rollouts of an epoch (`openpipe_art_traj_builder`). Finished ones are kept in the output folder as session and score: the
-server has their conversations."""
+"""The rollouts of an epoch (`openpipe_art_traj_builder`). The output folder keeps the session and the score of each finished
+rollout; the server has the conversations."""
 
 import asyncio
 import uuid
@@ -15,12 +15,12 @@ from art.finetune.interfaces import Run, TrajectoryBuilder, TrajectoryCollection
 from art.finetune.scoring import finite
 
 NAME_FIELDS = {"epoch", "row", "generation", "session"}
-"""What the metadata of a trajectory and its `RolloutRow` have in common."""
+"""The fields that a trajectory's metadata and its `RolloutRow` have in common."""
 
 
 class ArtTrajectoryBuilder(TrajectoryBuilder):
-    """Samples `num_generations` rollouts of each row, under one limit over all groups. What a killed run finished is not
-    sampled again."""
+    """Samples `num_generations` rollouts of each row, under one limit over all groups. The rollouts that a killed run has
+    finished are not sampled again."""
 
     _sampling: asyncio.Task[list[art.TrajectoryGroup]]
 
@@ -30,11 +30,12 @@ class ArtTrajectoryBuilder(TrajectoryBuilder):
     async def finalize(self, run_id: str, meta: dict[str, Any]) -> TrajectoryCollection:
         return TrajectoryCollection(await self._sampling, run_id, meta)
 
-    async def _sample(self, epoch: int, places: list[int]) -> list[art.TrajectoryGroup]:
+    async def _sample(self, epoch: int, row_indices: list[int]) -> list[art.TrajectoryGroup]:
         run, groups = self.context, list[art.TrajectoryGroup]()
-        for place in places:
-            rollouts = [self._rollout(epoch, place, each) for each in range(run.config.builder.num_generations)]
-            groups.append(art.TrajectoryGroup(rollouts, metadata={"row": run.rows[place].id}))
+        generations = range(run.config.builder.num_generations)
+        for row_index in row_indices:
+            rollouts = [self._rollout(epoch, row_index, generation) for generation in generations]
+            groups.append(art.TrajectoryGroup(rollouts, metadata={"row": run.rows[row_index].id}))
         try:
             sampled = await art.gather_trajectory_groups(
                 groups,
@@ -44,14 +45,14 @@ class ArtTrajectoryBuilder(TrajectoryBuilder):
                 after_each=self._compare if run.agent.reward.is_of_groups else None,
             )
         except Exception:
-            run.folder.forget_failed_rollouts()  # else they would end the next process too
+            run.folder.forget_failed_rollouts()  # else the failed rollouts would end the next process too
             raise
         report_lost(run)
         return sampled
 
-    async def _rollout(self, epoch: int, place: int, generation: int) -> art.Trajectory:
-        run, row = self.context, self.context.rows[place]
-        session = f"{run.folder.state.run_id}-{epoch}-{place}-{generation}-{uuid.uuid4().hex[:8]}"
+    async def _rollout(self, epoch: int, row_index: int, generation: int) -> art.Trajectory:
+        run, row = self.context, self.context.rows[row_index]
+        session = f"{run.folder.state.run_id}-{epoch}-{row_index}-{generation}-{uuid.uuid4().hex[:8]}"
 
         async def play() -> art.Trajectory:
             seed = seed_of(run.seed, epoch, row.id, generation)
@@ -62,29 +63,30 @@ class ArtTrajectoryBuilder(TrajectoryBuilder):
 
         name = RolloutRow(epoch=epoch, row=row.id, generation=generation, session=session)
         trajectory, known = await play_once(run, run.model, name, play)
-        # In one order, for a new rollout and one that an earlier process finished: a repeated train call has the same bytes.
+        # The same order of keys for a new and for a restored rollout: a repeated train call has to have the same bytes.
         trajectory.metadata = {**known.model_dump(include=NAME_FIELDS), **trajectory.metadata}
         return trajectory
 
     async def _compare(self, group: art.TrajectoryGroup) -> art.TrajectoryGroup:
-        """A group with the scores of its comparison, which are kept too."""
-        if all("ruler_score" in each.metrics for each in group):
+        """A group with the scores of its comparison. The folder keeps these scores too."""
+        if all("ruler_score" in trajectory.metrics for trajectory in group):
             return group
         scored = await self.context.agent.reward.score_group(group)
-        for each in scored:
-            name = RolloutRow.model_validate({field: each.metadata[field] for field in NAME_FIELDS})
-            keep(self.context, name, each)
+        for trajectory in scored:
+            name = RolloutRow.model_validate({field: trajectory.metadata[field] for field in NAME_FIELDS})
+            keep(self.context, name, trajectory)
         return scored
 
 
 async def play_once(
     run: Run, model: art.TrainableModel, name: RolloutRow, play: Callable[[], Awaitable[art.Trajectory]]
 ) -> tuple[art.Trajectory, RolloutRow]:
-    """The trajectory of a rollout that an earlier process finished, or else of a new one, which is kept; and its row. A finished
-    one is sampled anew if the server has lost answers of it, or if it was a validation of another step.
+    """The trajectory of a rollout, and its row. If an earlier process has finished the rollout, the trajectory is restored, else
+    the rollout is played and kept. A finished rollout is played anew if the server has lost some of its answers, or if the
+    rollout was a validation of another step.
 
     Raises:
-        RolloutFailed: it failed in the earlier process.
+        RolloutFailed: the rollout failed in the earlier process.
         Exception: as `play` does.
     """
     known = run.folder.rollouts.get((name.split, name.row, name.generation))
@@ -105,7 +107,7 @@ async def play_once(
 
 
 def report_lost(run: Run) -> None:
-    """Says how many finished rollouts were sampled anew since the last call."""
+    """Prints how many finished rollouts were sampled anew since the last call."""
     if run.folder.num_lost:
         say(
             f"{run.folder.num_lost} finished rollouts were sampled anew: the server no longer has their answers, or the model "
@@ -115,12 +117,13 @@ def report_lost(run: Run) -> None:
 
 
 def keep(run: Run, name: RolloutRow, trajectory: art.Trajectory) -> None:
+    """Adds a finished rollout with its score to the folder."""
     score: dict[str, Any] = trajectory.model_dump(include={"reward", "metrics", "turn_rewards"})
     run.folder.add_rollout(name.model_copy(update=score | {"num_answers": num_answers(trajectory)}))
 
 
 async def restore(model: art.TrainableModel, known: RolloutRow) -> art.Trajectory:
-    """A finished rollout, with the answers of it that the server has."""
+    """The trajectory of a finished rollout, with the answers that the server still has."""
     if known.error is not None:
         raise RolloutFailed(known.error)
     trajectory = await art.rollout(model, known.session).trajectory(known.reward or 0.0, metadata={"row": known.row})

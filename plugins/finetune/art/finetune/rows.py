@@ -19,8 +19,8 @@ from art.finetune.errors import WrongInput
 from art.finetune.reading import described, hint, read_bytes, read_text
 from art.finetune.sections import Columns, Dataset
 
-Found: TypeAlias = tuple[str, dict[str, Any]]
-"""A row, and where it stands: "line 3" or "row 3"."""
+LocatedRow: TypeAlias = tuple[str, dict[str, Any]]
+"""Where a row is in the data set ("line 3" or "row 3"), and the columns of the row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Row:
     """None: the row has no such column."""
     columns: dict[str, Any]
     """The whole row."""
-    place: str = field(default="", compare=False)
-    """Where the row stands: "line 3" or "row 3"."""
+    location: str = field(default="", compare=False)
+    """Where the row is in the data set: "line 3" or "row 3"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Rows:
 
 
 def digest(rows: Iterable[Row], *more: Any) -> str:
-    """A text that is another one for other rows, or more values."""
+    """A hash of rows, and of more values."""
     sha = hashlib.sha256()
     for value in (*([row.id, row.question, row.answer, row.columns] for row in rows), *more):
         try:
@@ -57,66 +57,70 @@ def digest(rows: Iterable[Row], *more: Any) -> str:
 
 
 def _stable(value: Any) -> Any:
-    """A value that is no JSON, the same in each process: without addresses, and a set in order."""
+    """A value that JSON lacks, in a form that is equal in each process: a sorted set, or a text without memory addresses."""
     if isinstance(value, set | frozenset):
         return sorted(map(str, cast("set[Any]", value)))
     return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
 def load_rows(dataset: Dataset) -> Rows:
-    """The rows of a data set that its filter keeps, without those that have no question.
+    """The rows of a data set that its filter keeps, without rows that have no question.
 
     Raises:
-        WrongInput: it cannot be read, or has no rows, or an id is repeated. The message has the file and the line.
+        WrongInput: the data set cannot be read, has no rows, or repeats an id. The message has the file and the line.
     """
     name = str(dataset.file_path or dataset.function or f"the {dataset.type} data set")
     try:
-        found = _read(dataset)
-        if not found:
+        located_rows = _read(dataset)
+        if not located_rows:
             raise ValueError("has no rows")
-        return _select(dataset, found)
+        return _select(dataset, located_rows)
     except ValueError as error:
         raise WrongInput([f"{name}: {error}"]) from error
 
 
-def _select(dataset: Dataset, found: Sequence[Found]) -> Rows:
-    columns = list(dict.fromkeys(column for _, row in found for column in row))
+def _select(dataset: Dataset, located_rows: Sequence[LocatedRow]) -> Rows:
+    columns = list(dict.fromkeys(column for _, row in located_rows for column in row))
     question_key, is_structured = dataset.structure.question_key, not dataset.structure.disable
     if is_structured and question_key not in columns:
         raise ValueError(
             f"no row has the column {question_key!r}; the columns are {', '.join(columns)}; set "
             "structure.question_key to one of them, or structure.disable to send whole rows"
         )
-    kept = [(number, *each) for number, each in enumerate(found, 1) if _is_kept(dataset, each[1], columns)]
+    kept: list[tuple[int, str, dict[str, Any]]] = []
+    for number, (location, row) in enumerate(located_rows, 1):
+        if _is_kept(dataset, row, columns):
+            kept.append((number, location, row))
     if not kept:
-        raise ValueError(f"the filter leaves none of {len(found)} rows: widen allowlist or denylist")
+        raise ValueError(f"the filter leaves none of {len(located_rows)} rows: widen allowlist or denylist")
     rows: list[Row] = []
     first: dict[str, str] = {}
-    for number, place, row in kept:
+    for number, location, row in kept:
         question = _text(row.get(question_key)) if is_structured else _text(row)
         if not question.strip():
             continue
         key = str(number) if row.get(dataset.id_key) in (None, "") else str(row[dataset.id_key])
         if key in first:
             raise ValueError(
-                f"{place} has the id {key!r} of {first[key]}: make the values of {dataset.id_key!r} different"
+                f"{location} has the id {key!r} of {first[key]}: make the values of {dataset.id_key!r} different"
             )
-        first[key] = place
-        rows.append(Row(key, question, row.get(dataset.structure.answer_key), row, place))
+        first[key] = location
+        rows.append(Row(key, question, row.get(dataset.structure.answer_key), row, location))
     if not rows:
         raise ValueError(f"all {len(kept)} rows have an empty question: fill the column {question_key!r}")
     return Rows(rows, len(kept) - len(rows))
 
 
 def _text(value: Any) -> str:
-    """A question as text; what is no text as JSON."""
+    """A question as text. A value that is no text becomes JSON."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _is_kept(dataset: Dataset, row: Mapping[str, Any], columns: Sequence[str]) -> bool:
-    allowed, denied = ((each or Columns()).field for each in (dataset.filter.allowlist, dataset.filter.denylist))
+    allowed = (dataset.filter.allowlist or Columns()).field
+    denied = (dataset.filter.denylist or Columns()).field
     for column in (*allowed, *denied):
         if column not in columns:
             raise ValueError(f"no row has the column {column!r} of the filter: {hint(column, columns)}")
@@ -125,14 +129,14 @@ def _is_kept(dataset: Dataset, row: Mapping[str, Any], columns: Sequence[str]) -
 
 
 def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
-    """Whether a value is in a list. In a CSV file all values are texts."""
-    return any(value == each or str(value) == str(each) for each in values)
+    """Whether a value is in a list. `"1"` counts as 1, because in a CSV file all values are texts."""
+    return any(value == option or str(value) == str(option) for option in values)
 
 
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def _read(dataset: Dataset) -> list[Found]:
+def _read(dataset: Dataset) -> list[LocatedRow]:
     if dataset.type == "custom":
         return _numbered(_call(dataset, str(dataset.function)))
     path = dataset.file_path or Path()
@@ -150,29 +154,31 @@ def _read(dataset: Dataset) -> list[Found]:
     return _numbered(cast("list[Any]", rows))
 
 
-def _numbered(rows: Iterable[Any]) -> list[Found]:  # Any: a file or a function may have anything
+def _numbered(rows: Iterable[Any]) -> list[LocatedRow]:  # Any: a file or a function may have anything
     return [(f"row {number}", _object(f"row {number}", row)) for number, row in enumerate(rows, 1)]
 
 
-def _object(place: str, row: Any) -> dict[str, Any]:
+def _object(location: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, Mapping):
-        raise ValueError(f'{place} is {described(row)}: a row is an object with columns, such as {{"question": "..."}}')
+        raise ValueError(
+            f'{location} is {described(row)}: a row is an object with columns, such as {{"question": "..."}}'
+        )
     return {str(key): value for key, value in cast("Mapping[Any, Any]", row).items()}
 
 
 def _parse_json(text: str, line: int) -> Any:
-    """The value of a text that begins in a line."""
+    """The value of a JSON text that begins in the line `line` of a file."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        place, what = f"line {line + error.lineno - 1}, column {error.colno}", error.msg
+        location, what = f"line {line + error.lineno - 1}, column {error.colno}", error.msg
         remedy = "_type: json is a list of objects, _type: jsonl has one object a line"
-        raise ValueError(f"{place} is not JSON ({what}): {remedy}") from error
+        raise ValueError(f"{location} is not JSON ({what}): {remedy}") from error
     except RecursionError as error:
         raise ValueError(f"line {line} is nested too deeply: write rows as objects with columns") from error
 
 
-def _parse_jsonl(text: str) -> Iterator[Found]:
+def _parse_jsonl(text: str) -> Iterator[LocatedRow]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"line {number}", _object(f"line {number}", _parse_json(line, number))
@@ -180,7 +186,8 @@ def _parse_jsonl(text: str) -> Iterator[Found]:
 
 @contextlib.contextmanager
 def _long_fields() -> Generator[None]:
-    """Fields of any length: Python's limit of 131,072 characters is less than a document. The limit is the process's."""
+    """Allows CSV fields of any length in the block: Python's limit of 131,072 characters is less than a document. The limit
+    belongs to the whole process, and is restored."""
     limit = csv.field_size_limit(sys.maxsize)
     try:
         yield
@@ -188,18 +195,18 @@ def _long_fields() -> Generator[None]:
         csv.field_size_limit(limit)
 
 
-def _parse_csv(text: str) -> Iterator[Found]:
+def _parse_csv(text: str) -> Iterator[LocatedRow]:
     lines = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = [name.strip() for name in next(lines, list[str]())]
         if len(set(header)) < len(header):
             raise ValueError(f"line 1 has a column twice ({', '.join(header)}): rename one of the two")
         for values in filter(None, lines):
-            place = f"line {lines.line_num}"
+            location = f"line {lines.line_num}"
             if len(values) != len(header):
                 counts = f"{len(values)} values for {len(header)} columns"
-                raise ValueError(f"{place} has {counts}: put values with commas in double quotes")
-            yield place, dict(zip(header, values, strict=True))
+                raise ValueError(f"{location} has {counts}: put values with commas in double quotes")
+            yield location, dict(zip(header, values, strict=True))
     except csv.Error as error:
         raise ValueError(f"line {lines.line_num} is not CSV ({error}): look for a quote there") from error
 
@@ -217,14 +224,14 @@ def _parse_parquet(data: bytes) -> Iterable[Any]:
 
 def _call(dataset: Dataset, name: str) -> list[Any]:
     function = components.load("dataset", name)
-    given = {} if dataset.file_path is None else {"file_path": dataset.file_path}
+    arguments = {} if dataset.file_path is None else {"file_path": dataset.file_path}
     try:
         with contained("the function"):
-            result: Any = function(**given, **dataset.kwargs)
+            result: Any = function(**arguments, **dataset.kwargs)
             rows = None if hasattr(result, "eval_input_items") else list(result)
         if rows is not None:
             return rows
-        return [_row_of_item(dataset, each) for each in result.eval_input_items]  # NVIDIA's EvalInput
+        return [_row_of_item(dataset, item) for item in result.eval_input_items]  # NVIDIA's EvalInput
     except Exception as error:  # of any kind: it is the user's code
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"the function failed ({what}): it must return a list of rows") from error

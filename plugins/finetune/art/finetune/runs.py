@@ -29,7 +29,7 @@ Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A checked file with its rows. Nothing was asked of a server."""
+    """A checked file with its rows. No server has got a request."""
 
     config: Config
     train_config: art.TrainConfig
@@ -41,10 +41,10 @@ def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
     """Checks a file and reads its rows.
 
     Raises:
-        WrongInput: all that is wrong with it.
+        WrongInput: all problems of the file and its data sets.
     """
-    given = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
-    document = reading.of_dict(file, given) if isinstance(file, Mapping) else reading.read(Path(file), given)
+    pairs = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
+    document = reading.of_dict(file, pairs) if isinstance(file, Mapping) else reading.read(Path(file), pairs)
     config = checking.check(document, toolkit.find())
     if ignored := checking.without_effect(config):
         say(f"without effect here: {', '.join(ignored)}")
@@ -57,7 +57,7 @@ def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
     validation_rows = _load("finetuning.validation.dataset", validation, problems)
     finetuning = config.finetuning
     problems += _unjudged("eval.general.dataset", config, finetuning.reward_function, rows, training)
-    if validation is None:  # `art eval` takes the rows of training
+    if validation is None:  # `art eval` then evaluates the training rows
         problems += _unjudged("eval.general.dataset", config, finetuning.validation.reward, rows, training)
     else:
         reward = finetuning.validation.reward or finetuning.reward_function
@@ -68,6 +68,7 @@ def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
 
 
 def _unjudged(name: str, config: Config, reward: RewardFunction | None, rows: list[Row], dataset: Dataset) -> list[str]:
+    """A line for each row of a data set that a reward cannot judge."""
     if reward is None:
         return []
     problems = rows_that_cannot_be_judged(config, reward, rows, dataset.structure.answer_key)
@@ -78,28 +79,28 @@ def _load(name: str, dataset: Dataset | None, problems: list[str]) -> list[Row]:
     if dataset is None:
         return []
     try:
-        found = load_rows(dataset)
+        loaded = load_rows(dataset)
     except WrongInput as error:
         problems += [f"{name}: {problem}" for problem in error.problems]
         return []
-    if found.left_out:
-        say(f"{name}: {found.left_out} rows without a question are left out")
-    return found.rows
+    if loaded.left_out:
+        say(f"{name}: {loaded.left_out} rows without a question are left out")
+    return loaded.rows
 
 
 def _train_config(config: Config) -> art.TrainConfig:
-    given = config.adapter.training.model_dump(include=set(art.TrainConfig.model_fields), exclude_unset=True)
-    if config.builder.num_generations == 1 and not {"baseline", "scaling", "preset"} & given.keys():
+    fields = config.adapter.training.model_dump(include=set(art.TrainConfig.model_fields), exclude_unset=True)
+    if config.builder.num_generations == 1 and not {"baseline", "scaling", "preset"} & fields.keys():
         say(
             "num_generations is 1: rewards are standardised over the whole batch. Two or more compare rollouts of one row"
         )
-        given |= {"baseline": "none", "scaling": "batch_std"}
-    return art.TrainConfig.model_validate(given)
+        fields |= {"baseline": "none", "scaling": "batch_std"}
+    return art.TrainConfig.model_validate(fields)
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The model of a job, and what plays its rows."""
+    """The registered model of a job, and the agents that play the rows."""
 
     model: art.TrainableModel
     agent: Agent
@@ -108,11 +109,11 @@ class Connected:
 
 @contextlib.asynccontextmanager
 async def connected(job: Job) -> AsyncGenerator[Connected]:
-    """Connects with the server, which is started if the file names none, and builds workflow and evaluators.
+    """Connects with the server, or starts a server if the file names none, and builds workflow and evaluators.
 
     Raises:
         WrongInput: a module cannot be imported.
-        NoServer: no server answers, or none can be started, or it was lost in the block.
+        NoServer: no server answers, no server can be started, or the server was lost in the block.
         FinetuneError: the server refuses the model, or the block raised any other error.
     """
     config, section = job.config, job.config.adapter.backend
@@ -136,11 +137,11 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
                 adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
                 remedy = f". Set another {adapter}.backend.name, or leave {adapter}.backend.lora out"
             raise FinetuneError(f"the server refuses the model: {error}{remedy}") from error
-        except art.ArtError as error:  # of a server that this program starts
+        except art.ArtError as error:  # a server that this program starts has failed
             raise NoServer(str(error)) from error
         policy, finetuning = checking.policy_llm(config), config.finetuning
         if finetuning.seed is not None:
-            random.seed(finetuning.seed)  # which workflows draw from
+            random.seed(finetuning.seed)  # for workflows that draw from `random`
         try:
             workflow, evaluators = await opened.enter_async_context(toolkit.building(config, policy, model))
             if workflow is None:
@@ -189,9 +190,9 @@ def _backend(section: Backend) -> art.Backend:
 async def run(
     file: str | Path | Mapping[str, Any], overrides: Overrides = (), *, fresh: bool = False
 ) -> list[TrainingJobStatus]:
-    """Trains what a file describes, or continues the run in its output folder. Returns how each epoch of this call ended.
+    """Trains the run of a file, or continues the run in the output folder. Returns how each epoch of this call ended.
 
-    `overrides` are values by dotted name, which win over the file.
+    `overrides` are values by dotted name. An override wins over the file.
 
     Raises:
         WrongInput: the file, a data set or an override is wrong, or the folder has another run.
@@ -207,21 +208,21 @@ async def run(
         if len(output.state.epochs) >= num_epochs:
             say(f"{output.path}: all {num_epochs} epochs are trained already")
             return []
-        async with connected(job) as made:
-            return await _train(job, output, made)
+        async with connected(job) as connection:
+            return await _train(job, output, connection)
 
 
 def _scoring_of_validations(config: Config) -> Any:
-    """What the rewards of validations depend on."""
+    """The sections that the rewards of validations depend on."""
     reward = config.finetuning.validation.reward or config.finetuning.reward_function
     evaluators = {name: config.eval.evaluators[name].model_dump() for name in reward.weights or [str(reward.name)]}
     return [reward.model_dump(), evaluators]
 
 
-async def _train(job: Job, output: folder.Folder, made: Connected) -> list[TrainingJobStatus]:
-    name, finetuning = made.model.get_inference_name(), job.config.finetuning
+async def _train(job: Job, output: folder.Folder, connection: Connected) -> list[TrainingJobStatus]:
+    name, finetuning = connection.model.get_inference_name(), job.config.finetuning
     is_new = not output.state.epochs and output.state.step is None
-    if is_new and (step := await made.model.get_step()):
+    if is_new and (step := await connection.model.get_step()):
         say(f"{name} exists: it is trained further from step {step}")
     trainer = await _make_trainer(
         Run(
@@ -229,9 +230,9 @@ async def _train(job: Job, output: folder.Folder, made: Connected) -> list[Train
             rows=job.rows,
             validation_rows=job.validation_rows,
             train_config=job.train_config,
-            model=made.model,
-            agent=made.agent,
-            validation_agent=made.validation_agent,
+            model=connection.model,
+            agent=connection.agent,
+            validation_agent=connection.validation_agent,
             folder=output,
             seed=output.state.seed if finetuning.seed is None else finetuning.seed,
         )
@@ -245,7 +246,7 @@ async def _train(job: Job, output: folder.Folder, made: Connected) -> list[Train
 
 
 async def _make_trainer(shared: Run) -> Trainer:
-    """The three parts, bound and initialised."""
+    """The trainer, bound to the other two parts. All three parts are initialised."""
     config = shared.config
     builder = components.load("trajectory_builder", config.builder.type)(config.builder)
     adapter = components.load("trainer_adapter", config.adapter.type)(config.adapter)
@@ -261,7 +262,7 @@ def _summarise(output: folder.Folder, name: str) -> None:
     first, last = epochs[0].avg_reward, epochs[-1].avg_reward
     if first is None or last is None:
         raise FinetuneError("no trajectories: each rollout failed; training_metrics.jsonl has the reasons")
-    if not any(each.filtered_groups for each in epochs):
+    if not any(epoch.filtered_groups for epoch in epochs):
         raise NoSignal(
             "in no epoch were there trajectories to train on: the rewards of each group were equal, or differed by less than "
             "curriculum_learning.min_reward_diff. Lower it, raise num_generations, or use rows that the model neither always "
@@ -269,7 +270,7 @@ def _summarise(output: folder.Folder, name: str) -> None:
         )
     say(f"{name}: reward {first:.4f} in epoch 1, {last:.4f} in epoch {len(epochs)}; {output.path}")
     if last <= first and len(epochs) > 1:
-        share = sum(each.num_without_signal for each in epochs) / sum(each.num_groups for each in epochs)
+        share = sum(epoch.num_without_signal for epoch in epochs) / sum(epoch.num_groups for epoch in epochs)
         say(
             f"rewards did not rise. {share:.0%} of the groups had equal rewards, which train nothing. Raise num_generations, try "
             "curriculum_learning or another learning_rate, and check that good answers get more than bad ones"
@@ -283,14 +284,14 @@ async def check(file: str | Path | Mapping[str, Any], overrides: Overrides = ())
         FinetuneError: as `run` does.
     """
     job = prepare(file, overrides)
-    async with connected(job) as made:
+    async with connected(job) as connection:
         session, seed = f"check-{uuid.uuid4().hex[:8]}", job.config.finetuning.seed or 0
-        trajectory, output = await made.agent.play(made.model, job.rows[0], session, seed)
+        trajectory, output = await connection.agent.play(connection.model, job.rows[0], session, seed)
         print(_describe(trajectory, output))
 
 
 def _describe(trajectory: art.Trajectory, output: Any) -> str:
-    """A rollout as text: its conversations, with the answers that would be trained marked by ">"."""
+    """A rollout as text: conversations, output and reward. ">" marks the answers that would be trained."""
     lines: list[str] = []
     for number, history in enumerate([trajectory, *trajectory.additional_histories], 1):
         if number > 1:

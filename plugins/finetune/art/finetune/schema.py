@@ -1,6 +1,6 @@
-"""The JSON schema of a file, for editors: with what each field means, `base:`, and `${VAR}` in place of any value.
+"""The JSON schema of a file, for editors: with the meaning of each field, `base:`, and `${VAR}` in place of any value.
 
-A file may take any part of a section from its `base:`, so that only a file without one has required sections.
+A file may take any part of a section from its `base:`. Only a file without `base:` has required sections.
 """
 
 import ast
@@ -29,7 +29,7 @@ def make_schema() -> dict[str, Any]:
 
 
 def _describe(definition: dict[str, Any], model: type[BaseModel]) -> None:
-    """Adds the docstrings of a section's fields."""
+    """Adds the docstrings of a section's fields, which only the source has."""
     for kind in reversed(model.__mro__):
         if not issubclass(kind, BaseModel) or not kind.__module__.startswith("art"):
             continue
@@ -51,15 +51,15 @@ def _with_variables(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     fields = cast("dict[str, Any]", schema)
-    made: dict[str, Any] = {}
+    widened: dict[str, Any] = {}
     for name, value in fields.items():
         if name in ("properties", "$defs"):
-            made[name] = {key: _with_variables(inner) for key, inner in value.items()}
+            widened[name] = {key: _with_variables(inner) for key, inner in value.items()}
         elif name in ("items", "additionalProperties", "anyOf"):
-            made[name] = _with_variables(value)
-        elif name != "required":
-            made[name] = value
-    if made.get("type") in ("integer", "number", "boolean") or made.keys() & {"enum", "const", "pattern"}:
-        about = {name: made.pop(name) for name in ("description", "title", "default") if name in made}
-        return {"anyOf": [made, VARIABLE], **about}
-    return made
+            widened[name] = _with_variables(value)
+        elif name != "required":  # a `base:` can have the required fields
+            widened[name] = value
+    if widened.get("type") in ("integer", "number", "boolean") or widened.keys() & {"enum", "const", "pattern"}:
+        about = {name: widened.pop(name) for name in ("description", "title", "default") if name in widened}
+        return {"anyOf": [widened, VARIABLE], **about}
+    return widened

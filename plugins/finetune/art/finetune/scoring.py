@@ -1,6 +1,6 @@
 """Rewards: a Python function, a built-in evaluator, or several of them with weights.
 
-A failure is never a reward. An evaluator that raises, or returns None, NaN or something that is no score, fails the rollout.
+A failure is never a reward. An evaluator fails the rollout if it raises, or returns None, NaN or anything else that is no score.
 """
 
 import functools
@@ -27,17 +27,17 @@ MAX_PROBLEMS = 5
 
 T = TypeVar("T")
 Evaluator: TypeAlias = Callable[[Row, Any, art.Trajectory], Coroutine[Any, Any, Any]]
-"""Of a row, the output and the trajectory: a number, a bool, or `{score, turn_rewards, metrics}`."""
+"""From a row, the output and the trajectory to a number, a bool, or `{score, turn_rewards, metrics}`."""
 
 
 class Reward:
-    """The reward function of a file: one evaluator, or several with weights. The toolkit's come from `made`.
+    """The reward function of a file: one evaluator, or several with weights. `of_toolkit` has the evaluators of NVIDIA's toolkit.
 
     Raises:
         ValueError: an evaluator's module cannot be imported.
     """
 
-    def __init__(self, config: Config, reward: RewardFunction, made: Mapping[str, Evaluator]) -> None:
+    def __init__(self, config: Config, reward: RewardFunction, of_toolkit: Mapping[str, Evaluator]) -> None:
         self._weights = reward.weights
         self._evaluators: dict[str, Evaluator] = {}
         self._ruler = ""
@@ -47,11 +47,11 @@ class Reward:
             if section.type == "ruler":
                 self._ruler, self._ruler_options = name, section.fields()
             else:
-                self._evaluators[name] = made.get(name) or _make_evaluator(name, section)
+                self._evaluators[name] = of_toolkit.get(name) or _make_evaluator(name, section)
 
     @property
     def is_of_groups(self) -> bool:
-        """Whether a part of it compares the rollouts of a group."""
+        """Whether an evaluator of this reward compares the rollouts of a group."""
         return bool(self._ruler)
 
     async def score(self, row: Row, output: Any, trajectory: art.Trajectory) -> None:
@@ -62,8 +62,8 @@ class Reward:
         """
         parts: dict[str, float] = {}
         for name, evaluator in self._evaluators.items():
-            found = await self._limited(name, evaluator(row, output, trajectory))
-            fields = dict(cast("Mapping[str, Any]", found)) if isinstance(found, Mapping) else {"score": found}
+            result = await self._limited(name, evaluator(row, output, trajectory))
+            fields = dict(cast("Mapping[str, Any]", result)) if isinstance(result, Mapping) else {"score": result}
             if unknown := fields.keys() - SCORE_FIELDS:
                 raise ValueError(
                     f"evaluator {name!r} returned {min(unknown)!r}: allowed are {', '.join(sorted(SCORE_FIELDS))}"
@@ -73,14 +73,14 @@ class Reward:
             trajectory.metrics.update(
                 {metric: finite(f"evaluator {name!r}", value) for metric, value in metrics.items()}
             )
-            if (turns := fields.get("turn_rewards")) is not None:
+            if (turn_rewards := fields.get("turn_rewards")) is not None:
                 trajectory.turn_rewards = [
-                    None if each is None else finite(f"evaluator {name!r}", each) for each in turns
+                    None if reward is None else finite(f"evaluator {name!r}", reward) for reward in turn_rewards
                 ]
         self._set(trajectory, parts)
 
     async def score_group(self, group: art.TrajectoryGroup) -> art.TrajectoryGroup:
-        """The group with the scores of its comparison; its failure fails the group.
+        """The group with the scores of its comparison. A failed comparison fails the group.
 
         Raises:
             Exception: the judge failed.
@@ -90,13 +90,13 @@ class Reward:
         with art.no_capture():
             judging = art.rewards.ruler_score_group(group, extra_litellm_params=judge, **options)
             scored: art.TrajectoryGroup = await self._limited(self._ruler, judging)
-        for each in scored:
-            known = {name: each.metrics[f"reward/{name}"] for name in self._evaluators}
-            self._set(each, known | {self._ruler: each.reward})
+        for trajectory in scored:
+            known = {name: trajectory.metrics[f"reward/{name}"] for name in self._evaluators}
+            self._set(trajectory, known | {self._ruler: trajectory.reward})
         return scored
 
     async def _limited(self, name: str, work: Coroutine[Any, Any, T]) -> T:
-        """The result of an evaluator, which has as much time as a rollout."""
+        """The result of an evaluator. An evaluator has as much time as a rollout."""
         try:
             return await limited(work, self._timeout_seconds)
         except TimeUp as error:
@@ -106,7 +106,7 @@ class Reward:
 
     def _set(self, trajectory: art.Trajectory, parts: dict[str, float]) -> None:
         if self._weights is None:
-            trajectory.reward = sum(parts.values())  # one part, or none before the comparison
+            trajectory.reward = sum(parts.values())  # a single part, or no part before the ruler's comparison
         else:
             art.rewards.set_reward(trajectory, parts, {name: self._weights[name] for name in parts})
 
@@ -129,13 +129,13 @@ def finite(what: str, value: Any) -> float:  # Any: a user's code may return any
 def _make_evaluator(name: str, section: Component) -> Evaluator:
     if section.type in components.BUILT_IN["evaluator"]:
         return _built_in(name, section.type, section.fields())
-    given = components.load("evaluator", section.type)
-    parameters = list(inspect.signature(given).parameters)
-    is_async = components.is_async(given)
+    user_function = components.load("evaluator", section.type)
+    parameters = list(inspect.signature(user_function).parameters)
+    is_async = components.is_async(user_function)
 
     async def evaluate(row: Row, output: Any, trajectory: art.Trajectory) -> Any:
         known = {"row": dict(row.columns), "output": output, "trajectory": trajectory}
-        call = functools.partial(given, **{name: known[name] for name in parameters if name in known})
+        call = functools.partial(user_function, **{name: known[name] for name in parameters if name in known})
         result = call() if is_async else await in_thread(call)
         return await result if inspect.isawaitable(result) else result
 
@@ -143,7 +143,7 @@ def _make_evaluator(name: str, section: Component) -> Evaluator:
 
 
 def _built_in(name: str, kind: str, options: dict[str, Any]) -> Evaluator:
-    """One of `art.rewards`, applied to the output and the row's answer."""
+    """A function of `art.rewards`, applied to the output and the row's answer."""
 
     async def evaluate(row: Row, output: Any, trajectory: art.Trajectory) -> float:
         return _judge(kind, options, output, row.answer)
@@ -168,12 +168,13 @@ def _judge(kind: str, options: dict[str, Any], output: Any, answer: Any) -> floa
     if isinstance(answer, str):
         return check(text, answer, **options)
     if kind == "regex_match":
+        # In a number a point is no wildcard.
         return check(text, re.escape(str(answer)) if isinstance(answer, int | float) else str(answer))
     return float(_is_equal_json(output, answer, **options))
 
 
 def _text(output: Any) -> str | None:
-    """An output as text: what has parts as JSON."""
+    """An output as text. A mapping or a list becomes JSON."""
     if output is None or isinstance(output, str):
         return output
     return json.dumps(output, ensure_ascii=False, default=str) if isinstance(output, dict | list) else str(output)
@@ -189,7 +190,7 @@ def _number(answer: Any) -> float | str:
 
 
 def _is_equal_json(output: Any, answer: Any, *, ignore_case: bool = False) -> bool:
-    """Whether an output is JSON of the same value: numbers by value, true is not 1. A text is parsed."""
+    """Whether an output is JSON of the same value: 1 equals 1.0, and true is not 1. A text is parsed."""
 
     def fold(text: str) -> str:
         return text.casefold() if ignore_case else text
@@ -213,7 +214,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def rows_that_cannot_be_judged(config: Config, reward: RewardFunction, rows: Sequence[Row], column: str) -> list[str]:
-    """A line for each row whose answer a built-in evaluator cannot compare with any output; after some, their number."""
+    """A line for each row whose answer a built-in evaluator cannot compare with any output. After `MAX_PROBLEMS` lines comes the
+    number of the other rows."""
     problems: list[str] = []
     for name in reward.weights or [str(reward.name)]:
         section = config.eval.evaluators[name]
@@ -224,7 +226,7 @@ def rows_that_cannot_be_judged(config: Config, reward: RewardFunction, rows: Seq
                 _judge(section.type, section.fields(), "", row.answer)
             except (ValueError, re.error) as error:
                 problems.append(
-                    f"{row.place}, column {column!r}: evaluator {name!r} ({section.type}) cannot use it: {error}"
+                    f"{row.location}, column {column!r}: evaluator {name!r} ({section.type}) cannot use it: {error}"
                 )
     if len(problems) > MAX_PROBLEMS:
         problems = [*problems[:MAX_PROBLEMS], f"{len(problems) - MAX_PROBLEMS} more rows cannot be judged"]

@@ -1,6 +1,6 @@
 """The sections of a finetuning file: NVIDIA's fields with their defaults, and ours. docs/finetune.md has them in one table.
 
-A rule for one section stands here; `checking` has the rules for several. Source of NVIDIA's fields:
+The rules for a single section are here; `checking` has the rules for several sections. Source of NVIDIA's fields:
 `nat.data_models.finetuning`, `nat.data_models.evaluate_config` and the plugin `nvidia-nat-openpipe-art`, all of version 1.9.
 """
 
@@ -22,12 +22,12 @@ Unused: TypeAlias = Annotated[Any, UNUSED, Field(description="Without effect her
 
 
 def refused(text: str) -> AfterValidator:
-    """The rule that a field must not be set."""
+    """The rule that a field must not be set. `text` is the error's message."""
 
-    def refuse(given: Any) -> Any:
-        if given:
+    def refuse(value: Any) -> Any:
+        if value:
             raise ValueError(text)
-        return given
+        return value
 
     return AfterValidator(refuse)
 
@@ -50,15 +50,16 @@ class OpenSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_types(cls, given: Any) -> Any:  # Any: the input is not validated yet
-        """The other fields with the types that their variables stand for. The types of known fields are known."""
-        if not isinstance(given, Mapping):
-            return given
+    def _with_types(cls, section: Any) -> Any:  # Any: the input is not validated yet
+        """Gives other fields the types that the values of their variables have. A known field has its declared type."""
+        if not isinstance(section, Mapping):
+            return section
         known = set(cls.model_fields)
         for field in cls.model_fields.values():
-            choices = field.validation_alias
-            known |= {str(each) for each in choices.choices} if isinstance(choices, AliasChoices) else {str(choices)}
-        fields = cast("Mapping[str, Any]", given)
+            alias = field.validation_alias
+            names = alias.choices if isinstance(alias, AliasChoices) else [alias]
+            known.update(map(str, names))
+        fields = cast("Mapping[str, Any]", section)
         return {name: value if name in known else typed(value) for name, value in fields.items()}
 
     def fields(self) -> Fields:
@@ -75,14 +76,14 @@ class Component(OpenSection):
 
 
 class LLM(Component):
-    """A language model. For the policy's, address, key and model come from the run; other fields are sampling parameters."""
+    """A language model. The policy has the address, the key and the model of the run. Other fields are sampling parameters."""
 
     model_name: str | None = Field(default=None, validation_alias=AliasChoices("model_name", "model"))
     """The model's name at its address."""
     base_url: str | None = None
     """The address, with /v1."""
     api_key: str | None = Field(default=None, repr=False)
-    """The key of its address."""
+    """The key for the address."""
 
 
 class Structure(Section):
@@ -109,15 +110,15 @@ class RowFilter(Section):
     """Leaves out rows that have one of the values in one of these columns."""
 
 
-def _no_xls(given: Any) -> Any:
-    if given == "xls":
+def _no_xls(value: Any) -> Any:
+    if value == "xls":
         raise ValueError("xls files are not read: save the sheet as CSV, and write csv")
-    return given
+    return value
 
 
-def _is_function(given: str) -> str:
-    components.check("dataset", given)
-    return given
+def _is_function(value: str) -> str:
+    components.check("dataset", value)
+    return value
 
 
 class Dataset(Section):
@@ -126,18 +127,18 @@ class Dataset(Section):
     )
     """The kind of file, or custom for a function."""
     file_path: Path | None = None
-    """Relative to the current directory."""
+    """The file, relative to the current directory."""
     id_key: str = "id"
-    """The column with the row's id; a row without one has its number."""
+    """The column with the row's id. The id of a row without this column is the row's number."""
     structure: Structure = Structure()
-    """Which columns mean what."""
+    """The columns with the question and the answer."""
     filter: RowFilter = RowFilter()
-    """Which rows are taken."""
+    """The rows that are taken."""
     function: Annotated[str, AfterValidator(_is_function)] | None = None
-    """custom: a function that returns rows, `package.module:name`, `package.module.name` or `path/file.py:name`. It gets
-    `kwargs`, and `file_path` if it is given."""
+    """For custom: a function that returns rows, `package.module:name`, `package.module.name` or `path/file.py:name`. The function
+    gets `kwargs`, and `file_path` if the file sets a path."""
     kwargs: Fields = {}
-    """custom: arguments of the function."""
+    """For custom: the arguments of the function."""
     remote_file_path: NoS3 = None
     s3: NoS3 = None
 
@@ -160,7 +161,7 @@ class EvalGeneral(Section):
     dataset: Dataset
     """The rows that are trained on."""
     rollout_timeout_seconds: float = Field(default=1800, gt=0)
-    """A rollout that takes longer fails, and one whose evaluator does."""
+    """A rollout fails if it takes longer, or if one of its evaluators takes longer."""
     output_dir: Unused = None
     workflow_alias: Unused = None
     output: Annotated[Output | None, UNUSED, Field(description="Without effect here.")] = None
@@ -177,12 +178,12 @@ class Eval(Section):
     general: EvalGeneral
     """The rows that are trained on, and limits of rollouts."""
     evaluators: dict[str, Component] = {}
-    """What scores a rollout, by name."""
+    """The evaluators that score a rollout, by name."""
 
 
 class RewardFunction(Section):
     name: str | None = None
-    """An evaluator."""
+    """The evaluator whose score is the reward."""
     weights: dict[str, float] | None = None
     """Several evaluators: the reward is the sum of weight * score."""
 
@@ -211,7 +212,7 @@ class InitArgs(OpenSection):
 
 
 class EngineArgs(OpenSection):
-    """Arguments of vLLM. The server knows the others, and notes those without effect."""
+    """Arguments of vLLM. The server knows the other arguments, and notes arguments without effect."""
 
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """The share of the device's memory that the engine takes."""
@@ -237,11 +238,12 @@ class Backend(Section):
     api_key: str | None = Field(default=None, repr=False)
     """Default: ART_API_KEY. NVIDIA's "default" means no key."""
     lora: art.LoRAConfig | None = None
-    """Of a new model: `rank` (8), `alpha` (16) and `target_modules` (all linear layers). An existing model keeps its own."""
+    """The LoRA of a new model: `rank` (8), `alpha` (16) and `target_modules` (all linear layers). An existing model keeps its
+    LoRA."""
     delete_old_checkpoints: bool = False
-    """Before each train call, all but the newest and the best."""
+    """Whether each train call first deletes all checkpoints but the newest and the best."""
     init_args: InitArgs | None = None
-    """As in NVIDIA's plugin; the server notes what has no effect."""
+    """As in NVIDIA's plugin. The server notes arguments without effect."""
     engine_args: EngineArgs | None = None
     """Arguments of vLLM, if this run starts the engine."""
     server_config: Unused = None
@@ -257,7 +259,7 @@ class Backend(Section):
 
 
 class Training(art.TrainConfig):
-    """The fields of `art.TrainConfig`. Others of the toolkit are kept, and have no effect."""
+    """The fields of `art.TrainConfig`. Other fields of the toolkit are kept, and have no effect."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -282,35 +284,35 @@ class Curriculum(Section):
     min_reward_diff: float = Field(default=0.1, ge=0)
     """Groups whose rewards differ by less are left out."""
     sort_ascending: bool = False
-    """Hard groups first."""
+    """Whether hard groups come first."""
     random_subsample: Percentile | None = None
     """The share of each group's trajectories that is trained; at least two."""
     rank: Literal["every_epoch", "on_expansion"] = "every_epoch"
     """on_expansion: samples all rows only in epoch 0 and at expansions, and between them the rows that were selected."""
 
 
-def _of_file(given: Any) -> Any:
-    """The section that a path stands for."""
-    if isinstance(given, str | Path):
-        return {"_type": Path(given).suffix.removeprefix("."), "file_path": given}
-    return given
+def _of_file(value: Any) -> Any:
+    """The section of a data set that is only a path: `"a.csv" -> {"_type": "csv", "file_path": "a.csv"}`."""
+    if isinstance(value, str | Path):
+        return {"_type": Path(value).suffix.removeprefix("."), "file_path": value}
+    return value
 
 
 class Validation(Section):
     dataset: Annotated[Dataset | None, BeforeValidator(_of_file, json_schema_input_type=str | Dataset | None)] = None
-    """A data set, or its file. What it does not set is as in the training data set: `id_key`, `structure` and `filter`."""
+    """A data set, or its file. `id_key`, `structure` and `filter` default to the values of the training data set."""
     interval: int = Field(default=5, ge=1)
-    """Epochs."""
+    """Epochs between two validations."""
     reps: int = Field(default=1, ge=1)
     """Rollouts of each row."""
     reward: RewardFunction | None = None
     """Default: the reward of training."""
 
 
-def _must_be_true(given: bool) -> bool:
-    if not given:
+def _must_be_true(value: bool) -> bool:
+    if not value:
         raise ValueError("must be true to train: set it, or pass -o finetuning.enabled true")
-    return given
+    return value
 
 
 class Finetuning(Section):
@@ -323,27 +325,28 @@ class Finetuning(Section):
     trainer_adapter: str
     """A name in `trainer_adapters`."""
     reward_function: RewardFunction
-    """Which evaluators make the reward."""
+    """The evaluators that make the reward."""
     target_functions: list[str] = Field(default=["<workflow>"], min_length=1)
-    """Functions whose calls are trained: the innermost around a call counts, "<workflow>" means outside of all."""
+    """Functions whose requests are trained. The innermost function around a request counts. "<workflow>" means outside of all
+    functions."""
     target_model: str | None = None
     """The policy's entry of `llms`, by key or model name."""
     curriculum_learning: Curriculum = Curriculum()
-    """Which groups of an epoch are trained."""
+    """The groups of an epoch that are trained."""
     num_epochs: int = Field(default=1, ge=1)
     """Times that all rows are sampled and trained on."""
     output_dir: Path = Path(".tmp/nat/finetuning")
-    """Where the run's files are, and where the run is continued."""
+    """The folder with the run's files, from which the run is continued."""
     run_configuration: Unused = None
     validation: Validation = Validation()
     """Rows that are evaluated between epochs."""
     seed: int | None = Field(default=None, ge=0)
-    """Of rollouts and curriculum; default: drawn."""
+    """The seed of rollouts and curriculum. Default: drawn."""
     max_exceptions: float = Field(default=0.1, ge=0)
-    """Failed rollouts of an epoch that are tolerated: a number, or a share if between 0 and 1."""
+    """Failed rollouts that an epoch tolerates: a number, or a share if between 0 and 1."""
 
 
-OF_TOOLKIT = Field(description="Of workflows that are registered with NVIDIA's toolkit.")
+OF_TOOLKIT = Field(description="For workflows that are registered with NVIDIA's toolkit.")
 OfToolkit: TypeAlias = Annotated[Fields, OF_TOOLKIT]
 
 
@@ -372,15 +375,15 @@ class Config(ToolkitSections):
     llms: dict[str, LLM] = {}
     """Language models by name, among them the policy."""
     workflow: Component
-    """What a rollout runs."""
+    """The function or program that a rollout runs."""
     eval: Eval
     """Rows, limits and evaluators."""
     trajectory_builders: dict[str, BuilderSection] = {}
-    """What samples an epoch, by name."""
+    """The parts that sample an epoch, by name."""
     trainer_adapters: dict[str, AdapterSection] = {}
-    """What trains on an epoch, by name."""
+    """The parts that train on an epoch, by name."""
     trainers: dict[str, TrainerSection] = {}
-    """What runs the epochs, by name."""
+    """The parts that run the epochs, by name."""
     finetuning: Finetuning
     """The run."""
 

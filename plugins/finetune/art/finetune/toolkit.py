@@ -1,7 +1,7 @@
 """Workflows and evaluators that are registered with NVIDIA's NeMo Agent toolkit (nvidia-nat-core and nvidia-nat-eval 1.9).
 
-A workflow is built once for a run, by the toolkit's own builder, with all sections of the file that only the toolkit knows. Its
-policy gets address, key and model of the run.
+The toolkit's own builder builds a workflow once for a run, with all sections of the file that only the toolkit knows. The
+workflow's policy gets the address, the key and the model of the run.
 """
 
 import contextlib
@@ -25,23 +25,23 @@ from art.finetune.workflows import WORKFLOW, Call, Workflow, current_function
 
 PACKAGES = ("nat.builder", "nat.plugins.eval")
 ROOT = "root"
-"""What the toolkit calls the place outside of all functions."""
+"""The toolkit's name for the level outside of all functions."""
 
 
 class Registered:
-    """The `_type`s that the toolkit knows. It imports its plugins when it is first asked."""
+    """The `_type`s that the toolkit knows. The first call of `names` imports the toolkit's plugins."""
 
     def names(self, kind: Kind) -> list[str]:
         if kind not in ("workflow", "evaluator"):
             return []
         registry = _registry()
-        found = registry.get_registered_functions() if kind == "workflow" else registry.get_registered_evaluators()
-        return sorted({name for each in found for name in (each.local_name, each.full_type)})
+        registered = registry.get_registered_functions() if kind == "workflow" else registry.get_registered_evaluators()
+        return sorted({name for info in registered for name in (info.local_name, info.full_type)})
 
 
 def find() -> Registered | None:
     """The toolkit, if both of its packages are installed."""
-    with contextlib.suppress(ModuleNotFoundError):  # of the package that they are in
+    with contextlib.suppress(ModuleNotFoundError):  # `find_spec` raises if a parent package such as `nat` is missing
         if all(importlib.util.find_spec(name) for name in PACKAGES):
             return Registered()
     return None
@@ -52,13 +52,13 @@ def _registry() -> Any:  # Any: the toolkit is installed in few environments
     from nat.cli.type_registry import GlobalTypeRegistry
     from nat.runtime.loader import PluginTypes, discover_and_register_plugins
 
-    logging.getLogger("nat").setLevel(logging.WARNING)  # at INFO it logs all of the file, with its keys
+    logging.getLogger("nat").setLevel(logging.WARNING)  # at INFO the toolkit logs the whole file, with its keys
     discover_and_register_plugins(PluginTypes.ALL)
     return GlobalTypeRegistry.get()
 
 
 def innermost_function() -> str:
-    """The innermost function around the current context: a block of `art.finetune.function`, or one of the toolkit."""
+    """The innermost function around the current context: a block of `art.finetune.function`, or a function of the toolkit."""
     own = current_function.get()
     if own != WORKFLOW or "nat.builder.context" not in sys.modules:
         return own
@@ -72,14 +72,17 @@ def innermost_function() -> str:
 async def building(
     config: Config, policy: str | None, model: art.TrainableModel
 ) -> AsyncGenerator[tuple[Workflow | None, dict[str, Evaluator]]]:
-    """The workflow and the evaluators of a file that are the toolkit's. Their policy is the model.
+    """The workflow and the evaluators of a file that belong to the toolkit, with `model` as their policy. The workflow is None if
+    it is not the toolkit's.
 
     Raises:
-        ValueError: the toolkit refuses its sections.
+        ValueError: the toolkit refuses a section.
     """
     has_workflow = components.is_of_toolkit("workflow", config.workflow.type)
     evaluators = {
-        name: each for name, each in config.eval.evaluators.items() if components.is_of_toolkit("evaluator", each.type)
+        name: section
+        for name, section in config.eval.evaluators.items()
+        if components.is_of_toolkit("evaluator", section.type)
     }
     if not has_workflow and not evaluators:
         yield None, {}
@@ -89,19 +92,19 @@ async def building(
     from nat.plugins.eval.runtime.builder import WorkflowEvalBuilder
     from nat.runtime.session import SessionManager
 
-    given = {section: _dump(getattr(config, section)) for section in (*TOOLKIT_SECTIONS, "llms")}
-    given = {section: value for section, value in given.items() if value}
+    sections = {name: _dump(getattr(config, name)) for name in (*TOOLKIT_SECTIONS, "llms")}
+    sections = {name: value for name, value in sections.items() if value}
     if policy is not None:
-        given["llms"][policy] |= {
+        sections["llms"][policy] |= {
             "base_url": model.inference_base_url,
             "api_key": model.inference_api_key or "default",
             "model_name": model.get_inference_name(),
         }
     if has_workflow:
-        given["workflow"] = _dump(config.workflow)
+        sections["workflow"] = _dump(config.workflow)
     general = {"max_concurrency": config.eval.general.max_concurrency}
-    given["eval"] = {"general": general, "evaluators": _dump(evaluators)}
-    checked = ToolkitConfig.model_validate(given)
+    sections["eval"] = {"general": general, "evaluators": _dump(evaluators)}
+    checked = ToolkitConfig.model_validate(sections)
     async with WorkflowEvalBuilder.from_config(checked) as builder:
         workflow = None
         if has_workflow:
@@ -114,12 +117,12 @@ def _dump(value: Any) -> Any:
     if isinstance(value, Component):
         return {"_type": value.type, **value.model_dump(exclude={"type"}, exclude_unset=True)}
     if isinstance(value, dict):
-        return {name: _dump(each) for name, each in value.items()}
+        return {name: _dump(entry) for name, entry in value.items()}
     return value
 
 
 def _workflow(sessions: Any) -> Workflow:
-    # Loaded by the build if nvidia-nat-profiler is installed.
+    # The build of the workflow loads this module if nvidia-nat-profiler is installed.
     profiler = sys.modules.get("nat.plugins.profiler.decorators.framework_wrapper")
 
     async def play(call: Call) -> Any:
@@ -128,7 +131,7 @@ def _workflow(sessions: Any) -> Workflow:
             session.run(call.row.question) as runner,
         ):
             # LangChain's profiler copies each conversation for steps that nothing here reads: a sixth of a rollout's CPU time.
-            # The runner has just restored it, from the context of the workflow's build.
+            # The runner has just restored the profiler, from the context of the workflow's build.
             if profiler is not None:
                 profiler.callback_handler_var.set(None)
             output = await runner.result()
@@ -150,8 +153,8 @@ def _evaluator(name: str, info: Any) -> Evaluator:
             output_obj=output,
             full_dataset_entry=dict(row.columns),
         )
-        found = await info.evaluate_fn(EvalInput(eval_input_items=[item]))
-        (result,) = found.eval_output_items
+        evaluation = await info.evaluate_fn(EvalInput(eval_input_items=[item]))
+        (result,) = evaluation.eval_output_items
         if result.error:
             raise ValueError(f"evaluator {name!r} failed: {result.error}")
         return result.score

@@ -54,12 +54,12 @@ class ArtTrainerAdapter(TrainerAdapter):
         return TrainingJobRef(trajectories.run_id)
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
-        """Follows the job's stream. `poll_interval` has no use.
+        """Follows the job's stream. `poll_interval` is not used.
 
         Raises:
             ArtConnectionError: no server answers.
         """
-        # matplotlib takes half a second to load, in which this process would be idle.
+        # Loads matplotlib for the plot, which takes half a second, while this process waits for the job.
         threading.Thread(target=importlib.import_module, args=("art.finetune.plot",)).start()
         try:
             result = await self._training
@@ -97,7 +97,7 @@ class ArtTrainer(Trainer):
                 await self._finish_epoch(status)
                 statuses.append(status)
                 continue
-            # The server answers a call with the same key with the job that failed.
+            # To a call with the same key the server would answer with the failed job. The next call has another key.
             folder.save(num_failed_jobs=folder.state.num_failed_jobs + 1, is_submitted=False)
             is_of_this_process = not any(row.split == "train" for row in folder.rollouts.values())
             if is_of_this_process or status.metadata.get("passes"):
@@ -128,11 +128,11 @@ class ArtTrainer(Trainer):
         meta: dict[str, Any] = {"epoch": epoch, "rows": self._rows_of(epoch), "step": run.folder.state.step}
         await self.builder.start_run(run_id, meta)
         self._sampled = sampled = replace(await self.builder.finalize(run_id, meta), meta=meta)
-        rewards = [[each.reward for each in group] for group in sampled.trajectories]
+        rewards = [[trajectory.reward for trajectory in group] for group in sampled.trajectories]
         chosen = curriculum.choose(run.curriculum, rewards, epoch, f"{run.seed}/{epoch}")
         least = min(2, run.config.builder.num_generations)
-        chosen = [each for each in chosen if len(each.trajectories) >= least]
-        selected = [_part_of(sampled.trajectories[each.group], each) for each in chosen]
+        chosen = [chosen_group for chosen_group in chosen if len(chosen_group.trajectories) >= least]
+        selected = [_part_of(sampled.trajectories[chosen_group.group], chosen_group) for chosen_group in chosen]
         self._chosen = chosen if _have_signal(selected) else []
         if not self._chosen:
             return None
@@ -140,7 +140,7 @@ class ArtTrainer(Trainer):
         return await self.adapter.submit(replace(sampled, trajectories=selected))
 
     def _rows_of(self, epoch: int) -> list[int]:
-        """The places of the rows that an epoch samples."""
+        """The indices of the rows that an epoch samples."""
         run = self.context
         if not curriculum.samples_all_rows(run.curriculum, epoch):
             expansion = run.folder.state.epochs[curriculum.last_expansion(run.curriculum, epoch)]
@@ -150,14 +150,14 @@ class ArtTrainer(Trainer):
         return list(range(len(run.rows)))
 
     async def _finish_epoch(self, status: TrainingJobStatus) -> None:
-        """Writes the epoch into the server's history and into the folder. After a kill in between the calls are repeated: a
-        step has one value of a metric, and one file of rollouts for each split."""
+        """Writes the epoch into the server's history and into the folder. After a kill in between, the calls are repeated without
+        harm: a step has one value of each metric, and one file of rollouts for each split."""
         run = self.context
         row = self._epoch_row(status)
         if row.avg_reward is not None:
             await run.model.log([], "epoch", metrics={"epoch/reward": row.avg_reward}, step=row.step)
-        trained = {each.group for each in self._chosen}
-        others = [group for place, group in enumerate(self._sampled.trajectories) if place not in trained]
+        trained = {chosen_group.group for chosen_group in self._chosen}
+        others = [group for index, group in enumerate(self._sampled.trajectories) if index not in trained]
         if left_out := [group for group in others if len(group)]:
             await run.model.log(left_out, "left_out", step=row.step)
         ended = {"step": None, "is_submitted": False, "num_failed_jobs": 0}
@@ -169,11 +169,11 @@ class ArtTrainer(Trainer):
 
     def _epoch_row(self, status: TrainingJobStatus) -> EpochRow:
         run, groups, meta = self.context, self._sampled.trajectories, self._sampled.meta
-        rewards = [each.reward for group in groups for each in group]
-        selected = [_part_of(groups[each.group], each) for each in self._chosen]
+        rewards = [trajectory.reward for group in groups for trajectory in group]
+        selected = [_part_of(groups[chosen_group.group], chosen_group) for chosen_group in self._chosen]
         trained = [group for group in selected if _trains(run.train_config, group)]
-        trained_rewards = [each.reward for group in trained for each in group]
-        # The server also leaves out what has no answer that can be trained.
+        trained_rewards = [trajectory.reward for group in trained for trajectory in group]
+        # The server also leaves out trajectories without an answer that can be trained.
         counts = status.metadata.get("num_trained", (len(trained_rewards), len(trained)))
         failures = Counter(reason_of_failure(failure) for group in groups for failure in group.exceptions)
         percentile = curriculum.percentile(run.curriculum, meta["epoch"])
@@ -181,30 +181,30 @@ class ArtTrainer(Trainer):
             "current_percentile": percentile,
             "last_expansion_epoch": curriculum.last_expansion(run.curriculum, meta["epoch"]),
             "total_groups": len(run.rows),
-            "included_groups": sorted(meta["rows"][each.group] for each in self._chosen),
+            "included_groups": sorted(meta["rows"][chosen_group.group] for chosen_group in self._chosen),
         }
         return EpochRow(
             epoch=meta["epoch"],
             run_id=self._sampled.run_id,
             **reward_figures(rewards),
             num_trajectories=len(rewards),
-            num_groups=sum(len(group) > 0 for group in groups),
+            num_groups=sum(1 for group in groups if len(group) > 0),
             filtered_trajectories=counts[0],
             filtered_groups=counts[1],
             **reward_figures(trained_rewards, "filtered_"),
             curriculum_percentile=percentile,
             curriculum_state=state if run.curriculum.enabled else None,
             step=status.metadata.get("step", meta["step"]),
-            num_without_signal=sum(len(group) > 0 and not is_informative(group) for group in groups),
+            num_without_signal=sum(1 for group in groups if len(group) > 0 and not is_informative(group)),
             num_failed=failures.total(),
             num_cut=sum(num_cut_answers(trajectory) for group in groups for trajectory in group),
             failures=dict(failures),
         )
 
     async def validate(self, epoch: int) -> None:
-        """Evaluates the model on the validation rows before an epoch, once. A failure is a row with its reason."""
+        """Evaluates the model once on the validation rows before an epoch. A failed validation becomes a row with the reason."""
         run = self.context
-        if not run.validation_rows or any(each.epoch == epoch for each in run.folder.state.validations):
+        if not run.validation_rows or any(validation.epoch == epoch for validation in run.folder.state.validations):
             return
 
         async def kept(
@@ -226,7 +226,7 @@ class ArtTrainer(Trainer):
             return trajectory
 
         try:
-            found = await art.evaluate(
+            evaluation = await art.evaluate(
                 run.model,
                 run.validation_agent.player(f"{run.folder.state.run_id}-val-{epoch}", run.seed, kept),
                 run.validation_rows,
@@ -244,28 +244,28 @@ class ArtTrainer(Trainer):
                 raise server_lost(run.model, error) from error
             row = ValidationRow(epoch=epoch, step=await run.model.get_step(), error=reason_of(error))
         else:
-            row = validation_row(epoch, found)
+            row = validation_row(epoch, evaluation)
         report_lost(run)
         run.folder.save(validations=[*run.folder.state.validations, row])
         say(f"validation before epoch {epoch + 1}: {row.error or f'reward {row.avg_reward:.4f}'}")
 
 
 def _part_of(group: art.TrajectoryGroup, chosen: Chosen) -> art.TrajectoryGroup:
-    """The chosen trajectories of a group. Its failures are those that a continued run knows, without their tracebacks: the same
-    key needs the same bytes."""
-    kept = [group.trajectories[place] for place in chosen.trajectories]
-    failures = [RolloutFailed(reason_of_failure(each)) for each in group.exceptions]
+    """The chosen trajectories of a group. Failures keep only their reasons, which a continued run knows too: a train call with the
+    same key has to have the same bytes."""
+    kept = [group.trajectories[index] for index in chosen.trajectories]
+    failures = [RolloutFailed(reason_of_failure(failure)) for failure in group.exceptions]
     return art.TrajectoryGroup(kept, exceptions=failures, metadata=group.metadata, metrics=group.metrics)
 
 
 def _trains(config: art.TrainConfig, group: art.TrajectoryGroup) -> bool:
-    """Whether the loss has a term for a group of an epoch with signal. Source: `art_server/process/shared/advantages.py`."""
+    """Whether the loss has a term for a group, in an epoch with signal. Source: `art_server/process/shared/advantages.py`."""
     has_other_terms = (config.beta > 0 and config.kl_in == "loss") or config.entropy_bonus > 0
     if has_other_terms or is_informative(group):
         return True
     if config.baseline != "none":
         return False
-    return config.scaling == "batch_std" or has_signal([0.0, *(each.reward for each in group)])
+    return config.scaling == "batch_std" or has_signal([0.0, *(trajectory.reward for trajectory in group)])
 
 
 def _have_signal(groups: list[art.TrajectoryGroup]) -> bool:

@@ -1,7 +1,8 @@
-"""Workflows: what a rollout runs. A Python function, or any program (`command`); `toolkit` has those of NVIDIA's toolkit.
+"""Workflows: what a rollout runs. A workflow is a Python function or any program (`command`). `toolkit` has the workflows of
+NVIDIA's toolkit.
 
-The requests of a function are captured in this process, whichever HTTP client sends them. A program, or a service that a
-function passes the rollout's address to, is captured by that address.
+The requests of a function are captured in this process, whichever HTTP client sends the requests. The requests of a program are
+captured by the rollout's address. A function can pass this address to a service.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from art.finetune.rows import Row
 from art.finetune.sections import LLM, Component
 
 WORKFLOW = "<workflow>"
-"""The name that calls outside of all functions have."""
+"""The function name of requests outside of all functions."""
 ERROR_CHARACTERS = 2000
 
 current_function: ContextVar[str] = ContextVar("current_function", default=WORKFLOW)
@@ -32,7 +33,7 @@ current_function: ContextVar[str] = ContextVar("current_function", default=WORKF
 
 @contextlib.contextmanager
 def function(name: str) -> Generator[None]:
-    """Requests inside this block are those of the function `name`, which `finetuning.target_functions` can list."""
+    """Requests inside this block belong to the function `name`, which `finetuning.target_functions` can list."""
     token = current_function.set(name)
     try:
         yield
@@ -42,7 +43,7 @@ def function(name: str) -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A model that a workflow can use: one of `llms`."""
+    """A model that a workflow can use: an entry of `llms`."""
 
     base_url: str | None
     api_key: str | None = field(repr=False)
@@ -66,12 +67,12 @@ Workflow: TypeAlias = Callable[[Call], Coroutine[Any, Any, Any]]
 
 
 def addresses(llms: Mapping[str, LLM], policy: str | None, model: art.TrainableModel) -> dict[str, Address]:
-    """The models of a file. The policy's has the address, the key and the name of the given model."""
-    found = {name: Address(llm.base_url, llm.api_key, llm.model_name, llm.fields()) for name, llm in llms.items()}
-    parameters = found[policy].parameters if policy in found else {}
+    """The models of a file, by name. The policy has the address, the key and the name of `model`."""
+    models = {name: Address(llm.base_url, llm.api_key, llm.model_name, llm.fields()) for name, llm in llms.items()}
+    parameters = models[policy].parameters if policy in models else {}
     key = model.inference_api_key or "default"
-    found[policy or "policy"] = Address(model.inference_base_url, key, model.get_inference_name(), parameters)
-    return found
+    models[policy or "policy"] = Address(model.inference_base_url, key, model.get_inference_name(), parameters)
+    return models
 
 
 def openai_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
@@ -80,10 +81,11 @@ def openai_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
 
 
 def make_workflow(section: Component, model: art.TrainableModel) -> Workflow:
-    """The workflow of a file, for a registered model. The variables are set before its module is imported.
+    """The workflow of a file, for a registered model. Sets the variables of `openai_variables`, and then imports the workflow's
+    module.
 
     Raises:
-        ValueError: its module cannot be imported.
+        ValueError: the module cannot be imported.
     """
     if section.type == "command":
         return _of_command(section.fields()["command"])
@@ -93,8 +95,8 @@ def make_workflow(section: Component, model: art.TrainableModel) -> Workflow:
 
 
 def unused_llm_fields(section: Component, llms: Mapping[str, LLM], policy: str | None) -> list[str]:
-    """What a workflow does not see of `llms`: all but the policy's address, key and model, unless it is a function that takes
-    `llms`."""
+    """The fields of `llms` that a workflow does not see. A function with a parameter `llms` sees all fields. Any other workflow
+    sees only the policy's address, key and model."""
     if section.type != "command" and "llms" in inspect.signature(components.load("workflow", section.type)).parameters:
         return []
     others = [f"llms.{name}" for name in llms if name != policy]
@@ -102,11 +104,11 @@ def unused_llm_fields(section: Component, llms: Mapping[str, LLM], policy: str |
     return [*others, *(f"llms.{policy}.{name}" for name in own)]
 
 
-def _of_function(given: Callable[..., Any]) -> Workflow:
-    """A function, async or plain, gets what its parameters name. A single parameter of another name gets the question. Plain
-    functions run in threads."""
-    is_async = components.is_async(given)
-    parameters = inspect.signature(given).parameters.values()
+def _of_function(user_function: Callable[..., Any]) -> Workflow:
+    """The workflow of a function, async or plain. The function gets the values that its parameters name. A single parameter of
+    another name gets the question. Plain functions run in threads."""
+    is_async = components.is_async(user_function)
+    parameters = inspect.signature(user_function).parameters.values()
 
     async def play(call: Call) -> Any:
         known: dict[str, Any] = {
@@ -117,21 +119,23 @@ def _of_function(given: Callable[..., Any]) -> Workflow:
             "seed": call.seed,
         }
         arguments: dict[str, Any] = {}
-        for each in parameters:
-            is_required = each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-            if each.name in known or is_required:
-                arguments[each.name] = known.get(each.name, call.row.question)
+        for parameter in parameters:
+            is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            is_required = parameter.default is parameter.empty and not is_variable
+            if parameter.name in known or is_required:
+                arguments[parameter.name] = known.get(parameter.name, call.row.question)
         if is_async:
-            return await given(**arguments)
-        output = await in_thread(functools.partial(given, **arguments))
+            return await user_function(**arguments)
+        output = await in_thread(functools.partial(user_function, **arguments))
         return await output if inspect.isawaitable(output) else output
 
     return play
 
 
 def _of_command(command: str | list[str]) -> Workflow:
-    """A program gets the row as JSON on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL
-    and ART_SEED. The output is what it prints. If it takes too long, it ends with all its children."""
+    """The workflow of a program. The program gets the row as JSON on standard input, and OPENAI_BASE_URL, OPENAI_API_KEY,
+    OPENAI_MODEL and ART_SEED in its environment. The output is the text that the program prints. A program that takes too long is
+    killed with all its children."""
     arguments = shlex.split(command) if isinstance(command, str) else command
 
     async def play(call: Call) -> str:
@@ -149,11 +153,11 @@ def _of_command(command: str | list[str]) -> Workflow:
         )
         try:
             process = await asyncio.shield(starting)
-            given = json.dumps(call.row.columns, ensure_ascii=False, default=str).encode()
-            output, errors = await process.communicate(given)
+            row_json = json.dumps(call.row.columns, ensure_ascii=False, default=str).encode()
+            output, errors = await process.communicate(row_json)
         finally:  # also if this call was cancelled while the program started
             process = await starting
-            with contextlib.suppress(ProcessLookupError):  # all of them have ended
+            with contextlib.suppress(ProcessLookupError):  # the program and all its children have ended
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         if process.returncode:

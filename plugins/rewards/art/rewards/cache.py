@@ -14,7 +14,7 @@ MAX_IN_MEMORY = 1_000
 
 
 class AnswerCache:
-    """Texts by digest. With a folder, each is also a file DIGEST.json, which is complete or absent."""
+    """Texts by digest. With a folder, each text is also a file DIGEST.json, which is complete or absent."""
 
     def __init__(self, folder: str | Path | None) -> None:
         self._folder = None if folder is None else Path(folder)
@@ -42,7 +42,7 @@ class AnswerCache:
 def _read(file: Path) -> str | None:
     try:
         return str(json.loads(file.read_bytes())["answer"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # absent, or not ours
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # the file is absent, or not ours
         return None
 
 

@@ -1,4 +1,5 @@
-"""Checks of an answer's text. Each returns 1.0 or 0.0 and raises for a wrong check, never for a wrong answer."""
+"""Checks of an answer's text. Each function returns 1.0 or 0.0 and raises for a wrong check, such as an invalid pattern, never
+for a wrong answer."""
 
 import importlib
 import json
@@ -16,10 +17,10 @@ FENCE = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
 def exact_match(answer: str | None, expected: str, *, ignore_case: bool = False) -> float:
     """1.0 if the answer is `expected`, apart from white space at both ends."""
-    given, wanted = (answer or "").strip(), expected.strip()
+    text, wanted = (answer or "").strip(), expected.strip()
     if ignore_case:
-        given, wanted = given.casefold(), wanted.casefold()
-    return float(given == wanted)
+        text, wanted = text.casefold(), wanted.casefold()
+    return 1.0 if text == wanted else 0.0
 
 
 def number_match(answer: str | None, expected: float | str, *, absolute: float = 1e-9, relative: float = 1e-6) -> float:
@@ -35,7 +36,8 @@ def number_match(answer: str | None, expected: float | str, *, absolute: float =
     if wanted is None or not math.isfinite(wanted):
         raise ValueError(f"{expected!r} has no finite number to compare with")
     number = _last_number(answer or "")
-    return float(number is not None and math.isclose(number, wanted, rel_tol=relative, abs_tol=absolute))
+    is_close = number is not None and math.isclose(number, wanted, rel_tol=relative, abs_tol=absolute)
+    return 1.0 if is_close else 0.0
 
 
 def _last_number(text: str) -> float | None:
@@ -49,7 +51,7 @@ def regex_match(answer: str | None, pattern: str | re.Pattern[str]) -> float:
     Raises:
         re.error: the pattern is not a regular expression.
     """
-    return float(re.fullmatch(pattern, (answer or "").strip()) is not None)
+    return 1.0 if re.fullmatch(pattern, (answer or "").strip()) else 0.0
 
 
 def json_match(answer: str | None, schema: Mapping[str, Any] | None = None) -> float:
@@ -65,7 +67,7 @@ def json_match(answer: str | None, schema: Mapping[str, Any] | None = None) -> f
         value = json.loads(fences[0] if len(fences) == 1 else text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return 0.0
-    return float(schema is None or fits_schema(value, schema))
+    return 1.0 if schema is None or fits_schema(value, schema) else 0.0
 
 
 def _refuse(constant: str) -> None:
@@ -75,7 +77,7 @@ def _refuse(constant: str) -> None:
 def fits_schema(value: Any, schema: Mapping[str, Any]) -> bool:  # Any: JSON
     """Whether a value fits a JSON schema (draft 2020-12 unless the schema names another)."""
     try:
-        jsonschema: Any = importlib.import_module("jsonschema")  # an extra; Any: it has no types
+        jsonschema: Any = importlib.import_module("jsonschema")  # an extra; Any: the package has no types
     except ModuleNotFoundError as error:
         raise ImportError(
             "json_match with a schema needs jsonschema: pip install 'agent-reinforcement-trainer[rewards]'"

@@ -37,14 +37,14 @@ PROVIDERS = {
     "openrouter": ("https://openrouter.ai/api/v1", "OPENROUTER_API_KEY"),
     "wandb": ("https://api.inference.wandb.ai/v1", "WANDB_API_KEY"),
 }
-"""Of the names PROVIDER/MODEL, as LiteLLM writes them: the address, and the variable with the key."""
+"""For names PROVIDER/MODEL, as LiteLLM writes them: the provider's address, and the environment variable with the key."""
 SETTINGS = ("base_url", "api_key", "timeout", "max_retries")
 ALIASES = {"api_base": "base_url", "num_retries": "max_retries"}
 """Keys of `extra_litellm_params` that are not fields of the request's body."""
 MAX_SHOWN, MAX_REPEATED = 300, 4_000
-"""Characters of an endpoint's error message, and of an unusable answer in the second request."""
+"""Number of characters that are kept of an endpoint's error message, and of an unusable answer in the second request."""
 MAX_JUDGES = 64
-"""Kept for later calls with the same model and options."""
+"""Number of judges that are kept for later calls with the same model and options."""
 
 
 class JudgeError(ArtError):
@@ -67,17 +67,17 @@ class _Call:
 class Judge:
     """A judge with its own settings, for `ruler` and `ruler_score_group`.
 
-    The first usable answer to a prompt is kept in memory, in `cache_dir` also as a file, and not requested again. Those
-    of a trainable model are not kept, because its weights change.
+    The first usable answer to a prompt is kept in memory, with `cache_dir` also as a file, and is not requested again.
+    Answers of a trainable model are not kept, because the model's weights change.
 
     Raises:
-        ValueError: the judge has no address or no key, or a setting does not fit it.
+        ValueError: the judge has no address or no key, or a setting does not fit the judge.
     """
 
     model: str | Model | JudgeFunction
     """The name of a model at `base_url`; "openai/MODEL" or "MODEL" at OpenAI, with the key OPENAI_API_KEY;
-    "openrouter/MODEL" or "wandb/MODEL" there, with OPENROUTER_API_KEY or WANDB_API_KEY; an `art.Model`; or an async
-    function from messages to the answer's text."""
+    "openrouter/MODEL" or "wandb/MODEL" at these providers, with OPENROUTER_API_KEY or WANDB_API_KEY; an `art.Model`; or an
+    async function from messages to the answer's text."""
     base_url: str | None = None
     api_key: str | None = None
     timeout: float | None = None
@@ -88,19 +88,19 @@ class Judge:
     requests_per_minute: float = math.inf
     """Requests start at equal intervals, and `max_concurrent` run at a time in each event loop."""
     prices: tuple[float, float] | None = None
-    """Of a million prompt tokens, and of a million completion tokens."""
+    """The price of a million prompt tokens, and the price of a million completion tokens."""
     cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
         if self.max_concurrent < 1 or not self.requests_per_minute > 0:
             raise ValueError("max_concurrent is at least 1, and requests_per_minute is above 0")
         self.endpoint: Model | None = None
-        of_model = (self.base_url, self.api_key, self.timeout, self.max_retries, self.options)
+        endpoint_settings = (self.base_url, self.api_key, self.timeout, self.max_retries, self.options)
         model: Any = self.model  # Any: pyright takes a function for a Model of unknown type
         if isinstance(model, str | Model):
             named = cast("str | Model[Any]", model)
             self.endpoint = _to_endpoint(named, self.base_url, self.api_key)
-        elif any((*of_model, self.prices, self.cache_dir)):
+        elif any((*endpoint_settings, self.prices, self.cache_dir)):
             raise ValueError("a judge that is a function has only limits: no address, options, files")
         self._takes_schema = "response_format" not in self.options
         self._slots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
@@ -109,7 +109,7 @@ class Judge:
 
     @property
     def name(self) -> str:
-        """The judge in messages."""
+        """The judge's name in messages."""
         if self.endpoint is None:
             return repr(getattr(self.model, "__qualname__", type(self.model).__name__))
         host = urlsplit(self.endpoint.inference_base_url or "").netloc
@@ -126,7 +126,7 @@ class Judge:
         call = _Call(self.endpoint and self.endpoint._detached(), ids, is_shown)  # pyright: ignore[reportPrivateUsage]
         try:
             with no_capture():  # a policy that judges does not continue its rollout
-                return await run_all(self._ask_one(call, each) for each in prompts), call.tokens
+                return await run_all(self._ask_one(call, prompt) for prompt in prompts), call.tokens
         finally:
             if call.endpoint is not None:
                 await call.endpoint.close()
@@ -147,9 +147,9 @@ class Judge:
                 verdicts = read_scores(text, call.ids)
             except ValueError as error:
                 problem = str(error)
-                said = {"role": "assistant", "content": text[:MAX_REPEATED] or "(nothing)"}
-                wrong = f"This answer is not usable: {problem}. Answer again, with JSON only."
-                messages = [*prompt, said, {"role": "user", "content": wrong}]
+                answer = {"role": "assistant", "content": text[:MAX_REPEATED] or "(nothing)"}
+                correction = f"This answer is not usable: {problem}. Answer again, with JSON only."
+                messages = [*prompt, answer, {"role": "user", "content": correction}]
             else:
                 if not getattr(self.model, "trainable", False):
                     await self._cache.put(digest, text)
@@ -171,20 +171,20 @@ class Judge:
             with suppress(_RefusedError):
                 return await self._post(call, call.endpoint, messages, form)
         text = await self._post(call, call.endpoint, messages, {})
-        self._takes_schema = False  # if it was refused, then for nothing else
+        self._takes_schema = False  # the same request without a schema was accepted
         return text
 
     async def _post(self, call: _Call, endpoint: Model, messages: Messages, form: dict[str, Any]) -> str:
         # Imported here, because importing openai takes most of a second.
         from openai import APIStatusError, OpenAIError
 
-        given = {"timeout": self.timeout, "max_retries": self.max_retries}
-        limits: dict[str, Any] = {name: each for name, each in given.items() if each is not None}
-        chat: Any = endpoint.openai_client().with_options(**limits).chat.completions
+        limits = {"timeout": self.timeout, "max_retries": self.max_retries}
+        options: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
+        chat: Any = endpoint.openai_client().with_options(**options).chat.completions
         name, body = endpoint.inference_model_name, form | dict(self.options)
         try:
             async with self._turn():
-                create = chat.with_raw_response.create  # raw: openai would not validate the answer
+                create = chat.with_raw_response.create  # raw, because openai does not validate the answer
                 answer = await create(model=name, messages=messages, extra_body=body)
             completion = json.loads(answer.http_response.content)
         except APIStatusError as error:
@@ -192,7 +192,7 @@ class Judge:
             reason = self._without_key(error.message)[:MAX_SHOWN]
             is_temporary = error.status_code == 429 or error.status_code >= 500
             raise self._error(f"answered: {reason}", kind, retryable=is_temporary) from None
-        except OpenAIError as error:  # the text of its cause can contain the key
+        except OpenAIError as error:  # the text of the error's cause can contain the key
             reason = type(error.__cause__ or error).__name__
             raise self._error(f"did not answer ({reason})", retryable=True) from None
         except (ValueError, RecursionError):
@@ -223,7 +223,7 @@ class Judge:
 
 
 def _to_endpoint(model: str | Model, base_url: str | None, api_key: str | None) -> Model:
-    """The judge's address, key and name there, as a model with its own client."""
+    """The judge's address, key and name at the address, as a model with its own client."""
     if isinstance(model, Model):
         name = model.get_inference_name()
         base_url, api_key = base_url or model.inference_base_url, api_key or model.inference_api_key
@@ -241,7 +241,7 @@ def _to_endpoint(model: str | Model, base_url: str | None, api_key: str | None) 
 
 
 def _of_provider(model: str, api_key: str | None) -> tuple[str, str | None, str | None]:
-    """The name, address and key of a model that is named PROVIDER/NAME, or NAME for OpenAI's."""
+    """The name, address and key of a model that is named PROVIDER/NAME, or NAME at OpenAI."""
     provider, _, rest = model.partition("/")
     if not rest:
         provider = "openai"
@@ -257,7 +257,7 @@ def _of_provider(model: str, api_key: str | None) -> tuple[str, str | None, str 
 
 
 def _name_there(model: str) -> str:
-    """A model's name at its address; LiteLLM puts the kind of endpoint before it."""
+    """A model's name without the kind of endpoint, which LiteLLM puts before: 'hosted_vllm/qwen' -> 'qwen'."""
     provider, _, rest = model.partition("/")
     return rest if rest and provider in ("openai", "hosted_vllm") else model
 
@@ -266,9 +266,9 @@ _judges: OrderedDict[Hashable, Judge] = OrderedDict()
 
 
 def to_judge(model: JudgeModel, extra_params: Mapping[str, Any] | None) -> Judge:
-    """The judge, the same one for the same model and options, so that calls share its limits and its cache."""
-    params = {name: each for name, each in (extra_params or {}).items() if each is not None}
-    options = {ALIASES.get(name, name): each for name, each in params.items()}
+    """The judge for a model and options. Calls with the same model and options share a judge, its limits and its cache."""
+    params = {name: value for name, value in (extra_params or {}).items() if value is not None}
+    options = {ALIASES.get(name, name): value for name, value in params.items()}
     if isinstance(model, Judge):
         if options:
             raise ValueError("pass these options to Judge(...): its settings do not change")

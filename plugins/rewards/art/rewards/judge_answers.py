@@ -1,7 +1,7 @@
 """Reads a judge's answer, {"scores": {ID: {"explanation", "score"}}}, with one number for each id.
 
 Judges add thinking, prose and Markdown, and quote trajectories that imitate an answer. So an answer counts only if it
-contains one such object. The ValueErrors tell the judge what is wrong.
+contains exactly one such object. The ValueErrors tell the judge what is wrong.
 """
 
 import json
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, cast
 from art_protocol.display import Short
 
 MAX_CHARACTERS, MAX_STARTS = 200_000, 1_000
-"""Of an answer without its thinking: its length, and the brackets at which JSON may begin. Reading costs at most Python's
-recursion limit at each of these."""
+"""Limits on an answer without its thinking: the length, and the number of brackets at which JSON may begin. At each bracket,
+reading costs at most Python's recursion limit."""
 LARGEST = 1e6
-"""A score beyond it, an infinite one or NaN is no score. What lies between it and 1 is clamped."""
+"""A score outside of -LARGEST to LARGEST, or NaN, makes the answer unusable. Inside, a score below 0 or above 1 is clamped."""
 START = re.compile(r"[{\[]")
 
 
@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
 
 
 def schema_of(ids: Sequence[str]) -> dict[str, Any]:
-    """The JSON schema of an answer. A grammar made of it allows each id once, and no score above 1."""
+    """The JSON schema of an answer. A grammar that is made of the schema allows each id once, and no score above 1."""
     score = {"type": "number", "minimum": 0, "maximum": 1}
     verdict = _object({"explanation": {"type": "string"}, "score": score})
     return _object({"scores": _object(dict.fromkeys(ids, verdict))})
@@ -44,41 +44,42 @@ def read_scores(text: str, ids: Sequence[str]) -> list[Verdict]:
     Raises:
         ValueError: the answer does not have exactly one finite number for each id.
     """
-    found = [each["scores"] for each in _json_values(text) if get(each, "scores") is not None]
-    if len(found) != 1:
-        raise ValueError(f'it contains {len(found) or "no"} JSON objects with "scores", not one')
+    candidates = [value["scores"] for value in _json_values(text) if get(value, "scores") is not None]
+    if len(candidates) != 1:
+        raise ValueError(f'it contains {len(candidates) or "no"} JSON objects with "scores", not one')
+    scores: Any = candidates[0]
     pairs: list[tuple[str, Any]] = []
-    if isinstance(found[0], dict):
-        pairs = list(cast(dict[str, Any], found[0]).items())
-    elif isinstance(found[0], list):
-        for each in cast(list[Any], found[0]):
-            key = get(each, "trajectory_id")
-            pairs.append((str(key) if isinstance(key, str | int) else "?", each))
-    given = [key for key, _ in pairs]
-    if sorted(given) != sorted(ids):
-        raise ValueError(f"its ids are {Short(given)!r}, not {Short(list(ids))!r}")
+    if isinstance(scores, dict):
+        pairs = list(cast(dict[str, Any], scores).items())
+    elif isinstance(scores, list):
+        for entry in cast(list[Any], scores):
+            key = get(entry, "trajectory_id")
+            pairs.append((str(key) if isinstance(key, str | int) else "?", entry))
+    keys = [key for key, _ in pairs]
+    if sorted(keys) != sorted(ids):
+        raise ValueError(f"its ids are {Short(keys)!r}, not {Short(list(ids))!r}")
     verdicts = {key: _to_verdict(key, value) for key, value in pairs}
-    return [verdicts[each] for each in ids]
+    return [verdicts[trajectory_id] for trajectory_id in ids]
 
 
 def _json_values(text: str) -> list[Any]:
     """The JSON objects and lists in a text, in order: alone, in prose, in Markdown, behind "</think>"."""
-    if not START.match(text.lstrip()):  # otherwise the tag is a part of an explanation
+    if not START.match(text.lstrip()):  # in an answer that begins with JSON, the tag is part of an explanation
         before, tag, after = text.partition("</think>")
         text = after if tag else before.partition("<think>")[0]
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"it has more than {MAX_CHARACTERS:,} characters")
     # Not strict: grammars let judges write line breaks and control characters in strings.
     decoder = json.JSONDecoder(object_pairs_hook=_without_repeated_keys, strict=False)
-    found: list[Any] = []
+    values: list[Any] = []
     position = 0
     for _ in range(MAX_STARTS):
         start = START.search(text, position)
         if start is None:
-            return found
+            return values
         try:
             value, position = decoder.raw_decode(text, start.start())
-            found.append(value)
+            values.append(value)
         except (ValueError, RecursionError):
             position = start.end()
     raise ValueError(f"it has more than {MAX_STARTS:,} brackets")
@@ -99,7 +100,7 @@ def _to_verdict(key: str, value: Any) -> Verdict:
 
 
 def get(value: Any, *path: str | int) -> Any:
-    """What JSON has at a path of names and positions; None if it has nothing there."""
+    """The part of a JSON value at a path of names and positions, None if there is none: `get({"a": [3]}, "a", 0)` is 3."""
     for key in path:
         if isinstance(value, dict):
             value = cast(dict[Any, Any], value).get(key)

@@ -1,6 +1,6 @@
 """Rewards by a judge that compares the trajectories of a group, all at once or in pairs.
 
-Names and results are those of ART's `art.rewards.ruler`. The text of a trajectory cannot close its tag.
+Names and results are as in ART's `art.rewards.ruler`. The text of a trajectory cannot close the tag around the trajectory.
 """
 
 import itertools
@@ -53,7 +53,7 @@ each trajectory's id: {{"scores": {{"1": {{"explanation": "why, in a sentence", 
 
 
 class TrajectoryScore(BaseModel):
-    """A judge's score of one trajectory, from 0 to 1. The id is its position in the request, from "1"."""
+    """A judge's score of one trajectory, from 0 to 1. The id is the trajectory's position in the request, from "1"."""
 
     trajectory_id: str
     explanation: str
@@ -72,22 +72,23 @@ async def ruler(
 ) -> list[TrajectoryScore]:
     """A score for each conversation, in order. Equal conversations are judged once.
 
-    "listwise" requests the scores of all in one answer. "pairwise", for weak judges, requests those of two at a time, in
-    both orders; the higher one wins, and the score is (wins + ties / 2) / comparisons, 0.5 without a comparison.
+    "listwise" requests the scores of all conversations in one answer. "pairwise", for weak judges, requests the scores of
+    two conversations at a time, in both orders. The higher score wins; a conversation's result is
+    (wins + ties / 2) / comparisons, or 0.5 without a comparison.
     `extra_litellm_params` has base_url or api_base, api_key, timeout, max_retries, and fields of the request's body.
     `debug` prints the judge's answers on stderr.
 
     Raises:
-        ValueError: the judge has no address or no key, or the options do not fit it.
+        ValueError: the judge has no address or no key, or the options do not fit the judge.
         JudgeError: the judge does not answer, or two answers are unusable.
     """
     _check_mode(mode)
     judge = to_judge(judge_model, extra_litellm_params)
-    trajectories = [Trajectory(messages_and_choices=list(each)) for each in message_lists]
+    trajectories = [Trajectory(messages_and_choices=list(messages)) for messages in message_lists]
     verdicts, _ = await _judge(trajectories, judge, rubric, tools or [], mode, debug)
     return [
-        TrajectoryScore(trajectory_id=str(number), explanation=each.explanation, score=each.score)
-        for number, each in enumerate(verdicts, 1)
+        TrajectoryScore(trajectory_id=str(number), explanation=verdict.explanation, score=verdict.score)
+        for number, verdict in enumerate(verdicts, 1)
     ]
 
 
@@ -115,7 +116,7 @@ async def ruler_score_group(
     """
     _check_mode(mode)
     judge = to_judge(judge_model, extra_litellm_params)
-    histories = [history for each in group for history in (each, *each.additional_histories)]
+    histories = [history for trajectory in group for history in (trajectory, *trajectory.additional_histories)]
     tools = [tool for history in histories for tool in history.tools or []]
     try:
         with contained("the judge"):
@@ -125,7 +126,7 @@ async def ruler_score_group(
             raise
         logger.warning("a group is left out, the judge failed: %s: %s", type(error).__name__, error_text(error))
         return None
-    scored = [_with_score(*each) for each in zip(group, verdicts, strict=True)]
+    scored = [_with_score(trajectory, verdict) for trajectory, verdict in zip(group, verdicts, strict=True)]
     update = {"trajectories": scored, "exceptions": [*group.exceptions], "logs": [*group.logs]}
     update |= {"metrics": group.metrics | metrics, "metadata": {**group.metadata}}
     return group.model_copy(update=update)
@@ -149,7 +150,7 @@ async def _judge(
     trajectories: list[Trajectory], judge: Judge, rubric: str, tools: Tools, mode: Mode, debug: bool
 ) -> tuple[list[Verdict], dict[str, float]]:
     """A verdict from 0 to 1 for each trajectory, in order, and the metrics of the group."""
-    conversations = [_to_conversation(each) for each in trajectories]
+    conversations = [_to_conversation(trajectory) for trajectory in trajectories]
     distinct = list(dict.fromkeys(conversations))
     subsets = [tuple(range(len(distinct)))] if distinct else []
     if mode == "pairwise":
@@ -160,7 +161,7 @@ async def _judge(
         prompts.append(_make_prompt([distinct[number] for number in numbers], rubric, known_tools))
     ids = [str(number) for number in range(1, len(subsets[0]) + 1)] if subsets else []
     answers, tokens = await judge.ask(prompts, ids, is_shown=debug)
-    metrics: dict[str, float] = {f"ruler_{kind}_tokens": each for kind, each in tokens.items()}
+    metrics: dict[str, float] = {f"ruler_{kind}_tokens": count for kind, count in tokens.items()}
     if tokens and judge.prices is not None:
         amounts = map(operator.mul, tokens.values(), judge.prices)
         metrics["ruler_cost"] = sum(amounts) / 1_000_000
@@ -172,24 +173,30 @@ async def _judge(
             metrics["ruler_clamped"] = num_clamped
             logger.warning("judge %s: %d scores outside [0, 1] clamped", judge.name, num_clamped)
     by_conversation = dict(zip(distinct, verdicts, strict=True))
-    return [by_conversation[each] for each in conversations], metrics
+    return [by_conversation[conversation] for conversation in conversations], metrics
 
 
-def _clamp(given: Iterable[Verdict]) -> tuple[list[Verdict], int]:
-    """The verdicts with scores from 0 to 1, and how many of them were outside."""
-    verdicts: list[Verdict] = []
-    num_clamped = 0
-    for verdict in given:
+def _clamp(verdicts: Iterable[Verdict]) -> tuple[list[Verdict], int]:
+    """The verdicts with scores from 0 to 1, and how many scores were outside."""
+    clamped: list[Verdict] = []
+    num_outside = 0
+    for verdict in verdicts:
         score = min(max(verdict.score, 0.0), 1.0)
-        num_clamped += score != verdict.score
-        verdicts.append(verdict._replace(score=score))
-    return verdicts, num_clamped
+        if score != verdict.score:
+            num_outside += 1
+        clamped.append(verdict._replace(score=score))
+    return clamped, num_outside
 
 
 def _pairs(size: int) -> list[tuple[int, ...]]:
     """The pairs to compare, in both orders: a judge can prefer a position."""
-    pairs = [(i, j) for j in range(size) for i in range(j) if min(j - i, size - j + i) <= DISTANCE]
-    return [*pairs, *((j, i) for i, j in pairs)]
+    pairs: list[tuple[int, int]] = []
+    for second in range(size):
+        for first in range(second):
+            distance = second - first
+            if min(distance, size - distance) <= DISTANCE:
+                pairs.append((first, second))
+    return [*pairs, *((second, first) for first, second in pairs)]
 
 
 def _shares_of_wins(
@@ -197,18 +204,21 @@ def _shares_of_wins(
 ) -> list[Verdict]:
     won: list[list[float]] = [[] for _ in range(number)]
     for pair, (first, second) in zip(pairs, answers, strict=True):
-        share = 0.5 if first.score == second.score else float(first.score > second.score)
+        if first.score == second.score:
+            share = 0.5
+        else:
+            share = 1.0 if first.score > second.score else 0.0
         won[pair[0]].append(share)
         won[pair[1]].append(1 - share)
-    texts = [f"won {sum(each):g} of {len(each)} comparisons" for each in won]
-    shares = [sum(each) / len(each) if each else 0.5 for each in won]
-    return list(map(Verdict, shares, texts))
+    texts = [f"won {sum(shares):g} of {len(shares)} comparisons" for shares in won]
+    means = [sum(shares) / len(shares) if shares else 0.5 for shares in won]
+    return list(map(Verdict, means, texts))
 
 
 def _make_prompt(conversations: Sequence[Transcript], rubric: str, tools: Transcript) -> list[dict[str, Any]]:
     """The messages that request a score for each conversation, under the ids "1", "2"..."""
     are_equal = [len(set(column)) == 1 for column in zip(*conversations, strict=False)]
-    # Of each conversation, at least the last message is not context.
+    # At least the last message of each conversation is not context.
     num_common = [*are_equal[:-1], False].index(False) if len(conversations) > 1 else 0
     parts = [_tagged("context", conversations[0][:num_common])] if num_common else []
     parts += [_tagged("available_tools", tools)] if tools else []
@@ -234,7 +244,7 @@ def _to_conversation(trajectory: Trajectory) -> Transcript:
 
 
 def _to_json(value: Any) -> str:
-    """JSON without "<", so that no tag begins or ends in it, and without characters that UTF-8 cannot write."""
+    """JSON without "<", so that no tag begins or ends in the text, and without characters that UTF-8 cannot write."""
     shown = _without_media(to_jsonable_python(value, fallback=str))
     text = json.dumps(shown, ensure_ascii=False).replace("<", "\\u003c")
     return text.encode(errors="backslashreplace").decode()
@@ -242,11 +252,11 @@ def _to_json(value: Any) -> str:
 
 def _without_media(value: Any) -> Any:
     if isinstance(value, list):
-        return [_without_media(each) for each in cast(list[Any], value)]
+        return [_without_media(entry) for entry in cast(list[Any], value)]
     if not isinstance(value, dict):
         return value
     part = cast(dict[str, Any], value)
     kind = part.get("type")
     if isinstance(kind, str) and MEDIA.search(kind):
         return {"type": kind, "omitted": True}
-    return {name: _without_media(each) for name, each in part.items()}
+    return {name: _without_media(content) for name, content in part.items()}

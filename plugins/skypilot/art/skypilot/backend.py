@@ -30,7 +30,7 @@ SERVER_PORT = 7623
 READ_KEY = "cat art/api-key"
 """Prints the API key, which the task's `run` wrote to this file."""
 SKY = [sys.executable, "-c", "from sky.cli import cli; cli()"]
-"""SkyPilot's command line. Its Python interface cannot write an entry to ~/.ssh/config, nor stop following a log."""
+"""SkyPilot's command line. SkyPilot's Python interface cannot write an entry to ~/.ssh/config, nor stop following a log."""
 ENDED = ("SUCCEEDED", "FAILED", "FAILED_SETUP", "FAILED_DRIVER", "CANCELLED")
 """The job statuses in which no server runs."""
 
@@ -73,7 +73,7 @@ class SkyPilotBackend(Backend):
         trackers: Sequence[str] = (),
         on_step: OnStep | None = None,
     ) -> Self:
-        """Launches the cluster, or connects to the existing one of this name, and returns when its server answers.
+        """Launches the cluster, or connects to the existing cluster of this name, and returns when the server answers.
 
         `gpu` is a name such as "H100" or "H100:2". `resources` (sky.Resources) replaces the resources in sky.yaml. The
         server is installed from the checkout in the folder `art_version`, else from the checkout of this client, else
@@ -81,10 +81,11 @@ class SkyPilotBackend(Backend):
         secrets. `force_restart` ends a running server and starts a new one. `start_timeout_seconds` limits installing
         and starting, not the search for a machine. `trackers` and `on_step` work as in `Backend`.
 
-        If the call fails, a machine that it rented is given back, and one that it restarted is stopped again.
+        If the call fails, a machine that the call rented is given back, and a machine that the call restarted is stopped
+        again.
 
         Raises:
-            ImportError: SkyPilot is not installed. Its own exceptions are raised unchanged.
+            ImportError: SkyPilot is not installed. SkyPilot's own exceptions are raised unchanged.
             ArtError: the server does not start.
         """
         backend = cls(cluster_name, trackers=trackers, on_step=on_step)
@@ -100,7 +101,7 @@ class SkyPilotBackend(Backend):
             if job is None:
                 logger.info("cluster '%s': launching", cluster_name)
                 job = await backend._launch(task, tail_logs)
-                backend._connection.api_key = key  # /health has its details for callers with a key
+                backend._connection.api_key = key  # /health shows details only to callers with a key
             await backend._open_tunnel()
             await backend._wait_until_ready(job, start_timeout_seconds, tail_logs)
             if not is_new:
@@ -182,8 +183,8 @@ class SkyPilotBackend(Backend):
         Raises:
             ArtError: the job has ended, or the engine has failed.
         """
-        found = (await self._run_sky(self._sky.job_status, self._cluster_name, [job]))[job]
-        status = "PENDING" if found is None else found.value
+        job_status = (await self._run_sky(self._sky.job_status, self._cluster_name, [job]))[job]
+        status = "PENDING" if job_status is None else job_status.value
         if status in ENDED:
             raise ArtError(
                 f"art-server on cluster '{self._cluster_name}' ended: {status}.\n{await self._fetch_log_tail(job)}"
@@ -207,7 +208,8 @@ class SkyPilotBackend(Backend):
         return records[0]["status"].value if records else None
 
     async def _find_usable_job(self, before: str | None, force_restart: bool) -> int | None:
-        """The job of the server to connect to; None if a server must be started. Ends a server that is not wanted."""
+        """The job of the server to connect to; None if a server must be started. With `force_restart`, ends a server that
+        runs."""
         job = await self._find_server_job() if before == "UP" else None
         if job is not None and force_restart:
             await self._run_sky(self._sky.cancel, self._cluster_name, job_ids=[job])
@@ -216,7 +218,7 @@ class SkyPilotBackend(Backend):
         return job
 
     async def _find_server_job(self) -> int | None:
-        """The id of the job whose server runs or is being installed; None if there is none."""
+        """The id of the job whose server runs or is being installed; None without such a job."""
         jobs = await self._run_sky(self._sky.queue, self._cluster_name, skip_finished=True, all_users=True)
         return next((job["job_id"] for job in jobs if job["job_name"] == TASK_NAME), None)
 
@@ -243,7 +245,7 @@ class SkyPilotBackend(Backend):
     async def _after_failure(
         self, before: str | None, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        """Undoes a launch that failed or was interrupted, and adds a note about it to the error."""
+        """Undoes a launch that failed or was interrupted, and adds a note about the cluster to the error."""
         if error is not None:
             await self.close()
             error.add_note(await self._undo(before))

@@ -1,4 +1,4 @@
-"""The task that SkyPilot runs: sky.yaml with the program's settings. `sky launch scripts/sky.yaml` reads it too."""
+"""The task that SkyPilot runs: sky.yaml with the program's settings. `sky launch scripts/sky.yaml` reads the file too."""
 
 import importlib
 import logging
@@ -15,7 +15,7 @@ DISTRIBUTION = "agent-reinforcement-trainer"
 
 
 def import_sky() -> Any:
-    """SkyPilot's package. Its type is `Any`, because it is an optional extra.
+    """SkyPilot's package. The type is `Any`, because SkyPilot is an optional extra.
 
     Raises:
         ImportError: SkyPilot is not installed; the message contains the command that installs it.
@@ -48,7 +48,7 @@ def make_task(sky: Any, environment: dict[str, str], gpu: str | None, resources:
 
 
 def read_environment(path: str | os.PathLike[str] | None) -> dict[str, str]:
-    """The variables of a .env file; those without a value are left out."""
+    """The variables of a .env file. A variable without a value is left out."""
     if path is None:
         return {}
     dotenv = importlib.import_module("dotenv")  # a dependency of SkyPilot

@@ -18,7 +18,7 @@ SSH = shlex.split(
 
 
 PAUSE_SECONDS: float = 2  # as an integer, which every shell can sleep
-"""Between the end of a tunnel and the next one."""
+"""Pause between the end of a tunnel and the start of the next tunnel."""
 
 
 class Tunnel:
@@ -30,7 +30,7 @@ class Tunnel:
             port: int = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         forward = f"127.0.0.1:{port}:127.0.0.1:{remote_port}"
-        # `cat` ends when this program closes its input, so the tunnel ends with the program, even if that is killed.
+        # `cat` ends when this program closes its input, so the tunnel ends with the program, even if the program is killed.
         command = shlex.join([*SSH, "-L", forward, host, "cat"])
         self._process = subprocess.Popen(
             [
@@ -45,7 +45,7 @@ class Tunnel:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Closes the tunnel. It takes milliseconds."""
+        """Closes the tunnel, which takes milliseconds."""
         atexit.unregister(self.close)
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)

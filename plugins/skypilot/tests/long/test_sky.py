@@ -56,24 +56,24 @@ assert {"UP", "STOPPED"} <= {s.value for s in sky.ClusterStatus}
 path, root = sys.argv[1:]
 text = Path(path).read_text()
 bogus = {}
-for place, changed in {
+for section, changed in {
     "top": text + "\\nbogus_key: 1\\n",
     "resources": text.replace("  disk_size:", "  bogus_key: 1\\n  disk_size:"),
 }.items():
     Path("bogus.yaml").write_text(changed)
-    bogus[place] = load("bogus.yaml")
+    bogus[section] = load("bogus.yaml")
 task = load(path)
 secrets = {"ART_API_KEY": "key", "ART_SERVER_ARGS": "--dtype auto"}
-made = art_task.make_task(sky, secrets, "H100:2", None, None)
+of_backend = art_task.make_task(sky, secrets, "H100:2", None, None)
 print(json.dumps({
     "version": sky.__version__,
     "name": task.name,
     "file": show(task),
     "wanted": [ref.name for ref in task.managed_secret_refs],
     "bogus": bogus,
-    "made": show(made),
-    "made_wants": len(made.managed_secret_refs),
-    "merged": str(made.envs_and_secrets["ART_SERVER_ARGS"].get_secret_value()),
+    "of_backend": show(of_backend),
+    "of_backend_wants": len(of_backend.managed_secret_refs),
+    "merged": str(of_backend.envs_and_secrets["ART_SERVER_ARGS"].get_secret_value()),
     "of_checkout": art_task.make_task(sky, secrets, None, None, root).workdir,
     "of_resources": show(art_task.make_task(sky, secrets, None, sky.Resources(disk_size=99), None))[0],
 }))
@@ -121,10 +121,10 @@ def test_skypilots_parser_reads_the_task_and_refuses_a_bogus_key(probe: dict[str
 
 
 def test_backend_makes_its_task_with_skypilots_own_classes(probe: dict[str, Any]):
-    resources, workdir, secrets, variables = probe["made"]
+    resources, workdir, secrets, variables = probe["of_backend"]
     assert resources == [[{"H100": 2}, 200, None]]
     assert workdir is None and variables["ART_VERSION"] == "0.1.0"
-    assert secrets["ART_API_KEY"] == "key" and probe["made_wants"] == 0
+    assert secrets["ART_API_KEY"] == "key" and probe["of_backend_wants"] == 0
     assert probe["merged"] == "--dtype auto"
     assert probe["of_checkout"] == str(ROOT)
     assert probe["of_resources"] == [[None, 99, None]]

@@ -19,7 +19,7 @@ ALL = sorted({*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS} -
 @pytest.mark.parametrize("architecture", ALL)
 def test_what_the_sources_say_is_what_the_class_says(architecture: str) -> None:
     try:
-        made = registry.ModelRegistry.models[architecture].load_model_cls()
+        model_class = registry.ModelRegistry.models[architecture].load_model_cls()
     except ImportError:
         pytest.skip("this class imports a package that is not installed")
-    assert (engine_problem(architecture) is None) == supports_lora(made)
+    assert (engine_problem(architecture) is None) == supports_lora(model_class)

@@ -15,7 +15,7 @@ from smolagents.local_python_executor import CodeOutput, PythonExecutor
 import art
 
 STEPS = 2
-PROMPT = "Your tools:\n" + "\n".join(json.dumps({"type": "function", "function": each}) for each in task.SCHEMAS)
+PROMPT = "Your tools:\n" + "\n".join(json.dumps({"type": "function", "function": schema}) for schema in task.SCHEMAS)
 
 
 class CallExecutor(PythonExecutor):
@@ -32,8 +32,8 @@ class CallExecutor(PythonExecutor):
 
 
 def all_results(agent: CodeAgent, question: str) -> str:
-    steps = (each for each in agent.run(question, stream=True) if isinstance(each, ActionStep))
-    return " ".join(str(each.observations) for each in itertools.islice(steps, STEPS))
+    steps = (step for step in agent.run(question, stream=True) if isinstance(step, ActionStep))
+    return " ".join(str(step.observations) for step in itertools.islice(steps, STEPS))
 
 
 async def run_agent(r: art.Rollout, question: str) -> str:

@@ -27,7 +27,7 @@ async def run_agent(r: art.Rollout, question: str) -> str:
         generation_kwargs={"max_tokens": task.MAX_TOKENS},
     )
     agent = Agent(
-        chat_generator=generator, tools=[make_tool(each) for each in task.TOOLS], max_agent_steps=task.MAX_TURNS
+        chat_generator=generator, tools=[make_tool(tool) for tool in task.TOOLS], max_agent_steps=task.MAX_TURNS
     )
     answer = await agent.run_async(messages=[ChatMessage.from_user(question)])
     return answer["last_message"].text or ""

@@ -133,5 +133,5 @@ async def test_the_error_event_of_a_dying_engine_counts_as_its_death(api: str, i
             await anext(events)
         assert (dying.num_calls, b"asked again" in refused.value.content) == (2, True)
         return
-    text = b"".join([each async for each in events])
+    text = b"".join([event async for event in events])
     assert b'"engine_restarted"' in text and b"EngineCore" not in text and dying.num_calls == 1

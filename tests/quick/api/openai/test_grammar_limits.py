@@ -103,7 +103,7 @@ def test_hostile_schemas_are_refused_at_every_place(name: str) -> None:
         ("regex", "a?" * 300),
         ("grammar", "root ::= " + '"a"? ' * 600),
         ("choice", ["y" * 3000, "n" * 300]),
-        ("choice", [str(each) for each in range(2000)]),
+        ("choice", [str(number) for number in range(2000)]),
         ("whitespace_pattern", " ?" * 300),
         ("json", "[" * 50_000),
         ("json", '{"const": NaN, "$id": "' + "x" * 300 + '"}'),
@@ -136,7 +136,7 @@ def test_many_tools_are_refused() -> None:
 
 
 @given(
-    st.sampled_from([each for each in grammar_limits.FIELDS if each != "structured_outputs"]),
+    st.sampled_from([field for field in grammar_limits.FIELDS if field != "structured_outputs"]),
     st.recursive(
         st.none() | st.integers(-9, 9) | st.text(max_size=8),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),

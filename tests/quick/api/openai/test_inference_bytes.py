@@ -13,13 +13,13 @@ from art_server.inference_proxy import InferenceRequest
 
 
 def ask(**fields: Any) -> InferenceRequest:
-    made = InferenceRequest(
+    inference = InferenceRequest(
         *("chat", "/v1/chat/completions", "a", {}, {}, "me", None, None, None, [], b""), is_first_turn=True
     )
-    made.adapter = "p/a@3"
+    inference.adapter = "p/a@3"
     for key, value in fields.items():
-        setattr(made, key, value)
-    return made
+        setattr(inference, key, value)
+    return inference
 
 
 @given(st.text())

@@ -20,12 +20,12 @@ REPEATS = openai.OpenAI(api_key="x")._should_retry
 
 
 def kinds(kind: type[errors.ServerError] = errors.ServerError) -> Iterator[type[errors.ServerError]]:
-    for each in kind.__subclasses__():
-        yield each
-        yield from kinds(each)
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from kinds(subclass)
 
 
-def made(kind: type[errors.ServerError]) -> errors.ServerError:
+def error_of(kind: type[errors.ServerError]) -> errors.ServerError:
     error = kind.__new__(kind)
     errors.ServerError.__init__(error, "refused", code="c")
     if isinstance(error, errors.RecordsMissing):
@@ -45,7 +45,7 @@ async def test_openai_s_client_repeats_what_may_succeed_and_nothing_else(
     kind: type[errors.ServerError], tmp_path: Path
 ) -> None:
     app, server = make(tmp_path)
-    error = made(kind)
+    error = error_of(kind)
 
     def refuse(_: object) -> None:
         raise error

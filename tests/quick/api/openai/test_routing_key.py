@@ -16,9 +16,9 @@ def key(
 ) -> bytes:
     listed = [{"role": role, "content": content} for role, content in messages]
     body |= {"messages": listed} if api == "chat" else {}
-    found = conversation.messages_of(api, body)
+    chat_messages = conversation.messages_of(api, body)
     return routing_key(
-        InferenceRequest(api, f"/v1/{api}", model, body, {}, owner, None, None, session, found, b"", True)
+        InferenceRequest(api, f"/v1/{api}", model, body, {}, owner, None, None, session, chat_messages, b"", True)
     )
 
 

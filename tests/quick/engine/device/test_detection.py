@@ -53,7 +53,7 @@ def whole(card: object) -> tuple[int, int]:
 def fake_nvml(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Two cards; the second is the larger."""
     cards = [("GPU-aaaa", "NVIDIA L4", 24), ("GPU-bbbb", "NVIDIA H200", 141)]
-    made = {
+    nvml = {
         "NVMLError": NVMLError,
         "NVMLError_NotSupported": NotSupported,
         "nvmlInit": lambda: None,
@@ -69,7 +69,7 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
         "nvmlDeviceGetMigMode": whole,
         "NVMLError_NotFound": NotFound,
     }
-    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**(made | changes)))
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**(nvml | changes)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 

@@ -75,7 +75,10 @@ class House:
         owners = [DeviceOwner() for _ in worlds]
         self.owner, self.gate, self.background = AllDevices(owners), PauseGate(), Background()
         shared = StartProgress(), asyncio.Condition()
-        self.replicas = [self._replica(*each, shared) for each in enumerate(zip(worlds, owners, strict=True))]
+        self.replicas = [
+            self._replica(number, world, owner, shared)
+            for number, (world, owner) in enumerate(zip(worlds, owners, strict=True))
+        ]
         self.fleet = Fleet(self.replicas, *shared, ServerConfig(path=folder))
         self.registry = Registry(folder)
         for name in MODELS:
@@ -84,8 +87,7 @@ class House:
         self.trainer: Any = TrainerOnDevice(worlds[0], "leave")
         self.runner = JobRunner(self.queue, self.registry, self.fleet, self.gate, self.trainer, self.owner, keep_all)
 
-    def _replica(self, number: int, place: tuple[World, DeviceOwner], shared: tuple[Any, Any]) -> Engine:
-        world, owner = place
+    def _replica(self, number: int, world: World, owner: DeviceOwner, shared: tuple[Any, Any]) -> Engine:
         replica = EngineOnDevice(
             ServerConfig(path=self.folder),
             "cuda",
@@ -107,7 +109,7 @@ class House:
         self.background.start("job runner", self.runner.run_forever)
 
     async def all_ready(self) -> None:
-        await until(lambda: all(each.state == "ready" for each in self.replicas))
+        await until(lambda: all(replica.state == "ready" for replica in self.replicas))
 
     async def stop(self) -> None:
         await self.background.stop("job runner")
@@ -450,7 +452,7 @@ def troubles(draw: st.DrawFn) -> dict[str, list[str]]:
 
 async def play(folder: Path, happens: tuple[dict[str, list[str]], dict[str, list[str]]]) -> None:
     """Jobs of two models while both get requests."""
-    async with running(folder, *({key: list(value) for key, value in each.items()} for each in happens)) as house:
+    async with running(folder, *({key: list(value) for key, value in events.items()} for events in happens)) as house:
         over = asyncio.Event()
         keys = itertools.count()
         askers = [asyncio.create_task(house.keep_asking(name, bytes([next(keys)]), over)) for name in MODELS * 3]

@@ -111,7 +111,7 @@ def test_recurrent_states_have_room() -> None:
     usual = make_memory_plan(card("80 GB"), wanted, FIGURES)
     plan = make_memory_plan(card("80 GB"), replace(wanted, size=hybrid), FIGURES)
     check(card("80 GB"), wanted, plan)
-    (line,) = (each for each in plan.lines if "recurrent states, 16 sequences" in each.what)
+    (line,) = (line for line in plan.lines if "recurrent states, 16 sequences" in line.what)
     per_token = SIZES["4B"].kv_per_token * 2
     assert line.sampling == 64e7
     assert (usual.kv_tokens - plan.kv_tokens) * per_token == pytest.approx(64e7, abs=2 * per_token)
@@ -199,7 +199,7 @@ def test_size_of_a_real_folder() -> None:
     policy = Policy(str(TINY_DIR), torch.float32)
     assert read.num_parameters == policy.num_parameters
     policy.init_adapter(LoRAConfig(rank=4), 0)
-    assert 4 * read.lora_width == sum(each.numel() for each in policy.parameters.values())
+    assert 4 * read.lora_width == sum(parameter.numel() for parameter in policy.parameters.values())
     config = json.loads((TINY_DIR / "config.json").read_text())
     of_layer = 2 * config["num_key_value_heads"] * config["head_dim"]
     assert read.kv_per_token == config["num_hidden_layers"] * of_layer

@@ -147,15 +147,15 @@ def test_templates_by_name_are_those_of_transformers(tmp_path: Path) -> None:
     """As Hermes 3 and Command R publish them: a list; and as transformers saves them: files."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": NAMED}))
     for _ in range(2):
-        found = read_templates(tmp_path)
-        assert found == Templates(OFF, ASK + "[TOOL_CALLS][ARGS]")
-        assert choose_parsers(found, "llama") == Parsers("mistral")
+        templates = read_templates(tmp_path)
+        assert templates == Templates(OFF, ASK + "[TOOL_CALLS][ARGS]")
+        assert choose_parsers(templates, "llama") == Parsers("mistral")
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old"}))
         (tmp_path / "chat_template.jinja").write_text(OFF)
         (tmp_path / "additional_chat_templates").mkdir(exist_ok=True)
-        for each in NAMED[1:]:
-            file = tmp_path / "additional_chat_templates" / f"{each['name']}.jinja"
-            file.write_text(each["template"])
+        for entry in NAMED[1:]:
+            file = tmp_path / "additional_chat_templates" / f"{entry['name']}.jinja"
+            file.write_text(entry["template"])
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").unlink()
     assert read_templates(tmp_path) == Templates(OFF, OFF)
     (tmp_path / "mine.jinja").write_text(ASK)

@@ -46,7 +46,11 @@ adapters_of_tokens = st.lists(st.integers(0, NUM_ADAPTERS - 1), min_size=1, max_
 
 
 @settings(deadline=None, max_examples=100)
-@given(steps=st.lists(adapters_of_tokens | adapters_of_tokens.map(lambda each: each[:1] * 7), min_size=1, max_size=4))
+@given(
+    steps=st.lists(
+        adapters_of_tokens | adapters_of_tokens.map(lambda adapters: adapters[:1] * 7), min_size=1, max_size=4
+    )
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_matrix_products_equal_the_gather(
     both: tuple[Callable[..., None], Any], dtype: torch.dtype, steps: list[list[int]]
@@ -75,4 +79,4 @@ def test_a_token_without_an_adapter_is_left_as_it_is(both: Any) -> None:
     for adapters in ([0, -1, 1], [-1, -1, -1], [-1]):
         y = torch.ones(len(adapters), sum(SLICES))
         step(adapters).add_lora_linear(y, torch.randn(len(adapters), WIDTH), a, b, 1.0, SLICES)
-        assert [bool((each == 1).all()) for each in y] == [adapter < 0 for adapter in adapters]
+        assert [bool((row == 1).all()) for row in y] == [adapter < 0 for adapter in adapters]

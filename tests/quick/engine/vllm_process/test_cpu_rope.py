@@ -42,11 +42,11 @@ def test_each_head_is_turned_as_without_the_kernel(has_heads: bool, num_key_head
     def shaped(flat: torch.Tensor) -> torch.Tensor:
         return flat.clone().view(TOKENS, -1, SIZE) if has_heads else flat.clone()
 
-    made, made_key = rope.forward_cpu(positions, shaped(query), None if key is None else shaped(key))
-    assert made.shape == shaped(query).shape
-    torch.testing.assert_close(made.view(TOKENS, -1), turned)
+    patched, patched_key = rope.forward_cpu(positions, shaped(query), None if key is None else shaped(key))
+    assert patched.shape == shaped(query).shape
+    torch.testing.assert_close(patched.view(TOKENS, -1), turned)
     if key is None:
-        assert made_key is None
+        assert patched_key is None
     else:
-        assert made_key is not None and made_key.shape == shaped(key).shape
-        torch.testing.assert_close(made_key.view(TOKENS, -1), turned_key)
+        assert patched_key is not None and patched_key.shape == shaped(key).shape
+        torch.testing.assert_close(patched_key.view(TOKENS, -1), turned_key)

@@ -27,8 +27,8 @@ QUICK = (
 @pytest.mark.filterwarnings("ignore")  # of vLLM's imports
 @pytest.mark.parametrize("architecture", QUICK)
 def test_what_the_sources_say_is_what_the_class_says(architecture: str) -> None:
-    made = registry.ModelRegistry.models[architecture].load_model_cls()
-    assert (engine_problem(architecture) is None) == supports_lora(made)
+    model_class = registry.ModelRegistry.models[architecture].load_model_cls()
+    assert (engine_problem(architecture) is None) == supports_lora(model_class)
 
 
 def test_classes_that_vllm_no_longer_has_are_named() -> None:

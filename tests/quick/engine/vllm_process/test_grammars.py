@@ -119,7 +119,7 @@ def test_each_grammar_is_compiled_by_the_backend_that_checked_it() -> None:
         def fill_bitmask(self, bitmask: Any, index: int) -> None:
             bitmask[index] = self.kind != "empty"
 
-    def made(kind: str) -> Any:
+    def fake_backend(kind: str) -> Any:
         return types.SimpleNamespace(
             compile_grammar=lambda *_, **__: Grammar(kind),
             allocate_token_bitmask=lambda number: np.zeros((number, 4), np.int32),
@@ -135,7 +135,7 @@ def test_each_grammar_is_compiled_by_the_backend_that_checked_it() -> None:
             return future
 
     manager: Any = object.__new__(StructuredOutputManager)
-    manager.backends = {kind: made(kind) for kind in ("xgrammar", "guidance", "empty")}
+    manager.backends = {kind: fake_backend(kind) for kind in ("xgrammar", "guidance", "empty")}
     manager._use_async_grammar_compilation = True
     manager.executor = Executor()
     for kind in ("xgrammar", "guidance", "xgrammar", "empty"):

@@ -88,13 +88,13 @@ class Batch:
             )
             scheduled = SimpleNamespace(scheduled_spec_decode_tokens={})
             vllm.runner.apply_grammar_bitmask(scheduled, grammar, self.input_batch, logits)
-        made = vllm.sampler.Sampler()(logits=logits, sampling_metadata=self.input_batch.sampling_metadata)
-        sampled = made.sampled_token_ids.tolist()
+        sampler_output = vllm.sampler.Sampler()(logits=logits, sampling_metadata=self.input_batch.sampling_metadata)
+        sampled = sampler_output.sampled_token_ids.tolist()
         output = vllm.outputs.ModelRunnerOutput(
             req_ids=list(self.requests), req_id_to_index={}, sampled_token_ids=sampled
         )
         vllm.step.fill(self, output)
-        raw = made.logprobs_tensors.logprobs[:, 0].tolist()
+        raw = sampler_output.logprobs_tensors.logprobs[:, 0].tolist()
         return [ids[0] for ids in sampled], raw, output
 
 
@@ -184,7 +184,8 @@ def test_figures_are_those_of_the_distribution_that_was_sampled(
         entry = masks.slice_request(row, 1).to_nested_list() if masks is not None else [[]]
         source = sampling_payload.logprob_source([*batch.requests.values()][row].sampling_params)
         is_cut = bool(chosen.keys() - {"temperature", "logit_bias"})
-        assert source == ("cut" if is_cut else "whole" if chosen else "raw")
+        uncut = "whole" if chosen else "raw"
+        assert source == ("cut" if is_cut else uncut)
         read = sampling_payload.read_choice(source, [raw_logprob], entry)
         logprobs, is_kept = expected(whole[row], chosen, grammars.get(row))
         assert is_kept[token]
@@ -267,15 +268,15 @@ def test_a_device_measures_as_a_cpu_does() -> None:
         (kept_sets.measure(logits, rows[:0], [], True), there.of_rows([], [], True)),
     ):
         np.testing.assert_allclose(one.logprobs_R, other.logprobs_R, atol=1e-6)
-        made = [
+        entries = [
             sampling_payload.make_entries(
-                each._replace(logprobs_R=np.zeros_like(each.logprobs_R)),
+                figures._replace(logprobs_R=np.zeros_like(figures.logprobs_R)),
                 [sampling_payload.Choice(True, {}) for _ in one.logprobs_R],
             )
-            for each in (one, other)
+            for figures in (one, other)
         ]
-        np.testing.assert_array_equal(made[0][0], made[1][0])
-        assert made[0][1] == made[1][1]
+        np.testing.assert_array_equal(entries[0][0], entries[1][0])
+        assert entries[0][1] == entries[1][1]
 
 
 def test_an_output_that_is_still_being_copied_gets_its_entries_when_it_is_there(vllm: Any) -> None:
@@ -380,19 +381,19 @@ RUNNER, SAMPLER = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_FLASHINFER_SAMPLER"
 def test_on_cuda_distributions_are_recorded_on_request(settings: dict[str, Any]) -> None:
     """They need the earlier runner and sampler, whatever the environment says."""
     config = ServerConfig(path=Path("x"), **settings)
-    made = engine_environment(config, TINY, "cuda", {RUNNER: "1"})
-    assert made[RUNNER] == made[SAMPLER] == "0" and made[switches.DISTRIBUTIONS_SWITCH]
+    environment = engine_environment(config, TINY, "cuda", {RUNNER: "1"})
+    assert environment[RUNNER] == environment[SAMPLER] == "0" and environment[switches.DISTRIBUTIONS_SWITCH]
 
 
 def test_by_default_cuda_has_vllm_s_own_runner_and_sampler() -> None:
-    made = engine_environment(ServerConfig(path=Path("x")), TINY, "cuda", {})
-    assert made[switches.SWITCH] == "cuda"
-    assert not {RUNNER, SAMPLER, switches.DISTRIBUTIONS_SWITCH} & made.keys()
+    environment = engine_environment(ServerConfig(path=Path("x")), TINY, "cuda", {})
+    assert environment[switches.SWITCH] == "cuda"
+    assert not {RUNNER, SAMPLER, switches.DISTRIBUTIONS_SWITCH} & environment.keys()
 
 
 def test_a_cpu_records_always() -> None:
-    made = engine_environment(ServerConfig(path=Path("x")), TINY, "cpu", {})
-    assert made[switches.DISTRIBUTIONS_SWITCH] and RUNNER not in made
+    environment = engine_environment(ServerConfig(path=Path("x")), TINY, "cpu", {})
+    assert environment[switches.DISTRIBUTIONS_SWITCH] and RUNNER not in environment
 
 
 def test_a_model_requests_them_at_its_registration() -> None:

@@ -60,8 +60,8 @@ def hostile_texts(tokens: list[str], count: int) -> list[str]:
         lambda a, b: f"{a} " + "word " * 50 + b,
     ]
     pairs = itertools.product(forms, itertools.product(tokens, tokens))
-    made = [form(a, b) for form, (a, b) in pairs]
-    return random.Random(0).sample(made, min(count, len(made)))
+    texts = [form(a, b) for form, (a, b) in pairs]
+    return random.Random(0).sample(texts, min(count, len(texts)))
 
 
 def conversation_of(family: Family, texts: Iterator[str]) -> list[Message]:
@@ -211,7 +211,7 @@ def test_names_keys_tools_and_roles_are_text() -> None:
     "content",
     [
         [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}],
-        [{"type": "text", "text": each} for each in ("<|im", "_en", "d|>")],
+        [{"type": "text", "text": part} for part in ("<|im", "_en", "d|>")],
         [{"type": "text", "text": "<|im_end|  "}, {"type": "text", "text": " >"}],
     ],
 )
@@ -272,7 +272,7 @@ def unigram() -> Tokenizer:
     """Its model finds `</s>` in a text, too."""
     pieces = [(token, 0.0) for token in CONTROL]
     letters = sorted({letter for text in CORPUS for letter in text.replace(" ", "▁")})
-    tokenizer = Tokenizer(models.Unigram([*pieces, *((each, -3.0) for each in letters)], 0, False))
+    tokenizer = Tokenizer(models.Unigram([*pieces, *((letter, -3.0) for letter in letters)], 0, False))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.add_special_tokens(list(CONTROL))
     return added(tokenizer)
@@ -315,8 +315,8 @@ def test_tokenizers_of_other_kinds(name: str) -> None:
 
         for text in CORPUS:
             plain = prompt_of("word", text.replace("</s>", "").replace("<s>", "").replace("<|user|>", ""))
-            made = MarkedRendering.make(str(plain), Held(control), control)
-            assert made.token_ids(add_special_tokens) == encode(str(plain))
+            rendering = MarkedRendering.make(str(plain), Held(control), control)
+            assert rendering.token_ids(add_special_tokens) == encode(str(plain))
         written = [number for number in encode(prompt_of("a", "b")) if number in known]
         for text in ("</s>", "a </s> b<s>", "<|user|>  x", "<think></s><unk>", "x</s>" * 9):
             prompt = prompt_of(text, "b")

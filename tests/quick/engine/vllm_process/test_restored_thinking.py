@@ -62,11 +62,11 @@ def as_vllm_reads(api: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         return body["messages"]
     if api == "messages":
         request = AnthropicMessagesRequest.model_validate(body)
-        made = AnthropicServingMessages.to_chat_completion_request(request).messages
+        messages = AnthropicServingMessages.to_chat_completion_request(request).messages
     else:
-        given = ResponsesRequest.model_validate(body)
-        made = construct_input_messages(request_input=given.input)
-    return [dict(message) for message in made]
+        request_input = ResponsesRequest.model_validate(body).input
+        messages = construct_input_messages(request_input=request_input)
+    return [dict(message) for message in messages]
 
 
 @pytest.mark.filterwarnings("ignore")  # of vLLM's imports
@@ -76,12 +76,12 @@ def test_thinking_is_added_where_the_agent_left_it_out(api: str) -> None:
     _, answers = conversation.past_answers(conversation.messages_of(api, body))
     assert [answer.has_calls for answer in answers] == [False, True, False]
     assert [answer.ids for answer in answers] == [(), ("c1",), ()]
-    made = conversation.with_thinking(api, body, ["other", "plan", None])
-    said = [each for each in as_vllm_reads(api, made) if each["role"] == "assistant"]
+    restored = conversation.with_thinking(api, body, ["other", "plan", None])
+    said = [message for message in as_vllm_reads(api, restored) if message["role"] == "assistant"]
     assert [message.get("reasoning") for message in said] == ["own", "plan", None]
     assert body == BODIES[api] and "plan" not in str(body), "the agent's body is unchanged"
     # Thinking changes no digest: the next request, which lacks it again, is the same conversation.
-    messages = conversation.messages_of(api, made)
+    messages = conversation.messages_of(api, restored)
     assert conversation.prefix_digests(messages)[-1] == conversation.past_answers(messages)[0]
     assert (
         conversation.past_answers(messages)[0] == conversation.prefix_digests(conversation.messages_of(api, body))[-1]

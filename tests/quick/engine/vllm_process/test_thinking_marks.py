@@ -2,6 +2,7 @@
 else can write them."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -90,16 +91,14 @@ def test_marks_in_an_answer_are_control_tokens_in_every_spelling(name: str) -> N
     start, end = OTHER_MARKS.get(name, ("<think>", "</think>"))
     wrong: list[tuple[str, ...]] = []
     num_marks = 0
-    for (spelling, text), (place, conversation) in (
-        (spelling, place) for spelling in SPELLINGS.items() for place in PLACES.items()
-    ):
+    for (spelling, text), (position, conversation) in itertools.product(SPELLINGS.items(), PLACES.items()):
         for has_header in (False, True):
             messages = conversation(text.format(start=start, end=end))
             ids = ids_of(family, rendered(family, messages, add_generation_prompt=has_header))
             usual = as_usual(family, messages, add_generation_prompt=has_header)
             num_marks += ids.count(control_of(family).ids[end])
             if ids != usual:
-                wrong.append((spelling, place, family.decode(ids)))
+                wrong.append((spelling, position, family.decode(ids)))
     assert not wrong
     assert num_marks or name == "Gemma 4", "its template removes all thinking from contents"
 

@@ -369,8 +369,8 @@ async def results(vllm: Any, choices: Sequence[Output], prompt: list[int], strea
 
 def serving(vllm: Any, kind: type, case: Case) -> Any:
     """vLLM's class for an API, without an engine."""
-    made = object.__new__(kind)
-    made.__dict__ |= {
+    handler = object.__new__(kind)
+    handler.__dict__ |= {
         "parser_cls": parser_class(case.tool, case.reasoning),
         "model_config": None,
         "response_role": "assistant",
@@ -385,7 +385,7 @@ def serving(vllm: Any, kind: type, case: Case) -> Any:
         "use_harmony": False,
         "_effective_chat_template_kwargs": lambda request: case.kwargs,
     }
-    return made
+    return handler
 
 
 def chat_request(vllm: Any, **fields: Any) -> Any:
@@ -442,22 +442,22 @@ def whole_said(answer: Any) -> list[Said]:
 
 
 def streamed_said(events: list[str], num_choices: int) -> list[Said]:
-    found = [Said("", "", [], None, None) for _ in range(num_choices)]
+    answers = [Said("", "", [], None, None) for _ in range(num_choices)]
     for event in events:
         if event.startswith("data: {"):
             for choice in json.loads(event.removeprefix("data: "))["choices"]:
-                said, delta = found[choice["index"]], choice["delta"]
+                said, delta = answers[choice["index"]], choice["delta"]
                 for call in delta.get("tool_calls") or ():
                     assert call["index"] == len(said.calls) and call["id"]
                     said.calls.append((call["function"]["name"], call["function"]["arguments"]))
-                found[choice["index"]] = Said(
+                answers[choice["index"]] = Said(
                     said.reasoning + (delta.get("reasoning") or ""),
                     said.content + (delta.get("content") or ""),
                     said.calls,
                     choice.get("finish_reason") or said.finish_reason,
                     choice.get("stop_reason") or said.stop_reason,
                 )
-    return found
+    return answers
 
 
 @st.composite
@@ -525,18 +525,18 @@ def test_chat_and_messages_streams_say_what_whole_answers_say(vllm: Any, name: s
     case = CASES[name]
 
     @for_each(st.lists(outputs(case), min_size=1, max_size=2), st.sampled_from(PROMPTS), requests())
-    def check(made: list[Output], opened: str, fields: dict[str, Any]) -> None:
-        request = chat_request(vllm, n=len(made), stream=True, stream_options={"include_usage": True}, **fields)
+    def check(sampled: list[Output], opened: str, fields: dict[str, Any]) -> None:
+        request = chat_request(vllm, n=len(sampled), stream=True, stream_options={"include_usage": True}, **fields)
         prompt = vllm.tokenizer.encode(f"<|im_start|>assistant\n{opened}")
-        whole, events = asyncio.run(chat(vllm, case, made, request, prompt))
+        whole, events = asyncio.run(chat(vllm, case, sampled, request, prompt))
         said = whole_said(whole)
-        assert streamed_said(events, len(made)) == said, made
+        assert streamed_said(events, len(sampled)) == said, sampled
         assert json.loads(events[-2].removeprefix("data: "))["usage"] == whole.usage.model_dump(exclude_none=True)
-        for choice, output in zip(said, made, strict=True):
+        for choice, output in zip(said, sampled, strict=True):
             assert choice.finish_reason != "tool_calls" or output.finish_reason == "stop"
             for _, arguments in choice.calls:
                 json.loads(arguments)
-        if len(made) == 1:
+        if len(sampled) == 1:
             assert asyncio.run(messages_streamed(vllm, case, events)) == messages_whole(vllm, case, whole)
 
     check()
@@ -545,16 +545,16 @@ def test_chat_and_messages_streams_say_what_whole_answers_say(vllm: Any, name: s
 def messages_whole(vllm: Any, case: Case, answer: Any) -> tuple[list[dict[str, Any]], Any]:
     """The blocks of a whole answer of the Messages API, and why it ended."""
     handler = serving(vllm, vllm.messages.AnthropicServingMessages, case)
-    made = handler.messages_full_converter(answer)
+    message = handler.messages_full_converter(answer)
     blocks = [
         {
             key: value
             for key in ("type", "text", "thinking", "name", "input")
             if (value := getattr(block, key, None)) is not None
         }
-        for block in made.content
+        for block in message.content
     ]
-    return [block for block in blocks if block != {"type": "text", "text": ""}], made.stop_reason
+    return [block for block in blocks if block != {"type": "text", "text": ""}], message.stop_reason
 
 
 async def messages_streamed(vllm: Any, case: Case, events: list[str]) -> tuple[list[dict[str, Any]], Any]:
@@ -758,7 +758,7 @@ LOSING = ("llama3_json", "muse_glimmer", "olmo3", "phi4_mini_json")
 
 
 def test_what_vllm_says_of_a_whole_answer_stays(vllm: Any) -> None:
-    cases = [each for name, each in CASES.items() if name != "lfm2"]  # vLLM drops its marks
+    cases = [case for name, case in CASES.items() if name != "lfm2"]  # vLLM drops its marks
     for case in cases:
         for call in case.calls:
             for before in ("", "I look.\n", f"{case.think[0]}hm{case.think[1]}yes"):
@@ -809,15 +809,15 @@ def test_responses_streams_say_what_whole_answers_say(vllm: Any, name: str) -> N
     case = CASES[name]
 
     @for_each(outputs(case), st.sampled_from(PROMPTS), requests())
-    def check(made: Output, opened: str, fields: dict[str, Any]) -> None:
+    def check(sampled: Output, opened: str, fields: dict[str, Any]) -> None:
         tools = [{"type": "function", **TOOL["function"]}]
         choice = fields.get("tool_choice", "auto")
         choice = choice if isinstance(choice, str) else {"type": "function", "name": "look"}
         body = {"model": "m", "input": "hi", **fields, "tools": tools, "tool_choice": choice}
         request = vllm.responses_protocol.ResponsesRequest.model_validate(body)
         prompt = vllm.tokenizer.encode(f"<|im_start|>assistant\n{opened}")
-        whole, streamed = asyncio.run(responses(vllm, case, made, request, prompt))
-        assert streamed == whole, made
+        whole, streamed = asyncio.run(responses(vllm, case, sampled, request, prompt))
+        assert streamed == whole, sampled
 
     check()
 
@@ -858,17 +858,14 @@ async def responses(
 def items_of(items: list[Any]) -> list[dict[str, Any]]:
     """Output items, without what is made anew for each."""
     made_anew = ("id", "call_id", "status", "logprobs")
-    found = [item.model_dump(mode="json") for item in items]
-    return [
-        {
-            key: [{k: v for k, v in part.items() if k not in made_anew} for part in value]
-            if isinstance(value, list)
-            else value
-            for key, value in item.items()
-            if key not in made_anew
-        }
-        for item in found
-    ]
+    kept: list[dict[str, Any]] = []
+    for item in items:
+        fields = {key: value for key, value in item.model_dump(mode="json").items() if key not in made_anew}
+        for key, value in fields.items():
+            if isinstance(value, list):
+                fields[key] = [{k: v for k, v in part.items() if k not in made_anew} for part in value]
+        kept.append(fields)
+    return kept
 
 
 FRAMES = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>assistant", "<|constrain|>json", "<|call|>")  # fmt: skip
@@ -898,8 +895,8 @@ def harmony_said(vllm: Any, text: str) -> tuple[str | None, str | None, list[tup
         delta = stream.parse_delta(part, [token], request, [1], finished=is_last)
         assert is_last or delta is None
         if delta is not None:
-            made = [(call.function.name, call.function.arguments) for call in delta.tool_calls]
-            assert (delta.reasoning, delta.content, made) == said
+            streamed_calls = [(call.function.name, call.function.arguments) for call in delta.tool_calls]
+            assert (delta.reasoning, delta.content, streamed_calls) == said
     return said
 
 

@@ -80,7 +80,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda each: f"{each.baseline} {each.scaling}")
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.baseline} {config.scaling}")
 @pytest.mark.parametrize("rewards", [[0.3, 0.1 + 0.2], FLOAT32_MEANS, [1e6, 1e6 + 0.5], [0.0, 9e-7], [-1e-12, 1e-12]])
 def test_rewards_that_differ_by_rounding_are_equal(rewards: list[float], config: TrainConfig) -> None:
     assert group_advantages(rewards, config) is None
@@ -90,7 +90,7 @@ def test_rewards_that_differ_by_rounding_are_equal(rewards: list[float], config:
     assert advantages([of_turns], config) == [None]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda each: f"{each.baseline} {each.scaling}")
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.baseline} {config.scaling}")
 @pytest.mark.parametrize("rewards", [[0.5, 0.500002], [1e6, 1e6 + 2], [0.0, 2e-6], [-1e-3, 1e-3]])
 def test_small_differences_above_rounding_are_a_signal(rewards: list[float], config: TrainConfig) -> None:
     low, high = group_advantages(rewards, config) or (0, 0)
@@ -106,7 +106,7 @@ def test_without_baseline_rounding_around_zero_is_no_signal(scaling: Any) -> Non
 
 def test_a_batch_whose_rewards_differ_by_rounding_has_no_signal() -> None:
     config = TrainConfig(baseline="none", scaling="batch_std")
-    groups = [group([], rewards=[each]) for each in FLOAT32_MEANS]
+    groups = [group([], rewards=[mean]) for mean in FLOAT32_MEANS]
     assert advantages(groups, config) == [None] * 3
 
 
@@ -140,10 +140,10 @@ def test_a_kl_penalty_in_rewards_or_advantages_leaves_groups_without_signal_out(
 
 def test_groups_of_equal_answers_are_distinguished_from_others() -> None:
     def answers(*token_ids: list[int]) -> TrainableGroup:
-        rows = [
-            [TokenSequence(token_ids=[9, *each], logprobs=[None, *[-1.0] * len(each)])] * bool(each)
-            for each in token_ids
-        ]
+        rows: list[list[TokenSequence]] = []
+        for answer in token_ids:
+            sequence = TokenSequence(token_ids=[9, *answer], logprobs=[None, *[-1.0] * len(answer)])
+            rows.append([sequence] if answer else [])
         return TrainableGroup(trajectories=[TrainableTrajectory(reward=i, sequences=r) for i, r in enumerate(rows)])
 
     assert is_identical(answers([1, 2], [1, 2], [1, 2]))
@@ -227,12 +227,12 @@ def test_without_baseline_equal_turn_rewards_are_not_divided_by_their_deviation_
 
 
 def test_turn_rewards_have_the_baseline_and_the_scaling_of_rewards() -> None:
-    def found(**config: Any) -> list[float] | None:
+    def computed(**config: Any) -> list[float] | None:
         return turn_advantages(group([0.0], [3.0]), TrainConfig(**config))
 
-    assert found() == pytest.approx([-1.0, 1.0], abs=1e-5)
-    assert found(scaling="none", baseline="leave_one_out") == [-3.0, 3.0]
-    assert found(scaling="batch_std") == [-1.5, 1.5], "the batch scales them later"
+    assert computed() == pytest.approx([-1.0, 1.0], abs=1e-5)
+    assert computed(scaling="none", baseline="leave_one_out") == [-3.0, 3.0]
+    assert computed(scaling="batch_std") == [-1.5, 1.5], "the batch scales them later"
 
 
 def test_batch_scaling_of_turn_rewards_is_over_all_groups() -> None:

@@ -30,8 +30,8 @@ def test_halves_of_surrogate_pairs_are_replaced(text: str, whole: str) -> None:
 @given(st.text(alphabet=st.characters(categories=["Cs", "Lu", "So"]) | st.sampled_from('\\u"')))
 def test_what_is_sent_can_be_encoded_and_read(text: str) -> None:
     for written in (json.dumps(text), json.dumps(text, ensure_ascii=False)):
-        made = whole_characters(written)
-        made.encode()
-        json.loads(made).encode()
-        if not any("\ud800" <= each <= "\udfff" for each in text):
-            assert json.loads(made) == text
+        sent = whole_characters(written)
+        sent.encode()
+        json.loads(sent).encode()
+        if not any("\ud800" <= character <= "\udfff" for character in text):
+            assert json.loads(sent) == text

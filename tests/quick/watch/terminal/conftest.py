@@ -34,7 +34,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         capsys.readouterr()
         code: Any = 0
         try:
-            art([str(each) for each in arguments])
+            art([str(argument) for argument in arguments])
         except SystemExit as end:
             code = end.code
         captured = capsys.readouterr()

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def test_the_queue_shows_what_runs_and_what_waits(run: Run, server: Running) -> 
     queue.set_running(running.job_id, 1)
     queue.set_progress(running.job_id, "train", 3, 8)
     jobs = json.loads(run("jobs", "--json", "--url", url).out)["jobs"]
-    assert [(each["job_id"], each["state"]) for each in jobs] == [
+    assert [(job["job_id"], job["state"]) for job in jobs] == [
         (running.job_id, "running"),
         (waiting.job_id, "queued"),
     ]
@@ -50,7 +51,7 @@ def test_the_queue_shows_what_runs_and_what_waits(run: Run, server: Running) -> 
     assert re.fullmatch(rf"{running.job_id[:8]} running p/run - \d+ s train 3 of 8", " ".join(first.split()))
     assert second.rstrip().endswith("waits for 1 earlier job, of p/run")
     console = screen(60)
-    print_jobs(console, [each | {"created_at": time.time()} for each in jobs])
+    print_jobs(console, [job | {"created_at": time.time()} for job in jobs])
     assert shown(console).splitlines() == [
         "job       state    model  step  age  progress",
         f"{running.job_id[:8]}  running  p/run     -  0 s  train 3 of 8",
@@ -85,10 +86,11 @@ def test_a_job_is_cancelled_by_its_first_digits(run: Run, server: Running) -> No
 def test_digits_of_several_jobs_cancel_none(run: Run, server: Running) -> None:
     url, _, queue = server
     ids = [add(queue, name="run").job_id for _ in range(17)]  # of which two begin alike
-    digit = next(each for each in "0123456789abcdef" if sum(i.startswith(each) for i in ids) > 1)
+    first_digits = Counter(job_id[0] for job_id in ids)
+    digit = next(digit for digit in "0123456789abcdef" if first_digits[digit] > 1)
     code, _, err = run("jobs", "--cancel", digit, "--url", url)
     assert code == 1 and "the ids of several jobs" in err
-    assert {queue.get(each).state for each in ids} == {"queued"}
+    assert {queue.get(job_id).state for job_id in ids} == {"queued"}
 
 
 def test_all_also_shows_jobs_that_have_ended(run: Run, server: Running) -> None:

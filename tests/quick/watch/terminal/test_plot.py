@@ -51,13 +51,13 @@ def test_charts_of_a_metric_share_their_axes() -> None:
     print_plot(console, models, ["train/reward"])
     charts = shown(console).strip("\n").split("\n\n")
     lines = [chart.splitlines() for chart in charts]
-    assert [each[0].strip() for each in lines] == ["p/a train/reward", "p/b train/reward"]
-    assert [each[-2].split() for each in lines] == [["1", "2", "3"]] * 2
-    assert [each[-1] for each in lines] == [
+    assert [chart_lines[0].strip() for chart_lines in lines] == ["p/a train/reward", "p/b train/reward"]
+    assert [chart_lines[-2].split() for chart_lines in lines] == [["1", "2", "3"]] * 2
+    assert [chart_lines[-1] for chart_lines in lines] == [
         "last 1.000, highest 1.000 at step 2",
         "last 0.250, highest 0.500 at step 2",
     ]
-    labels = [[line[:3] for line in each[1:-3]] for each in lines]
+    labels = [[line[:3] for line in chart_lines[1:-3]] for chart_lines in lines]
     assert labels[0] == labels[1] and max(map(len, shown(console).splitlines())) <= 40
 
 

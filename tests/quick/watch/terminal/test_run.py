@@ -45,8 +45,8 @@ MODEL, OTHER = "demo/webnav-8b", "demo/webnav-lr2e5"
 )
 def test_a_folder_and_its_server_give_the_same_json(run: Run, folder: Path, url: str, arguments: list[str]) -> None:
     documents: list[dict[str, Any]] = []
-    for place in (["--path", folder], ["--url", f"{url}/v1"]):
-        code, out, err = run(*arguments, "--json", *place)
+    for source in (["--path", folder], ["--url", f"{url}/v1"]):
+        code, out, err = run(*arguments, "--json", *source)
         assert (code, err) == (0, "") and out.count("\n") == 1
         documents.append(json.loads(out))
         documents[-1].pop("time", None)
@@ -76,10 +76,10 @@ def test_runs_sort_by_name_reward_and_time(run: Run, folder: Path) -> None:
         out = run("runs", "--sort", sort, "--json", "--path", folder).out
         return json.loads(out)["models"]
 
-    assert [each["id"] for each in order("name")] == [MODEL, OTHER]
-    rewards = [each["reward"] for each in order("reward")]
+    assert [model["id"] for model in order("name")] == [MODEL, OTHER]
+    rewards = [model["reward"] for model in order("reward")]
     assert rewards == sorted(rewards, reverse=True)
-    times = [each["last_at"] for each in order("time")]
+    times = [model["last_at"] for model in order("time")]
     assert times == sorted(times, reverse=True) and len(set(times)) == 2
 
 
@@ -166,7 +166,7 @@ def test_a_model_without_steps_can_be_shown(run: Run, tmp_path: Path) -> None:
     ModelFolder(tmp_path, "p", "a").create(record, tmp_path / "engine.log")
     assert run("runs", "--path", tmp_path).code == 0
     assert run("status", "--path", tmp_path).code == 0
-    shown, plotted = (run(each, "a", "--path", tmp_path) for each in ("show", "plot"))
+    shown, plotted = (run(command, "a", "--path", tmp_path) for command in ("show", "plot"))
     assert shown.code == 1 and "newest steps with rollouts: none" in shown.err
     assert plotted.code == 1 and "metrics: none" in plotted.err
     assert run("show", "a@best", "--path", tmp_path).code == 1
@@ -179,10 +179,10 @@ def test_numbers_that_json_cannot_hold_are_null(run: Run, tmp_path: Path) -> Non
     log(model, 1, {"loss/train": float("nan"), "train/reward": float("inf")})
     plot = ("plot", "a", "--metric", "loss/train", "--json")
     with served(make_view(tmp_path)) as url:
-        for place in (["--path", tmp_path], ["--url", url]):
-            document = json.loads(run(*plot, *place).out)
+        for source in (["--path", tmp_path], ["--url", url]):
+            document = json.loads(run(*plot, *source).out)
             assert document["models"]["p/a"]["metrics"] == {"loss/train": [None]}
-            assert json.loads(run("runs", "--json", *place).out)["models"][0]["reward"] is None
+            assert json.loads(run("runs", "--json", *source).out)["models"][0]["reward"] is None
     assert run("plot", "a", "--metric", "loss/train", "--path", tmp_path).code == 0
     assert run("runs", "--path", tmp_path).code == 0
 
@@ -195,8 +195,8 @@ def test_the_server_that_holds_the_folder_s_lock_is_read(run: Run, folder: Path,
     assert json.loads(run("runs", "--json", "--path", tmp_path).out) == {"models": []}
     lock = files.lock_folder(tmp_path / ".server")
     try:
-        found = json.loads(run("runs", "--json", "--path", tmp_path).out)["models"]
-        assert [each["id"] for each in found] == [MODEL, OTHER]
+        models = json.loads(run("runs", "--json", "--path", tmp_path).out)["models"]
+        assert [model["id"] for model in models] == [MODEL, OTHER]
         files.write_json(tmp_path / ".server" / "address.json", {"url": "http://127.0.0.1:9"})
         code, out, err = run("runs", "--json", "--path", tmp_path)
         assert (code, json.loads(out)) == (0, {"models": []})
@@ -286,9 +286,9 @@ def test_without_its_extra_a_command_says_what_to_install(
     folder: Path, tmp_path: Path, package: str, arguments: list[str], extra: str
 ) -> None:
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(name='{package}')")
-    place = [] if arguments[0] == "view" else ["--path", str(folder)]
+    source = [] if arguments[0] == "view" else ["--path", str(folder)]
     result = subprocess.run(
-        [sys.executable, "-c", "from art_watch.terminal.cli import main; main()", *arguments, *place],
+        [sys.executable, "-c", "from art_watch.terminal.cli import main; main()", *arguments, *source],
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'art_client'}", "PATH": ""},
         cwd=tmp_path,
         capture_output=True,
@@ -316,14 +316,14 @@ def test_json_needs_no_rich(folder: Path, tmp_path: Path) -> None:
         code = "import sys; from art_watch.terminal.cli import main; main(); assert 'numpy' not in sys.modules"
         command = [sys.executable, "-c", code, *arguments, "--json", "--path", str(folder)]
         env = {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'art_client'}", "PATH": ""}
-        made = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, check=True)
-        assert json.loads(made.stdout)
+        result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, check=True)
+        assert json.loads(result.stdout)
 
 
 def test_the_help_of_the_server_loads_no_terminal() -> None:
     code = "import sys, art_server.cli; print('rich' in sys.modules, 'art_watch.terminal.run' in sys.modules)"
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert made.stdout == "False False\n"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "False False\n"
 
 
 def test_view_needs_a_free_port_and_a_folder_with_models(run: Run, tmp_path: Path) -> None:

@@ -147,8 +147,8 @@ def test_control_characters_never_reach_the_terminal(hostile: Path, run: Run, ar
 
 
 def test_control_characters_never_reach_a_panel(hostile: Path, run: Run) -> None:
-    made = json.loads(run("show", "a", "--group", "0", "--json", "--path", hostile).out)
+    document = json.loads(run("show", "a", "--group", "0", "--json", "--path", hostile).out)
     console = screen()
-    print_show(console, made)
+    print_show(console, document)
     assert "[bold]no markup[/] :smile:" in shown(console)
     assert not {"\x1b", "\x07", "\x9b", "\u202e", "\x00"} & set(shown(console))

@@ -26,14 +26,14 @@ def test_the_last_ten_events_of_all_models_come_first_then_new_ones(tmp_path: Pa
     changes = iter([lambda: log(new, 9, {"train/reward": 0.5}), lambda: log(old, 8, {"val/reward": 0.25})])
     events = Tail(FolderSource(tmp_path), None, wait=lambda: next(changes)()).events()
     first = list(itertools.islice(events, NUM_FIRST))
-    assert [each["at"] for each in first] == sorted(each["at"] for each in first)
-    assert [(each["model"], each["step"]) for each in first[-8:]] == [(new.model_id, step) for step in range(1, 9)]
-    assert [each["step"] for each in first[:-8]] == [7, 8]
+    assert [event["at"] for event in first] == sorted(event["at"] for event in first)
+    assert [(event["model"], event["step"]) for event in first[-8:]] == [(new.model_id, step) for step in range(1, 9)]
+    assert [event["step"] for event in first[:-8]] == [7, 8]
     step, late = itertools.islice(events, 2)
     assert (step["model"], step["step"], step["metrics"]) == (new.model_id, 9, {"train/reward": 0.5})
     assert (late["model"], late["step"], late["metrics"]["val/reward"]) == (old.model_id, 8, 0.25)
     only = Tail(FolderSource(tmp_path), old.model_id).events()
-    assert {each["model"] for each in itertools.islice(only, 8)} == {old.model_id}
+    assert {event["model"] for event in itertools.islice(only, 8)} == {old.model_id}
 
 
 def test_jobs_of_a_server_are_events_and_a_server_that_is_away_none(tmp_path: Path) -> None:
@@ -51,12 +51,12 @@ def test_jobs_of_a_server_are_events_and_a_server_that_is_away_none(tmp_path: Pa
 
         changes = iter([lambda: server.queue.set_running(job.job_id, 1), away, end])
         events = Tail(source, None, wait=lambda: next(changes)()).events()
-        found = list(itertools.islice(events, 3))
+        seen = list(itertools.islice(events, 3))
         source.close()
     server.close()
-    assert [each["state"] for each in found] == ["queued", "running", "failed"]
+    assert [event["state"] for event in seen] == ["queued", "running", "failed"]
     console = screen()
-    print_event(console, None, None, found[-1])
+    print_event(console, None, None, seen[-1])
     assert shown(console) == f"--:--:-- p/run job {job.job_id[:8]} failed out of memory"
 
 

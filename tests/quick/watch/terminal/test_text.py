@@ -11,9 +11,9 @@ from tests.quick.watch.terminal.conftest import ESCAPES, SHOWN_ESCAPES
 def test_no_text_gives_a_terminal_a_command(text: str) -> None:
     shown = visible(text)
     shown.encode()
-    for each in shown:
-        assert unicodedata.category(each) not in ("Cc", "Cs", "Zl", "Zp") or each in "\n\t"
-        assert unicodedata.bidirectional(each) not in ("RLO", "LRO", "RLE", "LRE", "RLI", "LRI")
+    for character in shown:
+        assert unicodedata.category(character) not in ("Cc", "Cs", "Zl", "Zp") or character in "\n\t"
+        assert unicodedata.bidirectional(character) not in ("RLO", "LRO", "RLE", "LRE", "RLI", "LRI")
 
 
 def test_control_characters_become_pictures_or_escapes() -> None:
@@ -28,9 +28,9 @@ def test_letters_of_all_scripts_and_joined_pictures_stay() -> None:
 
 
 def test_numbers_fit_their_column() -> None:
-    shown = [number(each) for each in (None, 0.5, -2.0, 123456.0, float("nan"))]
+    shown = [number(value) for value in (None, 0.5, -2.0, 123456.0, float("nan"))]
     assert shown == ["-", "0.500", "-2.000", "1.23e+05", "nan"]
-    assert [age(each) for each in (None, -3.0, 59.0, 3600.0, 200_000.0)] == ["-", "0 s", "59 s", "1 h", "2 d"]
+    assert [age(seconds) for seconds in (None, -3.0, 59.0, 3600.0, 200_000.0)] == ["-", "0 s", "59 s", "1 h", "2 d"]
     assert size(3 * 2**29) == "1.5 GiB"
 
 

@@ -15,8 +15,8 @@ async def load_aggregated_trajectories(
     metrics: Sequence[str] | None = None,
     art_path: str | None = None,
 ) -> pl.DataFrame:
-    """A row for each model, split and step: `reward`, each metric_* (None: all) as the mean of the groups' means, and
-    `reward_std_dev`, the mean of the groups' sample standard deviations."""
+    """A row for each model, split and step. `reward` and the columns metric_* are means of the groups' means, and
+    `reward_std_dev` is the mean of the groups' sample standard deviations. `metrics` chooses the metrics (None: all)."""
     table = await load_trajectories(project_name, models, art_path=art_path)
     if table.is_empty():
         return table

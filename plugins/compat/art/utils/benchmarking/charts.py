@@ -28,13 +28,13 @@ def training_progress_chart(
     """A metric's mean by step: a curve for each trained model, a horizontal line for each model with one step.
 
     `metric_name` is a column, or a metric_* column without its prefix. `models` chooses the models and their order;
-    a name stands for its split "val".
+    a name means the model's split "val".
 
     Raises:
         ValueError: the table has no such column, or no rows of these models.
     """
     means = _means(df, metric_name, models)
-    steps = [step for each in means.values() for step in each]
+    steps = [step for curve in means.values() for step in curve]
     figure, axes = _subplots(6.0)
     _show_perfect(axes, perfect_score)
     for name, values in means.items():
@@ -58,7 +58,7 @@ def percentage_comparison_bar_chart(
     perfect_score: float | None = None,
     num_decimals: int = 0,
 ) -> Figure:
-    """A metric's mean in percent: a bar for each model's newest step, with a hatched part for the change since its first.
+    """A metric's mean in percent: a bar for each model's newest step, with a hatched part for the change since the first step.
 
     Raises:
         ValueError: as in `training_progress_chart`.
@@ -66,25 +66,25 @@ def percentage_comparison_bar_chart(
     means = _means(df, metric_name, models)
     figure, axes = _subplots(1.5 + 1.1 * len(means))
     _show_perfect(axes, None if perfect_score is None else 100 * perfect_score)
-    for place, values in enumerate(means.values()):
+    for position, values in enumerate(means.values()):
         first, last = (100 * values[step] for step in (min(values), max(values)))
-        low, color = min(first, last), f"C{place % 10}"
-        axes.bar(place, low, color=color)
-        axes.bar(place, abs(last - first), bottom=low, hatch="///", alpha=0.5, color=color)
-        axes.annotate(f"{last:.{num_decimals}f}%", (place, max(first, last)), ha="center", va="bottom")
+        low, color = min(first, last), f"C{position % 10}"
+        axes.bar(position, low, color=color)
+        axes.bar(position, abs(last - first), bottom=low, hatch="///", alpha=0.5, color=color)
+        axes.annotate(f"{last:.{num_decimals}f}%", (position, max(first, last)), ha="center", va="bottom")
     axes.set_xticks(range(len(means)), list(means), rotation=20, ha="right")
     axes.set(title=title or metric_name, ylabel=y_label or "")
     return _finished(figure, axes)
 
 
 def _means(df: pl.DataFrame, metric_name: str, models: Models | None) -> dict[str, dict[int, float]]:
-    """The metric's mean by step, by model; trained models first if no order is given."""
+    """For each model, the metric's mean by step. Without `models`, the models with several steps come first."""
     column = metric_name if metric_name in df.columns else f"metric_{metric_name}"
     if column not in df.columns:
         numbers = [name for name in df.columns if df[name].dtype == pl.Float64]
         raise ValueError(f"the table has no metric '{metric_name}'; it has {', '.join(numbers)}")
     if models is not None:
-        keys = [each if isinstance(each, BenchmarkModelKey) else BenchmarkModelKey(each) for each in models]
+        keys = [model if isinstance(model, BenchmarkModelKey) else BenchmarkModelKey(model) for model in models]
         df = filter_rename_model_split(df, keys)
     rows = df.group_by("model", "step").agg(pl.col(column).mean()).drop_nulls().sort("step")
     means: dict[str, dict[int, float]] = {}
@@ -92,11 +92,10 @@ def _means(df: pl.DataFrame, metric_name: str, models: Models | None) -> dict[st
         means.setdefault(name, {})[step] = value
     if not means:
         raise ValueError("the table has no rows of these models and splits")
-    order = (
-        sorted(means, key=lambda name: (len(means[name]) == 1, name))
-        if models is None
-        else [str(each) for each in models]
-    )
+    if models is None:
+        order = sorted(means, key=lambda name: (len(means[name]) == 1, name))
+    else:
+        order = [str(model) for model in models]
     return {name: means[name] for name in order if name in means}
 
 

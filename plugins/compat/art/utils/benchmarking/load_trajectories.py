@@ -1,5 +1,5 @@
-"""Rollouts on disk as a table with one row for each trajectory. Reads the files of ART's servers (Parquet, JSONL) and ours
-(JSONL)."""
+"""Rollouts on disk as a table with one row for each trajectory. Reads the files of ART's servers (Parquet, JSONL) and of
+art-servers (JSONL)."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,8 +46,8 @@ async def load_trajectories(
 ) -> pl.DataFrame:
     """The rollouts of a project's models (None: all), under `art_path` (".art").
 
-    Columns: model, split, step, reward, group_number (unique in the table), messages, logs, group_logs, and as found
-    metric_*, group_metric_* (floats), metadata_*, group_metadata_* (texts). No rollouts: a table without columns.
+    Columns: model, split, step, reward, group_number (unique in the table), messages, logs, group_logs; where rollouts
+    have them, metric_*, group_metric_* (floats), metadata_*, group_metadata_* (texts). No rollouts: a table without columns.
     """
     root = Path(get_models_dir(project_name, art_path))
     files = [file for file in _files(root) if models is None or file.parents[2].name in models]
@@ -59,8 +59,10 @@ async def load_trajectories(
             num_groups += 1
             of_group = {"model": model, "split": split, "step": _step(file)}
             of_group |= {"group_number": num_groups, **_group_columns(group)}
-            rows += [of_group | _columns(each) for each in group["trajectories"]]
-    names = {name: None for row in rows for name in row if name not in COLUMNS}
+            rows += [of_group | _columns(trajectory) for trajectory in group["trajectories"]]
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= {name: None for name in row if name not in COLUMNS}
     numbers = ("metric_", "group_metric_")
     extra = {name: pl.Float64() if name.startswith(numbers) else TEXT for name in names}
     return pl.DataFrame(rows, schema={**COLUMNS, **extra}) if rows else pl.DataFrame()
@@ -85,7 +87,7 @@ def _step(file: Path) -> int | None:
 def _columns(trajectory: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "reward": float(trajectory["reward"]),
-        "messages": [_message(each) for each in trajectory["messages"]],
+        "messages": [_message(entry) for entry in trajectory["messages"]],
         "logs": trajectory.get("logs") or [],
         **_numbers("metric_", trajectory.get("metrics")),
         **_texts("metadata_", trajectory.get("metadata")),
