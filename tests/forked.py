@@ -125,7 +125,7 @@ def main(path: str) -> None:
     while True:
         ready, _, _ = select.select([listening, *running], [], [])
         for descriptor in ready:
-            if descriptor is listening:
+            if isinstance(descriptor, socket.socket):
                 connection, _ = listening.accept()
                 content, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2)
                 pid = os.fork()
