@@ -76,8 +76,9 @@ class Parent:
     async def connect(self) -> socket.socket:
         process = self._start()
         while not self._socket.exists():
-            assert process.poll() is None, "the parent of the trainer processes ended"
             await asyncio.sleep(0.05)
+            assert process.poll() is None, "the parent of the trainer processes ended"
+        assert process.poll() is None, "the parent of the trainer processes ended"
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(self._socket))
         return connection
@@ -97,18 +98,23 @@ async def start_child(
     if not any(part.endswith(FORKED) for part in command[1:3]):
         return await children.start_child(command, log, environment, max_line_bytes, inherited)
     assert max_line_bytes is not None, "a trainer has pipes"
-    connection = await parent.connect()
-    own_end, end = socket.socketpair()
     message = {
         "arguments": command[1:],
         "environment": {**(os.environ if environment is None else environment)},
         "folder": os.getcwd(),
     }
-    with end, log.open() as file:
-        socket.send_fds(connection, [json.dumps(message).encode()], [end.fileno(), file.fileno()])
-    control = await asyncio.open_connection(sock=connection)
-    pipe = await asyncio.open_connection(sock=own_end, limit=max_line_bytes)
-    return Forked(int(await control[0].readline()), pipe, control)
+    connection = await parent.connect()
+    own_end, end = socket.socketpair()
+    with contextlib.ExitStack() as undo:  # a start can be cancelled; the process then ends at the end of its stdin
+        with end, log.open() as file:
+            socket.send_fds(connection, [json.dumps(message).encode()], [end.fileno(), file.fileno()])
+        control = await asyncio.open_connection(sock=connection)
+        undo.callback(control[1].close)
+        pipe = await asyncio.open_connection(sock=own_end, limit=max_line_bytes)
+        undo.callback(pipe[1].close)
+        pid = int(await control[0].readline())
+        undo.pop_all()
+    return Forked(pid, pipe, control)
 
 
 def main(path: str) -> None:
@@ -128,6 +134,9 @@ def main(path: str) -> None:
             if isinstance(descriptor, socket.socket):
                 connection, _ = listening.accept()
                 content, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2)
+                if not content:  # the program that asked for the process was cancelled
+                    connection.close()
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     for _, other in running.values():
@@ -137,7 +146,8 @@ def main(path: str) -> None:
                     become(json.loads(content), *descriptors)
                 for handed_on in descriptors:
                     os.close(handed_on)
-                connection.sendall(b"%d\n" % pid)
+                with contextlib.suppress(BrokenPipeError):
+                    connection.sendall(b"%d\n" % pid)
                 running[os.pidfd_open(pid)] = (pid, connection)
             else:
                 pid, connection = running.pop(descriptor)

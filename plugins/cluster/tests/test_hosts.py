@@ -151,6 +151,7 @@ async def test_a_lost_machine_is_no_death_of_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     """The attempt is repeated without it, and not counted against the job."""
+    monkeypatch.setattr(on_host_module.RankOnHost, "silence_seconds", 1.0)
     monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 0.0)
     async with house(tmp_path, monkeypatch) as here:
         here.host("kept", engines=1, ranks=1)
