@@ -45,6 +45,7 @@ class BaseLoader:
 
     def __init__(
         self,
+        *,
         config: ServerConfig,
         machine: Machine,
         devices: ComputingDevices,

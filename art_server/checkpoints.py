@@ -12,7 +12,6 @@ import shutil
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,20 +42,30 @@ IN_USE_SECONDS, POLL_SECONDS = 60.0, 0.05
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
 class Checkpoints:
     """Changes steps and models on disk, and keeps engine and registry consistent with the disk."""
 
-    _registry: Registry
-    _queue: JobQueue
-    _gate: PauseGate
-    _engine: AnyEngine
-    _ledger: Ledger
-    _incoming: Path
-    """Folder for unfinished checkpoints; empty at start."""
-    _keep_last: int
-    _locks: defaultdict[str, asyncio.Lock] = field(init=False, default_factory=lambda: defaultdict(asyncio.Lock))
-    """By model id. Each lock permits one change of the model's steps at a time."""
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        queue: JobQueue,
+        gate: PauseGate,
+        engine: AnyEngine,
+        ledger: Ledger,
+        incoming: Path,
+        keep_last: int,
+    ):
+        """`incoming` is the folder for unfinished checkpoints; empty at start."""
+        self._registry = registry
+        self._queue = queue
+        self._gate = gate
+        self._engine = engine
+        self._ledger = ledger
+        self._incoming = incoming
+        self._keep_last = keep_last
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By model id. Each lock permits one change of the model's steps at a time."""
 
     async def overview(self, model: RegisteredModel) -> CheckpointList:
         """The kept steps, oldest first, with their metrics."""

@@ -5,7 +5,7 @@ import functools
 import json
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -139,18 +139,28 @@ class EngineLost(Unavailable):
         )
 
 
-@dataclass(eq=False)
 class Proxy:
     """Sends requests to the engine and returns its answers; any number at a time."""
 
-    _registry: Registry
-    _ledger: Ledger
-    _engine: AnyEngine
-    _gate: PauseGate
-    _base: BaseLoader
-    _wait_limit_seconds: float
-    _tracing: Tracer | None = None
-    refused_names: RefusedNames = field(default_factory=RefusedNames)
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        ledger: Ledger,
+        engine: AnyEngine,
+        gate: PauseGate,
+        base: BaseLoader,
+        wait_limit_seconds: float,
+        tracing: Tracer | None = None,
+    ):
+        self._registry = registry
+        self._ledger = ledger
+        self._engine = engine
+        self._gate = gate
+        self._base = base
+        self._wait_limit_seconds = wait_limit_seconds
+        self._tracing = tracing
+        self.refused_names = RefusedNames()
 
     def resolve(self, inference: InferenceRequest) -> None:
         """Sets the model, step and adapter that answer a request at this moment.

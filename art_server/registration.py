@@ -4,7 +4,6 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from art_protocol.wire import LoRAConfig, ModelInfo, RegisterRequest
@@ -23,15 +22,17 @@ from art_server.store.registry import RegisteredModel, Registry, check_lora, che
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
 class Registration:
     """Registers models, and compares them with the loaded base model."""
 
-    _registry: Registry
-    _base: BaseLoader
-    _engine: AnyEngine
-    _trainer: Trainer
-    _max_lora_rank: int
+    def __init__(
+        self, *, registry: Registry, base: BaseLoader, engine: AnyEngine, trainer: Trainer, max_lora_rank: int
+    ):
+        self._registry = registry
+        self._base = base
+        self._engine = engine
+        self._trainer = trainer
+        self._max_lora_rank = max_lora_rank
 
     async def register(
         self,

@@ -217,18 +217,21 @@ def build(
     ledger = Ledger(config.server_dir / "ledger.sqlite", retention, config.splicing)
     intake = Intake(ledger, background)
 
-    def engine_on(numbers: tuple[int, ...], owner: DeviceOwner, *of_fleet: Any) -> Engine:
+    def is_busy() -> bool:
+        return gate.num_inside > 0
+
+    def engine_on(numbers: tuple[int, ...], owner: DeviceOwner, **of_fleet: Any) -> Engine:
         return make_engine(
-            config.model_copy(update={"serve_devices": numbers}),
-            machine.kind,
-            device_environment(numbers, machine),
-            owner,
-            children,
-            intake.receiver(),
-            lambda: gate.num_inside > 0,
-            background,
-            limits_of,
-            *of_fleet,
+            config=config.model_copy(update={"serve_devices": numbers}),
+            device=machine.kind,
+            kept_to=device_environment(numbers, machine),
+            owner=owner,
+            children=children,
+            receiver=intake.receiver(),
+            is_busy=is_busy,
+            background=background,
+            mismatch_limits_of=limits_of,
+            **of_fleet,
         )
 
     engine: AnyEngine
@@ -242,16 +245,24 @@ def build(
         changed = asyncio.Condition()
         assignments = zip(engine_devices(config, machine), owners, strict=True)
         replicas = [
-            engine_on(numbers, engine_owner, f"engine-{index}", progress, changed)
+            engine_on(numbers, engine_owner, name=f"engine-{index}", progress=progress, changed=changed)
             for index, (numbers, engine_owner) in enumerate(assignments)
         ]
-        engine = Fleet(replicas, progress, changed, config, limits_of)
+        engine = Fleet(replicas, progress=progress, changed=changed, config=config, mismatch_limits_of=limits_of)
         if config.takes_hosts:
             hosts = find_hosts()(
-                asked, engine, devices, limits_of, intake, changed, lambda: gate.num_inside > 0, background, children
+                config=asked,
+                fleet=engine,
+                devices=devices,
+                mismatch_limits_of=limits_of,
+                intake=intake,
+                changed=changed,
+                is_busy=is_busy,
+                background=background,
+                children=children,
             )
     ranks = [device_environment(numbers, machine) for numbers in rank_devices(config, machine)]
-    trainer = make_trainer(config, machine.kind, ranks, children)
+    trainer = make_trainer(config=config, device=machine.kind, kept_to=ranks, children=children)
     trainer.lender = hosts
     queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs, config.shares)
 
@@ -261,26 +272,69 @@ def build(
 
     registry = Registry(config.path, forget_steps)
     check_shares(config, registry)
-    base = BaseLoader(config, machine, devices, owner, engine, trainer, ledger, queue)
-    registration = Registration(registry, base, engine, trainer, config.max_lora_rank)
-    checkpoints = Checkpoints(registry, queue, gate, engine, ledger, incoming, config.keep_last)
-    uploads = Uploads(registry, engine, trainer, checkpoints, incoming, config.max_lora_rank, base.load)
-    runner = JobRunner(
-        queue,
-        registry,
-        engine,
-        gate,
-        trainer,
-        owner if config.takes_turns else None,
-        checkpoints.retain,
-        LayerCheck(config.server_dir / "layers", devices),
-        reports.take,
-        trainer.more,
+    base = BaseLoader(
+        config=config,
+        machine=machine,
+        devices=devices,
+        owner=owner,
+        engine=engine,
+        trainer=trainer,
+        ledger=ledger,
+        queue=queue,
     )
-    train_requests = TrainRequests(ledger, engine, runner, queue)
-    limit, tracing = config.wait_limit_seconds, reports.tracing
-    proxy = Proxy(registry, ledger, engine, gate, base, limit, tracing)
-    status = Status(config.path, engine, trainer, gate, base, runner, loop_watch, background)
+    registration = Registration(
+        registry=registry, base=base, engine=engine, trainer=trainer, max_lora_rank=config.max_lora_rank
+    )
+    checkpoints = Checkpoints(
+        registry=registry,
+        queue=queue,
+        gate=gate,
+        engine=engine,
+        ledger=ledger,
+        incoming=incoming,
+        keep_last=config.keep_last,
+    )
+    uploads = Uploads(
+        registry=registry,
+        engine=engine,
+        trainer=trainer,
+        checkpoints=checkpoints,
+        incoming=incoming,
+        max_lora_rank=config.max_lora_rank,
+        load_base=base.load,
+    )
+    runner = JobRunner(
+        queue=queue,
+        registry=registry,
+        engine=engine,
+        gate=gate,
+        trainer=trainer,
+        owner=owner if config.takes_turns else None,
+        retain=checkpoints.retain,
+        layers=LayerCheck(config.server_dir / "layers", devices),
+        report=reports.take,
+        more_trainers=trainer.more,
+    )
+    train_requests = TrainRequests(ledger=ledger, engine=engine, runner=runner, queue=queue)
+    proxy = Proxy(
+        registry=registry,
+        ledger=ledger,
+        engine=engine,
+        gate=gate,
+        base=base,
+        wait_limit_seconds=config.wait_limit_seconds,
+        tracing=reports.tracing,
+    )
+    status = Status(
+        path=config.path,
+        engine=engine,
+        trainer=trainer,
+        gate=gate,
+        base=base,
+        runner=runner,
+        loop_watch=loop_watch,
+        background=background,
+    )
     return Server(
         config=config,
         lock_file=lock_file,

@@ -20,6 +20,7 @@ class Status:
 
     def __init__(
         self,
+        *,
         path: Path,
         engine: AnyEngine,
         trainer: Trainer,

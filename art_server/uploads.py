@@ -8,7 +8,6 @@ import asyncio
 import shutil
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from art_server.checkpoints import Checkpoints
@@ -28,18 +27,28 @@ from art_server.store.base_models import BaseModel
 from art_server.store.registry import RegisteredModel, Registry, check_rank
 
 
-@dataclass(eq=False)
 class Uploads:
     """Receives tars and stores them as steps."""
 
-    _registry: Registry
-    _engine: AnyEngine
-    _trainer: Trainer
-    _checkpoints: Checkpoints
-    _incoming: Path
-    """Folder for unfinished checkpoints; empty at start."""
-    _max_rank: int
-    _load_base: Callable[[str], Awaitable[BaseModel]]
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        engine: AnyEngine,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        incoming: Path,
+        max_lora_rank: int,
+        load_base: Callable[[str], Awaitable[BaseModel]],
+    ):
+        """`incoming` is the folder for unfinished checkpoints; empty at start."""
+        self._registry = registry
+        self._engine = engine
+        self._trainer = trainer
+        self._checkpoints = checkpoints
+        self._incoming = incoming
+        self._max_lora_rank = max_lora_rank
+        self._load_base = load_base
 
     async def receive(
         self,
@@ -82,7 +91,7 @@ class Uploads:
         self, description: Description, content: Path, model: RegisteredModel | None
     ) -> Description:
         """Checks the adapter. Returns the description with the layers as the model names them."""
-        check_rank(description.lora, self._max_rank)
+        check_rank(description.lora, self._max_lora_rank)
         known = None if model is None else model.record.lora
         try:
             done = await self._trainer.run(CheckTask(lora=description.lora, folder=str(content), known=known))

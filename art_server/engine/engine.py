@@ -146,6 +146,7 @@ class Engine:
 
     def __init__(
         self,
+        *,
         config: ServerConfig,
         device: Device,
         kept_to: Mapping[str, str],

@@ -32,6 +32,7 @@ class Fleet:
     def __init__(
         self,
         replicas: Sequence[Engine],
+        *,
         progress: StartProgress,
         changed: asyncio.Condition,
         config: ServerConfig,

@@ -16,7 +16,6 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from art_protocol.wire import TrainConfig
 from art_server.engine.device.owner import DeviceOwner
@@ -44,27 +43,37 @@ LOOK_SECONDS = 5.0
 """Time between two checks whether a job that waits for the engine's start was cancelled."""
 
 
-@dataclass(eq=False)
 class Attempt:
     """Makes the step of a job, or finishes it."""
 
-    job: Job
-    model: RegisteredModel
-    _queue: JobQueue
-    _engine: AnyEngine
-    _gate: PauseGate
-    _trainer: Gang
-    _owner: DeviceOwner | None
-    """The owner of the device that engine and trainer share; None if they have separate devices."""
-    _layers: LayerCheck | None
-    """None: every layer of an adapter is trained."""
-    _report_change: Callable[[], Awaitable[None]]
-    """Called after each change of the job's row."""
-    phase: str = field(init=False, default="queued")
-    _seconds: defaultdict[str, float] = field(init=False, default_factory=lambda: defaultdict(float))
-    """How long each phase took so far, by the phase's name."""
-    _since: float = field(init=False, default_factory=time.monotonic)
-    is_cancelled: bool = field(init=False, default=False)
+    def __init__(
+        self,
+        job: Job,
+        model: RegisteredModel,
+        *,
+        queue: JobQueue,
+        engine: AnyEngine,
+        gate: PauseGate,
+        trainer: Gang,
+        owner: DeviceOwner | None,
+        layers: LayerCheck | None,
+        report_change: Callable[[], Awaitable[None]],
+    ):
+        """`owner` and `layers` are as in `JobRunner`. `report_change` is called after each change of the job's row."""
+        self.job = job
+        self.model = model
+        self._queue = queue
+        self._engine = engine
+        self._gate = gate
+        self._trainer = trainer
+        self._owner = owner
+        self._layers = layers
+        self._report_change = report_change
+        self.phase = "queued"
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        """How long each phase took so far, by the phase's name."""
+        self._since = time.monotonic()
+        self.is_cancelled = False
 
     def cancel(self) -> None:
         """Ends the attempt before its next micro-batch."""

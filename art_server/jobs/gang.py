@@ -58,6 +58,7 @@ class Gang:
         self,
         log_dir: Path,
         environments: Sequence[Mapping[str, str]],
+        *,
         children: Children | None = None,
         meeting: Path | None = None,
         name: str = "trainer",
@@ -66,7 +67,7 @@ class Gang:
         """One rank on this machine for each of the environments. Several ranks meet in the file `meeting`. `name` is the
         beginning of the ranks' log names. `budgets` has what earlier jobs learned; None: nothing is stored."""
         self._own = [
-            TrainerProcess((), log_dir / log_name(name, number), environment, children)
+            TrainerProcess((), log_dir / log_name(name, number), environment=environment, children=children)
             for number, environment in enumerate(environments)
         ]
         self.ranks = list(self._own)

@@ -19,7 +19,7 @@ once in its trajectory, in the sequence of its turn; elsewhere it is context.
 
     choices.py          what the client sent                  turns.py         turns, joined to sequences
     recorded_turns.py   a turn from the ledger's record       job_report.py    what became of all turns
-    template_turns.py   a turn as the chat template writes it
+    template_turns.py   a turn as the chat template writes it reasons.py       why turns are dropped
 """
 
 import math
@@ -29,6 +29,7 @@ from typing import Any
 
 from art_protocol.wire import BY_REFERENCE, HistoryBody, JobReport, TrainConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.errors import InvalidInput, RecordsMissing
+from art_server.jobs import reasons
 from art_server.jobs.batch_signs import BatchSigns, Past, signs_of
 from art_server.jobs.choices import SentTurn, first_other_part, is_choice, is_weightless, read_turn
 from art_server.jobs.differences import FirstDifference, of_histories, of_prompt
@@ -57,20 +58,6 @@ from art_server.process.shared.trainer_messages import (
     TrainableGroup,
     TrainableTrajectory,
 )
-
-CHANGED_IDS = "the choice's token ids are not those that were sampled: keep the choice as the server sent it"
-NO_RECORD = (
-    "the choice's record is not in the ledger, and the choice carries no tokens: request `logprobs` so that choices carry "
-    "them, train on the server that sampled, or start it with a larger --ledger-max-gb or --ledger-max-age-days"
-)
-NO_TOKENS = (
-    "the choice carries no token ids and is not in the ledger: put the choice object of the server's answer into the "
-    "trajectory unchanged, or set allow_training_without_logprobs"
-)
-MISSING = "the choice was sent by reference, and its record is not in the ledger"
-AMBIGUOUS = "samples with different prompts or tokens match the choice: keep the choice unchanged, with `art.id`"
-
-TWICE = "the trajectory contains the same choice twice"
 
 POSITIVE_LOGPROB_TOLERANCE = 1e-3
 """Engines round, so a log-probability can be slightly above zero."""
@@ -153,8 +140,8 @@ class Resolver:
             where = f"groups[{number}].trajectories[{index}]"
             resolved, of_turns = self._trajectory(trajectory, where)
             if self._trains_demonstrations and not any(map(is_trained, resolved.sequences)):
-                reasons = [trace.dropped for trace in of_turns if trace.dropped is not None]
-                self._counts.add_untrained(index, where, trajectory, reasons)
+                dropped = [trace.dropped for trace in of_turns if trace.dropped is not None]
+                self._counts.add_untrained(index, where, trajectory, dropped)
             trajectories.append(resolved)
             traces.append(of_turns)
         if any(trajectory.sequences for trajectory in trajectories):
@@ -376,12 +363,9 @@ class Resolver:
         """
         sent = read_turn(entry, self._model_id)
         if sent.model_id != self._model_id:
-            by = "the base model" if sent.model_id is None else f"'{sent.model_id}'"
-            raise ForeignTurn(f"the choice was sampled by {by}, another model")
+            raise ForeignTurn(reasons.other_model(sent.model_id))
         if before.other_part is not None:
-            raise UnusableTurn(
-                f"the conversation contains a part of type '{before.other_part}': only text can be trained"
-            )
+            raise UnusableTurn(reasons.other_part(before.other_part))
         turn = self._tokens_of(sent, before, seen)
         self._check(turn)
         if turn is sent.carried:  # no record confirms the tokens
@@ -403,12 +387,12 @@ class Resolver:
             if sent.carried is None:
                 return recorded
             if not has_same_tokens(sent.carried, recorded.prompt_token_ids, recorded.token_ids):
-                raise UnusableTurn(CHANGED_IDS)
+                raise UnusableTurn(reasons.CHANGED_IDS)
             return replace(recorded, origin="ids")
         if sent.is_reference:
             assert sent.choice_id is not None, "a reference names its record"
             self._missing.append(sent.choice_id)
-            raise UnusableTurn(MISSING)
+            raise UnusableTurn(reasons.MISSING)
         if sent.carried is not None:
             return self._record_of_tokens(sent) or sent.carried
         recorded = self._matching_record(sent, before.digest, seen)
@@ -428,7 +412,7 @@ class Resolver:
             return None  # records of other projects are never used
         sampled_by = f"{request.project}/{request.name}"
         if sampled_by != self._model_id:
-            raise ForeignTurn(f"the choice was sampled by '{sampled_by}', another model")
+            raise ForeignTurn(reasons.other_model(sampled_by))
         return recorded_turn(record, is_raw=self._is_raw)
 
     def _record_of_tokens(self, sent: SentTurn) -> ResolvedTurn | None:
@@ -463,10 +447,10 @@ class Resolver:
         if not matches:
             return None
         if any(match.choice_id in seen for match in matches):
-            raise UnusableTurn(TWICE)
+            raise UnusableTurn(reasons.TWICE)
         samples = {(match.prompt, match.tokens) for match in matches}
         if len(samples) > 1:
-            raise UnusableTurn(AMBIGUOUS)
+            raise UnusableTurn(reasons.AMBIGUOUS)
         newest = max(match.step or 0 for match in matches)
         of_newest = [match for match in matches if (match.step or 0) == newest]
         untaken = [match for match in of_newest if match.choice_id not in self._taken]
@@ -504,27 +488,24 @@ class Resolver:
     def _written(self, sent: SentTurn, before: Before) -> ResolvedTurn:
         """The last resort: prompt and answer as the chat template writes them."""
         if not self._trains_without_logprobs:
-            raise ForeignTurn(NO_TOKENS) if sent.choice_id is None else UnusableTurn(NO_RECORD)
+            raise ForeignTurn(reasons.NO_TOKENS) if sent.choice_id is None else UnusableTurn(reasons.NO_RECORD)
         prompt, ids = self._template.write(sent.message, before.messages, before.tools)
         return ResolvedTurn(prompt, ids, None, "recomputed")
 
     def _check(self, turn: ResolvedTurn) -> None:
         if not turn.prompt_token_ids or not turn.token_ids:
-            raise UnusableTurn("the prompt or the sampled text is empty")
+            raise UnusableTurn(reasons.EMPTY)
         length = len(turn.prompt_token_ids) + len(turn.token_ids)
         if length > self._limits.max_seq_length:
-            raise UnusableTurn(
-                f"the turn is longer than the model's context of {self._limits.max_seq_length} tokens "
-                "(start the server with a larger --max-seq-length)"
-            )
+            raise UnusableTurn(reasons.too_long(self._limits.max_seq_length))
         if turn.origin == "ledger":
             return  # the engine made the tokens and log-probabilities
         highest = max(max(turn.prompt_token_ids), max(turn.token_ids))
         lowest = min(min(turn.prompt_token_ids), min(turn.token_ids))
         if lowest < 0 or highest >= self._limits.vocab_size:
-            raise UnusableTurn("a token id is outside the model's vocabulary")
+            raise UnusableTurn(reasons.OUTSIDE_VOCABULARY)
         if not all(math.isfinite(value) and value <= POSITIVE_LOGPROB_TOLERANCE for value in turn.logprobs or ()):
-            raise UnusableTurn("a log-probability is not a finite number of at most 0")
+            raise UnusableTurn(reasons.BAD_LOGPROB)
 
 
 def is_trained(sequence: TokenSequence) -> bool:
@@ -575,5 +556,5 @@ def _refuse_second(turn: ResolvedTurn, sent: SentTurn, seen: set[Hashable]) -> N
             same.add(without_id)
             names.add(content)
     if same & seen:
-        raise UnusableTurn(TWICE)
+        raise UnusableTurn(reasons.TWICE)
     seen |= names

@@ -15,7 +15,6 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
@@ -49,34 +48,45 @@ REST_SECONDS = 5.0
 EXPECTED_ERRORS = (ServerError, TrainerError, OSError)
 
 
-@dataclass(eq=False)
 class JobRunner:
     """Queues jobs and runs them, in order, in one background task: one at a time, or as many of different models as there are
     gangs."""
 
-    _queue: JobQueue
-    _registry: Registry
-    _engine: AnyEngine
-    _gate: PauseGate
-    _trainer: Gang
-    _owner: DeviceOwner | None
-    """The owner of the device that engine and trainer share; None if they have separate devices."""
-    _retain: Callable[[RegisteredModel], Awaitable[None]]
-    """Called after each job, to delete old steps."""
-    _layers: LayerCheck | None = None
-    """None: every layer of an adapter is trained."""
-    _report: Callable[[Job, RegisteredModel | None], None] = lambda job, model: None
-    """Called with each change of a job; must not wait."""
-    _more_trainers: Sequence[Gang] = ()
-    """Gangs beside `_trainer`, which train at the same time."""
-    _attempts: list[Attempt] = field(init=False, default_factory=list)
-    """The attempts that run."""
-    _busy: set[str] = field(init=False, default_factory=set)
-    """Models with a job that runs."""
-    _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
-    """Held while a job is chosen."""
-    _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
-    """Set at the next change of any job."""
+    def __init__(
+        self,
+        *,
+        queue: JobQueue,
+        registry: Registry,
+        engine: AnyEngine,
+        gate: PauseGate,
+        trainer: Gang,
+        owner: DeviceOwner | None,
+        retain: Callable[[RegisteredModel], Awaitable[None]],
+        layers: LayerCheck | None = None,
+        report: Callable[[Job, RegisteredModel | None], None] = lambda job, model: None,
+        more_trainers: Sequence[Gang] = (),
+    ):
+        """`owner` is the owner of the device that engine and trainer share; None if they have separate devices. `retain` is
+        called after each job, to delete old steps. `layers` None: every layer of an adapter is trained. `report` is called with
+        each change of a job, and must not wait. `more_trainers` are gangs beside `trainer`, which train at the same time."""
+        self._queue = queue
+        self._registry = registry
+        self._engine = engine
+        self._gate = gate
+        self._trainer = trainer
+        self._owner = owner
+        self._retain = retain
+        self._layers = layers
+        self._report = report
+        self._more_trainers = more_trainers
+        self._attempts: list[Attempt] = []
+        """The attempts that run."""
+        self._busy: set[str] = set()
+        """Models with a job that runs."""
+        self._lock = asyncio.Lock()
+        """Held while a job is chosen."""
+        self._changed = asyncio.Event()
+        """Set at the next change of any job."""
 
     # --- queueing ---
 
@@ -278,13 +288,13 @@ class JobRunner:
             attempt = Attempt(
                 job,
                 model,
-                self._queue,
-                self._engine,
-                self._gate,
-                trainer,
-                self._owner,
-                self._layers,
-                functools.partial(self._report_change, job.job_id),
+                queue=self._queue,
+                engine=self._engine,
+                gate=self._gate,
+                trainer=trainer,
+                owner=self._owner,
+                layers=self._layers,
+                report_change=functools.partial(self._report_change, job.job_id),
             )
             self._attempts.append(attempt)
             await attempt.run()

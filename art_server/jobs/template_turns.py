@@ -1,6 +1,7 @@
 """A turn without sampled tokens, as the chat template writes it: a demonstration, or a choice that nobody recorded."""
 
 from art_server.errors import InvalidInput
+from art_server.jobs import reasons
 from art_server.jobs.token_sources import TokenSources
 from art_server.jobs.turns import UnusableTurn
 from art_server.jobs.written_messages import (
@@ -41,7 +42,7 @@ class TemplateTurns:
         else:  # the prompt's last characters may have merged with the answer's first ones
             answer = self._behind(prompt, whole)
         if calls_of(message) and self._renders(whole, [*messages, without_calls(message)], tools):
-            raise UnusableTurn("the chat template writes no tool calls")
+            raise UnusableTurn(reasons.NO_CALLS_WRITTEN)
         if thinking_of(message) and self._renders(whole, [*messages, without_thinking(message)], tools):
             self.num_without_thinking += 1
         end = self._last_of_turn(answer)
@@ -55,9 +56,7 @@ class TemplateTurns:
         except UnusableTurn as error:
             if messages:
                 raise
-            raise UnusableTurn(
-                "the chat template renders no prompt for an answer that comes first: put a message of the user before it"
-            ) from error
+            raise UnusableTurn(reasons.NO_PROMPT_WRITTEN) from error
 
     def _render(self, messages: list[Message], tools: Tools | None, *, has_header: bool = False) -> list[int]:
         of_engine = messages_for_engine(messages, tools), tools_for_engine(tools)
@@ -89,10 +88,7 @@ class TemplateTurns:
                 return [*(self._sources.tokenize(rest) if rest else ()), *whole[end:]]
             if not before.startswith(text.rstrip(PART_OF_CHARACTER)):
                 break
-        raise UnusableTurn(
-            "the chat template does not write this answer behind the prompt that the model gets: if the prompt opens "
-            "thinking, give the message its `reasoning_content`"
-        )
+        raise UnusableTurn(reasons.NOT_BEHIND_PROMPT)
 
     def _last_of_turn(self, answer: list[int]) -> int | None:
         """The index of the token that ends the turn: the first token at which the engine stops, else the last token that ends
@@ -114,5 +110,5 @@ class TemplateTurns:
         is_behind = more[: len(whole)] == whole and len(more) > len(whole)
         end = more[len(whole)] if is_behind else self._sources.end_id
         if end is None or (is_behind and end not in self._sources.end_ids):
-            raise UnusableTurn("the chat template writes no end of this turn")
+            raise UnusableTurn(reasons.NO_END_WRITTEN)
         return end

@@ -36,7 +36,7 @@ THREADS = 2
 class TrainRequests:
     """Begins train requests."""
 
-    def __init__(self, ledger: Ledger, engine: AnyEngine, runner: JobRunner, queue: JobQueue):
+    def __init__(self, *, ledger: Ledger, engine: AnyEngine, runner: JobRunner, queue: JobQueue):
         self._ledger = ledger
         self._engine = engine
         self._runner = runner
@@ -60,7 +60,7 @@ class TrainRequests:
             find_unnamed=functools.partial(self._ledger.find_unnamed, project, name),
         )
         resolver = Resolver(config, model.id, sources, limits, functools.partial(self._past_signs, model))
-        return NewJob(model, config, resolver, self._runner, self._threads)
+        return NewJob(model, config, resolver=resolver, runner=self._runner, threads=self._threads)
 
     def _past_signs(self, model: RegisteredModel) -> list[BatchSigns]:
         """The signs of the batches that the model's newest steps were trained from (blocking)."""
@@ -74,6 +74,7 @@ class NewJob:
         self,
         model: RegisteredModel,
         config: TrainConfig,
+        *,
         resolver: Resolver,
         runner: JobRunner,
         threads: ThreadPoolExecutor,

@@ -34,21 +34,23 @@ class Trainer(Gang):
     second process would slow this down.
     """
 
-    def __init__(self, config: ServerConfig, device: Device, kept_to: Sequence[Mapping[str, str]], children: Children):
+    def __init__(
+        self, *, config: ServerConfig, device: Device, kept_to: Sequence[Mapping[str, str]], children: Children
+    ):
         """`kept_to` has, for each rank of each gang, the environment variables that restrict the rank to its devices."""
         usual = worker_environment(config.server_dir / "unsloth", os.environ)
         environments = [usual | dict(variables) for variables in kept_to]
         num, meeting = config.num_ranks(device), config.server_dir / "ranks"
         budgets = Budgets(config.server_dir / "budgets.json")
-        super().__init__(config.log_dir, environments[:num], children, meeting, budgets=budgets)
+        super().__init__(config.log_dir, environments[:num], children=children, meeting=meeting, budgets=budgets)
         self.more = [
             Gang(
                 config.log_dir,
                 environments[gang * num : (gang + 1) * num],
-                children,
-                meeting.with_name(f"ranks-of-{gang}"),
-                f"trainer-of-gang-{gang}",
-                budgets,
+                children=children,
+                meeting=meeting.with_name(f"ranks-of-{gang}"),
+                name=f"trainer-of-gang-{gang}",
+                budgets=budgets,
             )
             for gang in range(1, config.gangs)
         ]
@@ -56,7 +58,7 @@ class Trainer(Gang):
         self._config = config
         self._device: Device = device
         aside = environments[0] if environments else usual
-        self._aside = TrainerProcess((), config.log_dir / "trainer.log", aside, children)
+        self._aside = TrainerProcess((), config.log_dir / "trainer.log", environment=aside, children=children)
         self._num_aside = 0
         self._num_steps = 0
         """Tasks that train, running or waiting."""

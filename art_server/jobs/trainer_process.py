@@ -164,6 +164,7 @@ class TrainerProcess:
         self,
         command: Sequence[str],
         log_path: Path,
+        *,
         environment: Mapping[str, str] | None = None,
         children: Children | None = None,
     ) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from art_server.jobs import reasons
 from art_server.process.shared.trainer_messages import Distribution, SampledSpan, TokenSequence
 
 
@@ -51,7 +52,7 @@ class ForeignTurn(UnusableTurn):
 def with_signal(turn: ResolvedTurn, reward: float | None, advantages: float | list[float] | None) -> ResolvedTurn:
     """The turn with the reward and advantages that the client gives for it."""
     if isinstance(advantages, list) and len(advantages) != len(turn.token_ids):
-        raise UnusableTurn(f"{len(advantages)} advantages were given for {len(turn.token_ids)} sampled tokens")
+        raise UnusableTurn(reasons.other_number_of_advantages(len(advantages), len(turn.token_ids)))
     if isinstance(advantages, float):
         advantages = [advantages] * len(turn.token_ids)
     return replace(turn, reward=reward, advantages=advantages)

@@ -8,7 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from art_protocol.demonstrations import SHAREGPT, SHAREGPT_ROLES, is_sharegpt
+from art_protocol.demonstrations import SHAREGPT_ROLES, is_sharegpt
+from art_server.jobs import reasons
 from art_server.jobs.turns import UnusableTurn
 from art_server.jobs.written_tools import Tools, schemas_by_name
 from art_server.ledger.conversation import Message, as_list
@@ -54,9 +55,9 @@ def without_thinking(message: Message) -> Message:
 def _message(message: Message, where: str, schemas: dict[str, Any]) -> Message:
     role = message.get("role")
     if is_sharegpt(message) or role in SHAREGPT_ROLES:
-        raise UnusableTurn(f"{where} is of the form ShareGPT: {SHAREGPT}")
+        raise UnusableTurn(reasons.sharegpt(where))
     if not isinstance(role, str):
-        raise UnusableTurn(f"{where}.role is missing: it is 'system', 'user', 'assistant' or 'tool'")
+        raise UnusableTurn(reasons.no_role(where))
     copied: Message = {"role": "tool" if role == "function" else role}
     for field in TEXT_FIELDS:
         if isinstance(message.get(field), str):
@@ -68,7 +69,7 @@ def _message(message: Message, where: str, schemas: dict[str, Any]) -> Message:
     content = _content(message.get("content"), f"{where}.content")
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
-        raise UnusableTurn(f"{where}.tool_calls is no list of calls")
+        raise UnusableTurn(reasons.no_calls(where))
     if role == "assistant":
         if (thinking := thinking_of(message)) is not None:
             copied["reasoning"] = thinking
@@ -89,37 +90,34 @@ def _content(content: Any, where: str) -> str | list[Any] | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise UnusableTurn(f"{where} is no text, no list of parts and not null")
+        raise UnusableTurn(reasons.no_content(where))
     parts: list[Any] = []
     for index, part in enumerate(content):
         if isinstance(part, str):
             part = {"type": "text", "text": part}
         if not isinstance(part, dict):
-            raise UnusableTurn(f"{where}[{index}] is no part: write {{'type': 'text', 'text': TEXT}}")
+            raise UnusableTurn(reasons.no_part(f"{where}[{index}]"))
         present = {"type": "text"} | {name: value for name, value in part.items() if value is not None}
         if present["type"] == "text" and not isinstance(present.setdefault("text", ""), str):
-            raise UnusableTurn(f"{where}[{index}].text is no text")
+            raise UnusableTurn(reasons.no_text(f"{where}[{index}]"))
         parts.append(present)
     return parts
 
 
 def _call(call: Any, index: int, where: str, schemas: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(call, dict):
-        raise UnusableTurn(f"{where} is no object")
+        raise UnusableTurn(reasons.no_call(where))
     if (kind := call.get("type") or "function") != "function":
-        raise UnusableTurn(f"{where} is of the type {kind!r}: templates render calls of functions only")
+        raise UnusableTurn(reasons.no_function_call(where, kind))
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise UnusableTurn(
-            f'{where} has no function with a name: write {{"id": ..., "type": "function", "function": {{"name": ..., '
-            '"arguments": ...}}'
-        )
+        raise UnusableTurn(reasons.unnamed_call(where))
     arguments = function.get("arguments")
     if isinstance(arguments, dict):
         # As text, because the route takes no objects. A row's object can have fields that a table filled with null.
         arguments = json.dumps(_without_filled(arguments, schemas.get(function["name"])))
     elif arguments is not None and not isinstance(arguments, str):
-        raise UnusableTurn(f"{where}.function.arguments is neither a JSON object nor its text")
+        raise UnusableTurn(reasons.bad_arguments(where))
     identity = call.get("id")
     return {
         "id": identity if isinstance(identity, str) else f"call_{index}",
@@ -138,12 +136,12 @@ def check_answer(message: Message, where: str) -> None:
     fields = (message.get(name) for name in ("content", "refusal", "function_call"))
     is_written = any(field is not None for field in fields) or message.get("tool_calls") not in (None, [])
     if not is_written and thinking_of(message) is None:
-        raise UnusableTurn(f"{where} has neither `content` nor `tool_calls`: leave the message out")
+        raise UnusableTurn(reasons.no_answer(where))
     for index, call in enumerate(calls_of(message)):
         function = call.get("function") if isinstance(call, dict) else None
         arguments = function.get("arguments") if isinstance(function, dict) else None
         if isinstance(arguments, str) and arguments.strip() and not _is_object(arguments):
-            raise UnusableTurn(f"{where}.tool_calls[{index}].function.arguments is not the text of a JSON object")
+            raise UnusableTurn(reasons.no_arguments_text(f"{where}.tool_calls[{index}]"))
 
 
 def _is_object(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from art_server.jobs import reasons
 from art_server.jobs.turns import UnusableTurn
 
 Tools = list[dict[str, Any]]
@@ -25,12 +26,9 @@ def tools_for_engine(tools: Tools | None) -> Tools | None:
     present = [{name: value for name, value in tool.items() if value is not None} for tool in tools]
     for index, tool in enumerate(present):
         if tool.get("type", "function") != "function":
-            raise UnusableTurn(f"tools[{index}] is of the type {tool['type']!r}: templates render functions only")
+            raise UnusableTurn(reasons.no_function(f"tools[{index}]", tool["type"]))
         if not isinstance(tool.get("function"), dict) or not isinstance(tool["function"].get("name"), str):
-            raise UnusableTurn(
-                f"tools[{index}] has no function with a name: write "
-                '{"type": "function", "function": {"name": ..., "parameters": ...}}'
-            )
+            raise UnusableTurn(reasons.unnamed_function(f"tools[{index}]"))
     is_filled = any(map(_is_filled, schemas_by_name(present).values()))
     return [{**tool, "function": _function(tool["function"], is_filled)} for tool in present]
 

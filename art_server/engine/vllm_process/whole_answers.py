@@ -34,35 +34,8 @@ from vllm.renderers.chat_utils import make_tool_call_id
 
 from art_server.engine.vllm_process import hidden_tokens
 from art_server.process.shared.engine_messages import CutText, whole_characters
+from art_server.process.shared.parser_families import CALL_ENDS, CALL_MARKS, THINKING_MARKS, UNKNOWN_CALL_MARKS
 
-CALL_MARKS = {
-    "DeepSeekV3ToolParser": ("<｜tool▁calls▁begin｜>",),
-    "DeepSeekV31ToolParser": ("<｜tool▁calls▁begin｜>",),
-    "Ernie45ToolParser": ("<tool_call>",),
-    "FunctionGemmaToolParser": ("<start_function_call>",),
-    "Hermes2ProToolParser": ("<tool_call>",),
-    "Llama3JsonToolParser": ("{", "<|python_tag|>"),
-    "Llama4PythonicToolParser": ("[", "<|python_start|>"),
-    "MuseGlimmerToolParser": ("<atem:",),
-    "Phi4MiniJsonToolParser": ("functools",),
-    "PoolsideV1ToolParser": ("<tool_call>",),
-}
-"""The texts that begin a call, by the class of the tool parser. Parsers with a grammar of vLLM name their marks themselves."""
-CALL_ENDS = {
-    "ApertusToolParser": ("<|tools_prefix|>", "<|tools_suffix|>"),
-    "FunctionGemmaToolParser": ("<start_function_call>", "<end_function_call>"),
-    "HYV3ToolParser": ("<tool_calls", "</tool_calls"),
-}
-"""The marks around calls, by the class of the tool parser: only parsers without a grammar that complete a call which was cut."""
-UNKNOWN_CALL_MARKS = ("<", "[", "{", "functools")
-"""The marks of a tool parser that is not listed. A text with one of them waits for the answer's end."""
-THINKING_MARKS = {
-    "Ernie45ReasoningParser": ("<response>", "</response>"),
-    "GraniteReasoningParser": ("Here is my thought process:", "Here's my thought process:"),
-    "HunyuanA13BReasoningParser": ("<think>", "<answer>", "</answer>"),
-    "MuseGlimmerReasoningParser": ("to=", "<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
-}
-"""Texts that a reasoning parser takes out of an answer besides the marks that it names, by the class of the parser."""
 PLAIN_STATES = (ParserState.CONTENT, ParserState.REASONING)
 CALL_STATES = (ParserState.TOOL_NAME, ParserState.TOOL_ARGS)
 MAX_READINGS = 64

@@ -147,7 +147,7 @@ class Lost(Exception):
     """The connection to the server, or the server itself, is lost."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Host:
     """Joins a server, and joins anew each time the connection is lost."""
 
@@ -204,7 +204,14 @@ class Host:
         logger.info("joined %s as %s: %d engines, %d ranks", self.url, self.offer.name, *self.offer.numbers)
         self._has_joined = True
         outgoing: asyncio.Queue[Message] = asyncio.Queue()
-        machinery = Machinery(self.offer, address, self.folder, self.children, session, outgoing.put_nowait)
+        machinery = Machinery(
+            offer=self.offer,
+            address=address,
+            folder=self.folder,
+            children=self.children,
+            session=session,
+            report=outgoing.put_nowait,
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._send(connection, outgoing, machinery))
@@ -295,7 +302,8 @@ def main(arguments: Sequence[str]) -> None:
         children = Children(folder, folder / "logs")
         children.reap()
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(Host(url, token, offer, folder, children).run_forever())
+            host = Host(url=url, token=token, offer=offer, folder=folder, children=children)
+            asyncio.run(host.run_forever())
         os.close(lock)
     except (UsageError, ServerError) as error:
         print(f"art-server host: {error}", file=sys.stderr)

@@ -57,6 +57,7 @@ class Hosts:
 
     def __init__(
         self,
+        *,
         config: ServerConfig,
         fleet: Fleet,
         devices: ComputingDevices,
@@ -137,7 +138,14 @@ class Hosts:
             await refuse(connection, "it is another version of art-server than the server: install the same on both")
             return
         server = connection.scope.get("server") or ("127.0.0.1", 0)
-        host = JoinedHost(greeting, server[0], connection, self._devices, self._offered, self._tickets)
+        host = JoinedHost(
+            greeting=greeting,
+            own_address=server[0],
+            connection=connection,
+            devices=self._devices,
+            offered=self._offered,
+            tickets=self._tickets,
+        )
         if (reason := await self._find_fault(host)) is not None:
             logger.warning("host %s is refused: %s", greeting.name, reason)
             await refuse(connection, reason)
@@ -223,7 +231,11 @@ class Hosts:
                 replica.start(self._fleet.base, self._fleet.requested)
         self._ranks[host] = [
             RankOnHost(
-                host, slot, config.log_dir / f"trainer-{greeting.name}-{slot}.log", config, lambda: self._fleet.base
+                host,
+                slot,
+                log_path=config.log_dir / f"trainer-{greeting.name}-{slot}.log",
+                config=config,
+                base=lambda: self._fleet.base,
             )
             for slot in range(greeting.ranks)
         ]

@@ -8,7 +8,7 @@ import logging
 import secrets
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -123,26 +123,35 @@ class RemoteChild:
             self._status.set_result(status)
 
 
-@dataclass(eq=False)
 class JoinedHost:
     """One connection of a machine. The loss of the connection ends every process on the machine."""
 
-    greeting: Greeting
-    own_address: str
-    """The server's address, as the machine reaches the server."""
-    _connection: WebSocket
-    _devices: ComputingDevices
-    offered: defaultdict[str, list[Path]]
-    """Files that hosts may fetch, by digest. Several files may have the same content."""
-    tickets: dict[str, Path]
-    """Folders that hosts may fill."""
-    reason: str = ""
-    """Why the machine was lost; empty while the machine is connected."""
-    _children: dict[str, RemoteChild] = field(default_factory=dict)
-    _outgoing: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
-    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _replies: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)
-    _bases: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    def __init__(
+        self,
+        *,
+        greeting: Greeting,
+        own_address: str,
+        connection: WebSocket,
+        devices: ComputingDevices,
+        offered: defaultdict[str, list[Path]],
+        tickets: dict[str, Path],
+    ):
+        self.greeting = greeting
+        self.own_address = own_address
+        """The server's address, as the machine reaches the server."""
+        self._connection = connection
+        self._devices = devices
+        self.offered = offered
+        """Files that hosts may fetch, by digest. Several files may have the same content."""
+        self.tickets = tickets
+        """Folders that hosts may fill."""
+        self.reason = ""
+        """Why the machine was lost; empty while the machine is connected."""
+        self._children: dict[str, RemoteChild] = {}
+        self._outgoing: asyncio.Queue[Message] = asyncio.Queue()
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
+        self._bases: dict[str, asyncio.Task[None]] = {}
 
     @property
     def name(self) -> str:

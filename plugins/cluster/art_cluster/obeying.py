@@ -98,6 +98,7 @@ class Machinery:
 
     def __init__(
         self,
+        *,
         offer: Offer,
         address: str,
         folder: Path,

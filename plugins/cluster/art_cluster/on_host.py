@@ -117,7 +117,7 @@ class RankOnHost(TrainerProcess):
     silence_seconds = SILENCE_SECONDS
 
     def __init__(
-        self, host: JoinedHost, slot: int, log_path: Path, config: ServerConfig, base: Callable[[], BaseModel | None]
+        self, host: JoinedHost, slot: int, *, log_path: Path, config: ServerConfig, base: Callable[[], BaseModel | None]
     ) -> None:
         super().__init__((), log_path)  # `_launch` needs no command: the host makes one
         self.machine = f"host {host.name}"

@@ -114,7 +114,13 @@ class House:
         """Starts a host; the task ends with the reason why it is refused."""
         folder = self.folder / name
         offer = Offer(name, detect(), ((),) * engines, ((),) * ranks)
-        host = Host(self.url if through is None else through.url, key, offer, folder, Children(folder, folder / "logs"))
+        host = Host(
+            url=self.url if through is None else through.url,
+            token=key,
+            offer=offer,
+            folder=folder,
+            children=Children(folder, folder / "logs"),
+        )
         self.tasks[name] = asyncio.create_task(host.run_forever())
         return self.tasks[name]
 

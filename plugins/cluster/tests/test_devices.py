@@ -49,7 +49,7 @@ class Trainer(FakeTrainer):
     def set_base(self, path: Path, plan: object) -> None: ...
 
 
-def new_trainer(*_: object) -> Any:
+def new_trainer(**_: object) -> Any:
     return Trainer()
 
 

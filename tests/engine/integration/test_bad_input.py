@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from art_server.jobs.resolve import CHANGED_IDS
+from art_server.jobs.reasons import CHANGED_IDS
 from art_server.store.base_models import TINY_DIR
 from tests.live import PROJECT, Server, register, sampled_group
 

@@ -89,7 +89,7 @@ async def main(folder: Path, num_jobs: int) -> None:
     queue, registry = JobQueue(config.server_dir / "jobs.sqlite"), Registry(folder)
     children = Children(config.server_dir, config.log_dir)
     children.reap()
-    trainer = Trainer(config, "cpu", [{}], children)
+    trainer = Trainer(config=config, device="cpu", kept_to=[{}], children=children)
     trainer.set_base(TINY_DIR)
     add_model(registry, folder / "engine.log")
     for index in range(num_jobs):
@@ -97,13 +97,13 @@ async def main(folder: Path, num_jobs: int) -> None:
         payload = Payload.make(batch)
         queue.insert("p", "a", f"job-{index}", "digest", train_config, payload, JobReport())
     runner = JobRunner(
-        queue,
-        registry,
-        FakeEngine(),  # type: ignore[arg-type]
-        PauseGate(),
-        trainer,
-        DeviceOwner(),
-        keep_all,
+        queue=queue,
+        registry=registry,
+        engine=FakeEngine(),  # type: ignore[arg-type]
+        gate=PauseGate(),
+        trainer=trainer,
+        owner=DeviceOwner(),
+        retain=keep_all,
     )
     background = Background()
     background.start("job runner", runner.run_forever)

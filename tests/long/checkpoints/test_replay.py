@@ -78,13 +78,13 @@ async def train_two_steps(path: Path) -> ModelFolder:
     folder.create(record, path / "engine.log")
     registry.add(folder, record)
     runner = JobRunner(
-        queue,
-        registry,
-        engine,  # type: ignore[arg-type]
-        PauseGate(),
-        trainer,
-        DeviceOwner(),
-        keep_all,
+        queue=queue,
+        registry=registry,
+        engine=engine,  # type: ignore[arg-type]
+        gate=PauseGate(),
+        trainer=trainer,
+        owner=DeviceOwner(),
+        retain=keep_all,
     )
     background = Background()
     background.start("job runner", runner.run_forever)

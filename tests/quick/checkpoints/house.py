@@ -83,7 +83,7 @@ class House:
         self.engine.base = BaseModel("art/tiny", TINY_DIR)
         engine: Any = self.engine
         trainer: Any = CheckingTrainer()
-        self.server = build(config, make_engine=lambda *_: engine, make_trainer=lambda *_: trainer)
+        self.server = build(config, make_engine=lambda **_: engine, make_trainer=lambda **_: trainer)
         self.checkpoints, self.uploads = self.server.checkpoints, self.server.uploads
         self.registry = self.server.registry
         self.gate, self.queue = self.server.gate, self.server.queue

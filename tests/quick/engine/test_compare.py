@@ -33,15 +33,15 @@ class ScoringEngine(Engine):
 
     def __init__(self, folder: Path, limit: float | None = None):
         super().__init__(
-            ServerConfig(path=folder),
-            "cpu",
-            {},
-            DeviceOwner(),
-            None,  # type: ignore[arg-type]
-            None,  # type: ignore[arg-type]
-            lambda: False,
-            Background(),
-            lambda _: mismatch_limits(("bfloat16", "float32"), limit=limit),
+            config=ServerConfig(path=folder),
+            device="cpu",
+            kept_to={},
+            owner=DeviceOwner(),
+            children=None,  # type: ignore[arg-type]
+            receiver=None,  # type: ignore[arg-type]
+            is_busy=lambda: False,
+            background=Background(),
+            mismatch_limits_of=lambda _: mismatch_limits(("bfloat16", "float32"), limit=limit),
         )
         self.base = BaseModel("base", folder)
         self.state, self._run_dir = "ready", folder

@@ -37,14 +37,14 @@ class House:
         self.registry = Registry(folder)
         self.queue = JobQueue(folder / "jobs.sqlite")
         self.runner = JobRunner(
-            self.queue,
-            self.registry,
-            self.engine,  # type: ignore[arg-type]
-            self.gate,
-            self.trainer,  # type: ignore[arg-type]
-            DeviceOwner() if num_gangs == 1 else None,
-            retain,
-            _more_trainers=self.more_trainers,  # type: ignore[arg-type]
+            queue=self.queue,
+            registry=self.registry,
+            engine=self.engine,  # type: ignore[arg-type]
+            gate=self.gate,
+            trainer=self.trainer,  # type: ignore[arg-type]
+            owner=DeviceOwner() if num_gangs == 1 else None,
+            retain=retain,
+            more_trainers=self.more_trainers,  # type: ignore[arg-type]
         )
 
     def check_layers(self) -> None:

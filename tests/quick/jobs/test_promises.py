@@ -133,22 +133,22 @@ class Server:
         gate = PauseGate()
         self.registry, self.queue = Registry(folder), JobQueue(folder / "jobs.sqlite")
         self.checkpoints = Checkpoints(
-            self.registry,
-            self.queue,
-            gate,
-            self.engine,  # type: ignore[arg-type]
-            NoLedger(),  # type: ignore[arg-type]
-            folder / "incoming",
-            0,
+            registry=self.registry,
+            queue=self.queue,
+            gate=gate,
+            engine=self.engine,  # type: ignore[arg-type]
+            ledger=NoLedger(),  # type: ignore[arg-type]
+            incoming=folder / "incoming",
+            keep_last=0,
         )
         self.runner = JobRunner(
-            self.queue,
-            self.registry,
-            self.engine,  # type: ignore[arg-type]
-            gate,
-            self.trainer,  # type: ignore[arg-type]
-            DeviceOwner(),
-            keep_all,
+            queue=self.queue,
+            registry=self.registry,
+            engine=self.engine,  # type: ignore[arg-type]
+            gate=gate,
+            trainer=self.trainer,  # type: ignore[arg-type]
+            owner=DeviceOwner(),
+            retain=keep_all,
         )
         self._num_actions, self._rested_after = 0, 0
         self._choose, self.runner._choose = self.runner._choose, self._note_rest

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from art_protocol.wire import TrainConfig, TrajectoryGroupBody
 from art_server.errors import InvalidInput, RecordsMissing
-from art_server.jobs.resolve import AMBIGUOUS, NO_RECORD, NO_TOKENS, TWICE
+from art_server.jobs.reasons import AMBIGUOUS, NO_RECORD, NO_TOKENS, TWICE
 from art_server.jobs.turns import ResolvedTurn, join_turns
 from art_server.ledger import conversation
 from art_server.ledger.records import Record

@@ -21,7 +21,7 @@ def worker_config(plan: MemoryPlan | None, folder: Path, **settings: int) -> Wor
     """The settings on the command line of the process."""
     device = "cpu" if plan is None else "cuda"
     config = ServerConfig(path=folder, **settings)  # type: ignore[arg-type]
-    trainer = Trainer(config, device, [{}], Children(folder, folder))
+    trainer = Trainer(config=config, device=device, kept_to=[{}], children=Children(folder, folder))
     trainer.set_base(TINY_DIR, plan)
     return WorkerConfig.model_validate_json(trainer.ranks[0]._command[-1])
 
@@ -75,7 +75,9 @@ for line in sys.stdin:
 
 @pytest.mark.anyio
 async def test_a_task_without_a_device_never_waits_for_a_step(tmp_path: Path) -> None:
-    trainer = Trainer(ServerConfig(path=tmp_path), "cpu", [{}], Children(tmp_path, tmp_path))
+    trainer = Trainer(
+        config=ServerConfig(path=tmp_path), device="cpu", kept_to=[{}], children=Children(tmp_path, tmp_path)
+    )
     trainer.set_base(TINY_DIR)
     settings = WorkerConfig.model_validate_json(trainer._aside._command[-1])
     assert (settings.base_model, settings.device) == (str(TINY_DIR), "cpu")

@@ -21,7 +21,7 @@ def make(folder: Path) -> tuple[Server, FakeEngine]:
     engine, trainer = FakeEngine(), FakeTrainer()
     fakes: Any = engine, trainer
     config = ServerConfig(path=folder)
-    server = build(config, make_engine=lambda *_: fakes[0], make_trainer=lambda *_: fakes[1])
+    server = build(config, make_engine=lambda **_: fakes[0], make_trainer=lambda **_: fakes[1])
     return server, engine
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from art.compat.buckets import Buckets
 from art.compat.internal_config import CLIENT_CONFIG_IGNORED
+from art.compat.models import under_either_name
 from art.model import Model, TrainableModel
-from art.trajectories import TrajectoryGroup, group_list
+from art.trajectories import TrajectoryGroup
 from art.types import TrainResult
 from art_protocol.art_options import ART_DEFAULTS, apply_options
 from art_protocol.wire import TrainConfig
@@ -39,7 +40,7 @@ class ArtBackend(Buckets):
     ) -> TrainResult:
         return await super().train(
             model,
-            [*group_list(groups, "train"), *group_list(trajectory_groups, "train")],
+            under_either_name(groups, trajectory_groups),
             _to_config(config, options),
             verbose=verbose,
             idempotency_key=idempotency_key,

@@ -168,7 +168,7 @@ class ArtTrainableModel(ArtModel, TrainableModel):
     ) -> TrainResult:
         """`trajectory_groups` is ART's name for `groups`. `_config` contains options under ART's names, which override
         `config`."""
-        groups = [*group_list(groups, "train"), *group_list(trajectory_groups, "train")]
+        groups = under_either_name(groups, trajectory_groups)
         config = config or TrainConfig()
         backend: Any = self._links.backend
         if isinstance(backend, ThirdPartyBackend):
@@ -257,3 +257,15 @@ class ArtTrainableModel(ArtModel, TrainableModel):
     @model_serializer(mode="wrap")
     def _dump_internal_config(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {**handler(self), "_internal_config": self._internal_config}
+
+
+def under_either_name(
+    groups: Iterable[TrajectoryGroup], trajectory_groups: Iterable[TrajectoryGroup]
+) -> Iterable[TrajectoryGroup]:
+    """The groups that a call of `train` has under one of the two names, or under both. Groups under one name are not checked
+    here, because the backend checks all groups."""
+    if trajectory_groups == ():
+        return groups
+    if groups == ():
+        return trajectory_groups
+    return [*group_list(groups, "train"), *group_list(trajectory_groups, "train")]

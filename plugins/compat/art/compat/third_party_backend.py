@@ -7,11 +7,11 @@ With such a backend a `TrainableModel` can train and delete checkpoints. Logs an
 
 import statistics
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from art.errors import ArtJobError
-from art.trajectories import TrajectoryGroup
+from art.trajectories import TrajectoryGroup, group_list
 from art.types import TrainResult
 from art_protocol.wire import TrainConfig
 
@@ -36,7 +36,7 @@ class ThirdPartyBackend(Protocol):
 async def train_there(
     backend: ThirdPartyBackend,
     model: Any,
-    groups: Sequence[TrajectoryGroup],
+    groups: Iterable[TrajectoryGroup],
     config: TrainConfig,
     dev_config: Any,
     verbose: bool,
@@ -47,7 +47,7 @@ async def train_there(
         ArtJobError: the backend's stream contains an `error`.
     """
     rows: list[dict[str, float]] = []
-    async for row in backend._train_model(model, list(groups), config, dev_config, verbose):
+    async for row in backend._train_model(model, group_list(groups, "train"), config, dev_config, verbose):
         if "error" in row:
             raise ArtJobError(f"the backend could not train '{model.name}': {row['error']}")
         rows.append({key: float(value) for key, value in row.items()})

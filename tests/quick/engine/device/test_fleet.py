@@ -74,32 +74,39 @@ class House:
         self.worlds, self.folder = worlds, folder
         owners = [DeviceOwner() for _ in worlds]
         self.owner, self.gate, self.background = AllDevices(owners), PauseGate(), Background()
-        shared = StartProgress(), asyncio.Condition()
+        shared = {"progress": StartProgress(), "changed": asyncio.Condition()}
         self.replicas = [
             self._replica(number, world, owner, shared)
             for number, (world, owner) in enumerate(zip(worlds, owners, strict=True))
         ]
-        self.fleet = Fleet(self.replicas, *shared, ServerConfig(path=folder))
+        self.fleet = Fleet(self.replicas, config=ServerConfig(path=folder), **shared)
         self.registry = Registry(folder)
         for name in MODELS:
             add_model(self.registry, name, write=write_adapter)
         self.queue = JobQueue(folder / "jobs.sqlite")
         self.trainer: Any = TrainerOnDevice(worlds[0], "leave")
-        self.runner = JobRunner(self.queue, self.registry, self.fleet, self.gate, self.trainer, self.owner, keep_all)
+        self.runner = JobRunner(
+            queue=self.queue,
+            registry=self.registry,
+            engine=self.fleet,
+            gate=self.gate,
+            trainer=self.trainer,
+            owner=self.owner,
+            retain=keep_all,
+        )
 
-    def _replica(self, number: int, world: World, owner: DeviceOwner, shared: tuple[Any, Any]) -> Engine:
+    def _replica(self, number: int, world: World, owner: DeviceOwner, shared: dict[str, Any]) -> Engine:
         replica = EngineOnDevice(
-            ServerConfig(path=self.folder),
-            "cuda",
-            {},
-            owner,
-            world.children,  # type: ignore[arg-type]
-            RecordReceiver(lambda *_: None, lambda _: None, lambda *_: None),
-            lambda: self.gate.num_inside > 0,
-            self.background,
-            lambda _: None,
-            f"engine-{number}",
-            *shared,
+            config=ServerConfig(path=self.folder),
+            device="cuda",
+            kept_to={},
+            owner=owner,
+            children=world.children,  # type: ignore[arg-type]
+            receiver=RecordReceiver(lambda *_: None, lambda _: None, lambda *_: None),
+            is_busy=lambda: self.gate.num_inside > 0,
+            background=self.background,
+            name=f"engine-{number}",
+            **shared,
         )
         replica.world = world
         return replica
@@ -200,7 +207,7 @@ def held(world: World, phase: str) -> Iterator[asyncio.Event]:
 def test_a_fleet_without_replicas_has_a_length(tmp_path: Path, flag: int | None, requested: int | None) -> None:
     """Train calls are checked with it before a machine has joined."""
     config = ServerConfig(path=tmp_path, max_seq_length=flag)
-    fleet = Fleet([], StartProgress(), asyncio.Condition(), config)
+    fleet = Fleet([], progress=StartProgress(), changed=asyncio.Condition(), config=config)
     assert fleet.max_seq_length is None
     base = BaseModel("base", TINY_DIR)
     fleet.start(base, {} if requested is None else {"max_seq_length": str(requested)})

@@ -106,14 +106,14 @@ class House:
         self.owner, self.gate = DeviceOwner(), PauseGate()
         self.background = Background()
         self.engine: Engine = EngineOnDevice(
-            config,
-            "cuda",
-            {},
-            self.owner,
-            world.children,  # type: ignore[arg-type]
-            RecordReceiver(lambda *_: None, lambda _: None, lambda *_: None),
-            lambda: self.gate.num_inside > 0,
-            self.background,
+            config=config,
+            device="cuda",
+            kept_to={},
+            owner=self.owner,
+            children=world.children,  # type: ignore[arg-type]
+            receiver=RecordReceiver(lambda *_: None, lambda _: None, lambda *_: None),
+            is_busy=lambda: self.gate.num_inside > 0,
+            background=self.background,
         )
         self.engine.world = world  # type: ignore[attr-defined]
         between = "stay" if world.plan.is_base_resident else "leave"
@@ -123,13 +123,13 @@ class House:
             add_model(self.registry, name, write=write_adapter)
         self.queue = JobQueue(folder / "jobs.sqlite")
         self.runner = JobRunner(
-            self.queue,
-            self.registry,
-            self.engine,
-            self.gate,
-            self.trainer,
-            self.owner if world.plan.training_card is None else None,
-            keep_all,
+            queue=self.queue,
+            registry=self.registry,
+            engine=self.engine,
+            gate=self.gate,
+            trainer=self.trainer,
+            owner=self.owner if world.plan.training_card is None else None,
+            retain=keep_all,
         )
 
     def start(self) -> None:
@@ -382,13 +382,13 @@ async def test_a_step_that_is_made_again_is_loaded_again(tmp_path: Path) -> None
     world = make_world("kv_cache", {})
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
         checkpoints = Checkpoints(
-            house.registry,
-            house.queue,
-            house.gate,
-            house.engine,
-            Ledger(tmp_path / "ledger.sqlite"),
-            tmp_path / "incoming",
-            0,
+            registry=house.registry,
+            queue=house.queue,
+            gate=house.gate,
+            engine=house.engine,
+            ledger=Ledger(tmp_path / "ledger.sqlite"),
+            incoming=tmp_path / "incoming",
+            keep_last=0,
         )
         model = house.registry.get("p", "a")
         await house.wait_jobs([house.add_job("a"), house.add_job("a")])
