@@ -7,4 +7,4 @@ from tests.quick.checkpoints.conftest import path, tiny_adapter  # noqa: F401
 @pytest.fixture(autouse=True)
 def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test gets its warnings, also those that an earlier one got."""
-    monkeypatch.setattr(unknown_fields, "_said", set[tuple[str, str]]())
+    monkeypatch.setattr(unknown_fields, "_warned", set[tuple[str, str]]())
