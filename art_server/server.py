@@ -5,12 +5,9 @@ import functools
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
-from typing import Any, Protocol
-
-from fastapi import APIRouter
+from typing import TYPE_CHECKING, Any
 
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints import Checkpoints
@@ -23,7 +20,6 @@ from art_server.engine.fleet import AnyEngine, Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import InvalidInput
 from art_server.inference_proxy import Proxy
-from art_server.jobs.gang import Lender
 from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.mismatch_limits import mismatch_limits_of
 from art_server.jobs.queue import JobQueue
@@ -37,53 +33,19 @@ from art_server.process.background import Background, LoopWatch
 from art_server.process.children import Children
 from art_server.process.progress import StartProgress
 from art_server.registration import Registration
-from art_server.settings import ApiKey, ServerConfig
+from art_server.settings import ServerConfig
 from art_server.status import Status
 from art_server.store import files
 from art_server.store.registry import Registry
 from art_server.uploads import Uploads
 
+if TYPE_CHECKING:
+    from art_server.machines.hosts import Hosts
+
 logger = logging.getLogger(__name__)
 
 PRUNE_SECONDS = 60.0
 """Interval at which old records leave the ledger, old jobs the queue, and old rollouts the disk."""
-
-
-class Hosts(Lender, Protocol):
-    """Other machines that offer their devices: an annex (`plugins/cluster`)."""
-
-    router: APIRouter
-    """The routes by which machines join."""
-    keys: Sequence[ApiKey]
-    """Keys for the machines that Ray places."""
-
-    def start(self) -> None:
-        """Has Ray place machines, with `--cluster`."""
-        ...
-
-    @property
-    def fatal(self) -> BaseException | None:
-        """Why Ray cannot place machines."""
-        ...
-
-    async def stop(self) -> None:
-        """Ends the connections to the machines, and with them what runs there."""
-        ...
-
-
-def find_hosts() -> Callable[..., Hosts]:
-    """The annex's class.
-
-    Raises:
-        InvalidInput: the annex is not installed.
-    """
-    for entry_point in entry_points(group="art.machines", name="hosts"):
-        return entry_point.load()
-    raise InvalidInput(
-        "other machines may join (--cluster, or a key with the scope 'host'), but the package art_cluster is not installed: "
-        "install it, or leave them out",
-        code="no_hosts",
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +73,7 @@ class Server:
     train_requests: TrainRequests
     proxy: Proxy
     status: Status
-    hosts: Hosts | None = None
+    hosts: "Hosts | None" = None
     """None: no other machine may offer its devices."""
 
     async def start(self) -> None:
@@ -235,7 +197,7 @@ def build(
         )
 
     engine: AnyEngine
-    hosts: Hosts | None = None
+    hosts: "Hosts | None" = None
     if config.engines == 1 and not config.takes_hosts:
         owner = DeviceOwner()
         engine = engine_on(config.serve_devices, owner)
@@ -250,7 +212,9 @@ def build(
         ]
         engine = Fleet(replicas, progress=progress, changed=changed, config=config, mismatch_limits_of=limits_of)
         if config.takes_hosts:
-            hosts = find_hosts()(
+            from art_server.machines import hosts as machines  # only a server that takes hosts loads their code
+
+            hosts = machines.Hosts(
                 config=asked,
                 fleet=engine,
                 devices=devices,

@@ -4,7 +4,7 @@ Each replica is supervised, watched and restarted by itself. A request goes to a
 is lost, the proxy asks again, and another replica answers. A step's adapter is loaded by all ready replicas or serves from
 none. A replica that starts loads the adapter before it is ready; a replica that does not answer is killed. On a device that the
 trainer uses, too, all replicas pause, and all wake. The server makes a fleet for `--engines` other than 1, and for a key with
-the scope `host`: other machines then add their engines while the server runs (`plugins/cluster`).
+the scope `host`: other machines then add their engines while the server runs (`art_server/machines`).
 """
 
 import asyncio

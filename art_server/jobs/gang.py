@@ -36,7 +36,7 @@ IN_STEP = ("cancelled", "non_finite", "gap_too_large", "out_of_memory")
 
 
 class Lender(Protocol):
-    """Has ranks on other machines (`plugins/cluster`)."""
+    """Has ranks on other machines (`machines/hosts.py`)."""
 
     def ranks(self) -> Sequence[TrainerProcess]:
         """The ranks that are available now; an equal list as long as nothing has changed."""

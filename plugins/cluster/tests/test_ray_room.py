@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("ray", reason="needs the extra `cluster`")
 
-from art_cluster.placing import Placing
+from art_server.machines.placing import Placing
 from art_cluster.ray_process import bundles, has_room, text_of
 
 CPUS, GPUS = {"CPU": 4.0}, {"CPU": 16.0, "GPU": 8.0}

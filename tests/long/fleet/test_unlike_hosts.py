@@ -53,7 +53,7 @@ class Machines:
         """A machine with one rank, whose trainer has other settings and runs `code` first."""
         program = [
             "import sys",
-            "from art_cluster import host, obeying",
+            "from art_server.machines import host, obeying",
             f"def command(config): return [sys.executable, {str(FAULTY)!r}, config.model_copy(update={unlike!r})"
             f".model_dump_json(), {str(self.fault(name))!r}, {code!r}]",
             "obeying.worker_command = command",

@@ -1,6 +1,9 @@
 """The parts of a server as the composition root connects them: what each promises, without processes."""
 
 import asyncio
+import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -81,6 +84,31 @@ def test_one_engine_is_no_fleet(tmp_path: Path) -> None:
     assert type(server.engine) is Engine and server.engine.replicas == (server.engine,)
     assert server.engine.log_path == tmp_path / "logs" / "engine.log" and server.status.health().replicas == []
     server.close()
+
+
+LOADED = """
+import json, sys
+from pathlib import Path
+from art_server.app import make_app
+from art_server.server import build
+from art_server.settings import ApiKey, ServerConfig
+keys = [ApiKey(key="k", scopes=frozenset({scope})) for scope in sys.argv[2:]]
+server = build(ServerConfig(path=Path(sys.argv[1]), api_keys=tuple(keys)))
+make_app(server, None)
+server.close()
+print(json.dumps([name for name in sys.modules if name.startswith(("art_server.machines", "art_cluster", "ray"))]))
+"""
+
+
+def test_a_server_loads_the_code_of_hosts_only_if_hosts_may_join(tmp_path: Path) -> None:
+    def loaded(*arguments: str) -> list[str]:
+        command = [sys.executable, "-c", LOADED, str(tmp_path), *arguments]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True)
+        return json.loads(ran.stdout)
+
+    assert loaded() == []
+    with_hosts = loaded("host")
+    assert "art_server.machines.hosts" in with_hosts and not {"art_cluster", "ray"} & {*with_hosts}
 
 
 def test_several_engines_divide_the_gpus_and_have_their_own_logs(

@@ -15,11 +15,11 @@ from fastapi.responses import FileResponse
 from pydantic import ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from art_cluster.host import NAME_SECONDS, versions
-from art_cluster.joined import HostLost, JoinedHost, OrderFailed
-from art_cluster.obeying import check_path, listen
-from art_cluster.on_host import EngineOnHost, RankOnHost
-from art_cluster.orders import (
+from art_server.machines.host import NAME_SECONDS, versions
+from art_server.machines.joined import HostLost, JoinedHost, OrderFailed
+from art_server.machines.obeying import check_path, listen
+from art_server.machines.on_host import EngineOnHost, RankOnHost
+from art_server.machines.orders import (
     DIGEST_HEADER,
     FILES,
     FOLDERS,
@@ -31,7 +31,7 @@ from art_cluster.orders import (
     Refusal,
     Welcome,
 )
-from art_cluster.placing import RayProcess
+from art_server.machines.placing import RayProcess
 from art_server.engine.device.assignment import check_bfloat16
 from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.device.owner import DeviceOwner

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from art_cluster.host import main, make_offer, parse, read_token
-from art_cluster.obeying import check_path
+from art_server.machines.host import main, make_offer, parse, read_token
+from art_server.machines.obeying import check_path
 from art_server.engine.device.detection import Gpu, Machine
 from art_server.errors import InvalidInput, UsageError
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import aiohttp
 
-from art_cluster.obeying import Machinery, Offer, listen
-from art_cluster.orders import (
+from art_server.machines.obeying import Machinery, Offer, listen
+from art_server.machines.orders import (
     BEAT_SECONDS,
     FROM_SERVER,
     JOIN,

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import art
-from art_cluster.on_host import wait_for_removal
+from art_server.machines.on_host import wait_for_removal
 from art_server.engine.device.detection import Gpu, Machine
 from art_server.engine.engine import Engine
 from art_server.errors import InvalidInput
@@ -20,8 +20,8 @@ from art_server.process.shared.trainer_messages import MismatchLimits
 from art_server.server import Server, build
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR
-from plugins.cluster.tests.fake_host import FakeHost
-from plugins.cluster.tests.machines import KEYS, listening
+from tests.quick.machines.fake_host import FakeHost
+from tests.quick.machines.machines import KEYS, listening
 from tests.fakes import FakeTrainer
 from tests.new_models import add_model
 from tests.quick.server.served import sample_group

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from art_cluster.orders import Message
+from art_server.machines.orders import Message
 from art_protocol.log_file import LogFile
 from art_server.errors import UsageError, missing_extra
 from art_server.process.children import Children, kill_left, start_child

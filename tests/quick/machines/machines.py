@@ -13,9 +13,9 @@ import pytest
 import uvicorn
 
 import art
-from art_cluster import obeying
-from art_cluster.host import Host, Refused
-from art_cluster.obeying import Offer
+from art_server.machines import obeying
+from art_server.machines.host import Host, Refused
+from art_server.machines.obeying import Offer
 from art_server.app import make_app
 from art_server.engine import engine as engine_module
 from art_server.engine.device.detection import detect

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from art_cluster.orders import (
+from art_server.machines.orders import (
     BEAT_SECONDS,
     FROM_HOST,
     REPLY_SECONDS,

@@ -11,12 +11,12 @@ import httpx
 import pytest
 
 import art
-from art_cluster import host as host_module
-from art_cluster import hosts as hosts_module
-from art_cluster import joined as joined_module
-from art_cluster import on_host as on_host_module
-from art_cluster import orders
-from art_cluster.on_host import EngineOnHost
+from art_server.machines import host as host_module
+from art_server.machines import hosts as hosts_module
+from art_server.machines import joined as joined_module
+from art_server.machines import on_host as on_host_module
+from art_server.machines import orders
+from art_server.machines.on_host import EngineOnHost
 from art_server.cli import UVICORN
 from art_server.engine import engine as engine_module
 from art_server.engine.engine import HANG_SECONDS, AdapterRefused
@@ -25,7 +25,7 @@ from art_server.jobs import gang as gang_module
 from art_server.process.shared.main_memory import main_memory
 from art_server.store.base_models import TINY_DIR
 from art_server.trainer.token_budget import budget_key
-from plugins.cluster.tests.machines import House, house, house_with_an_engine
+from tests.quick.machines.machines import House, house, house_with_an_engine
 from tests.quick.server.served import sample_group
 from tests.waiting import until
 

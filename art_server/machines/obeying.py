@@ -18,7 +18,7 @@ from pathlib import Path
 import aiohttp
 import anyio
 
-from art_cluster.orders import (
+from art_server.machines.orders import (
     DIGEST_HEADER,
     FILES,
     FOLDERS,

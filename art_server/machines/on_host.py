@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 import aiohttp
 
-from art_cluster.joined import HostLost, JoinedHost, OrderFailed, RemoteChild
-from art_cluster.orders import SILENCE_SECONDS
+from art_server.machines.joined import HostLost, JoinedHost, OrderFailed, RemoteChild
+from art_server.machines.orders import SILENCE_SECONDS
 from art_server.engine.engine import LOAD_SECONDS, AdapterRefused, Engine
 from art_server.jobs.trainer_process import RankLost, TrainerDied, TrainerError, TrainerProcess, Usage
 from art_server.process.shared.switches import SECRET_HEADER
