@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints import Checkpoints
@@ -16,7 +16,7 @@ from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.device.detection import detect, machine_without_gpus
 from art_server.engine.device.owner import AllDevices, DeviceOwner
 from art_server.engine.engine import Engine, remove_run_dirs
-from art_server.engine.fleet import AnyEngine, Fleet
+from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import InvalidInput
 from art_server.inference_proxy import Proxy
@@ -61,7 +61,7 @@ class Server:
     reports: Reports
     gate: PauseGate
     ledger: Ledger
-    engine: AnyEngine
+    engine: Fleet
     trainer: Trainer
     registry: Registry
     queue: JobQueue
@@ -147,7 +147,7 @@ def check_shares(config: ServerConfig, registry: Registry) -> None:
 
 def build(
     config: ServerConfig,
-    make_engine: Callable[..., Engine] = Engine,
+    make_engine: Callable[..., Fleet] = Fleet,
     make_trainer: Callable[..., Trainer] = Trainer,
 ) -> Server:
     """A server that has started nothing. Takes the server's folder, and kills the processes that an earlier server left there.
@@ -182,49 +182,44 @@ def build(
     def is_busy() -> bool:
         return gate.num_inside > 0
 
-    def engine_on(numbers: tuple[int, ...], owner: DeviceOwner, **of_fleet: Any) -> Engine:
-        return make_engine(
+    owners = [DeviceOwner() for _ in range(config.engines)]
+    owner = owners[0] if len(owners) == 1 else AllDevices(owners)
+    progress, changed = StartProgress(), asyncio.Condition()
+    replicas = [
+        Engine(
             config=config.model_copy(update={"serve_devices": numbers}),
             device=machine.kind,
             kept_to=device_environment(numbers, machine),
-            owner=owner,
+            owner=engine_owner,
             children=children,
             receiver=intake.receiver(),
             is_busy=is_busy,
             background=background,
+            name="engine" if config.engines == 1 else f"engine-{index}",
+            progress=progress,
+            changed=changed,
             mismatch_limits_of=limits_of,
-            **of_fleet,
         )
-
-    engine: AnyEngine
+        for index, (numbers, engine_owner) in enumerate(zip(engine_devices(config, machine), owners, strict=True))
+    ]
+    engine = make_engine(
+        replicas=replicas, progress=progress, changed=changed, config=config, mismatch_limits_of=limits_of
+    )
     hosts: "Hosts | None" = None
-    if config.engines == 1 and not config.takes_hosts:
-        owner = DeviceOwner()
-        engine = engine_on(config.serve_devices, owner)
-    else:
-        owners = [DeviceOwner() for _ in range(config.engines)]
-        owner, progress = AllDevices(owners), StartProgress()
-        changed = asyncio.Condition()
-        assignments = zip(engine_devices(config, machine), owners, strict=True)
-        replicas = [
-            engine_on(numbers, engine_owner, name=f"engine-{index}", progress=progress, changed=changed)
-            for index, (numbers, engine_owner) in enumerate(assignments)
-        ]
-        engine = Fleet(replicas, progress=progress, changed=changed, config=config, mismatch_limits_of=limits_of)
-        if config.takes_hosts:
-            from art_server.machines import hosts as machines  # only a server that takes hosts loads their code
+    if config.takes_hosts:
+        from art_server.machines import hosts as machines  # only a server that takes hosts loads their code
 
-            hosts = machines.Hosts(
-                config=asked,
-                fleet=engine,
-                devices=devices,
-                mismatch_limits_of=limits_of,
-                intake=intake,
-                changed=changed,
-                is_busy=is_busy,
-                background=background,
-                children=children,
-            )
+        hosts = machines.Hosts(
+            config=asked,
+            fleet=engine,
+            devices=devices,
+            mismatch_limits_of=limits_of,
+            intake=intake,
+            changed=changed,
+            is_busy=is_busy,
+            background=background,
+            children=children,
+        )
     ranks = [device_environment(numbers, machine) for numbers in rank_devices(config, machine)]
     trainer = make_trainer(config=config, device=machine.kind, kept_to=ranks, children=children)
     trainer.lender = hosts

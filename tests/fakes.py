@@ -36,7 +36,8 @@ async def keep_all(_: object) -> None:
 
 
 class FakeEngine:
-    """Has the interface of `engine.Engine`. It is ready at once; after `listen`, a fake vLLM answers at its `http`."""
+    """Has the interface of `fleet.Fleet` with a single engine, and of this engine. It is ready at once; after `listen`, a fake
+    vLLM answers at its `http`."""
 
     silence_seconds = 0.0
 
@@ -111,7 +112,7 @@ class FakeEngine:
         timeout_seconds: float,
         stack: contextlib.ExitStack,
     ) -> Any:
-        assert key(), "a fleet asks for it"
+        assert key(), "a fleet of several engines calls it"
         del stack
         if path is not None:
             await self.load_adapter(name, path, timeout_seconds)

@@ -155,21 +155,21 @@ class Engine:
         receiver: Receiver,
         is_busy: Callable[[], bool],
         background: Background,
+        name: str,
+        progress: StartProgress,
+        changed: asyncio.Condition,
         mismatch_limits_of: Callable[[BaseModel], MismatchLimits | None] = lambda _: None,
-        name: str = "engine",
-        progress: StartProgress | None = None,
-        changed: asyncio.Condition | None = None,
     ):
-        """A fleet passes `name`, `progress` and `changed` (notified when the state changes); its replicas share the latter two."""
+        """The engines of a fleet share `progress` and `changed`, which is notified when the state changes."""
         self.name = name
         self.state: State = "none"
         self.detail: str | None = None
         self.base: BaseModel | None = None
-        self.progress = progress or StartProgress()
+        self.progress = progress
         self.num_starts = 0
         """Starts of vLLM's process so far."""
         self.num_requests = 0
-        """Requests that a fleet has sent to this replica, and that have not ended."""
+        """Requests that the fleet has sent to this engine, and that have not ended."""
         self._supervisor = f"{name} supervisor"
         self._log = LogFile(config.log_dir / f"{name}.log")
         self._server_config = config
@@ -199,7 +199,7 @@ class Engine:
         self._has_weights = True
         self._ended: str | None = None
         """Why we killed the process; the supervisor reports it as the reason for the restart."""
-        self._changed = changed or asyncio.Condition()
+        self._changed = changed
         self._process: Child | None = None
         self.was_killed = False
         """Whether somebody other than this server killed the last process: then its requests are not to blame."""
@@ -238,11 +238,6 @@ class Engine:
         await self._set_state("none")
 
     @property
-    def replicas(self) -> tuple["Engine"]:
-        """This engine alone; a fleet has several."""
-        return (self,)
-
-    @property
     def http(self) -> aiohttp.ClientSession:
         """The HTTP client for vLLM; only the proxy and this class use it."""
         assert self._http is not None, "wait_ready() comes first"
@@ -260,13 +255,6 @@ class Engine:
     def mismatch_limits(self) -> MismatchLimits | None:
         """How far engine and trainer may differ with the loaded base model; None: engine and trainer are not compared."""
         return self._mismatch_limits_of(self.base) if self.base is not None else None
-
-    @property
-    def start_waited_for(self) -> str | None:
-        """What requests wait for while the engine starts."""
-        if self.state != "starting":
-            return None
-        return f"the engine, which is starting. {self.detail or ''}".rstrip()
 
     @property
     def _handover(self) -> Handover:
@@ -548,27 +536,6 @@ class Engine:
 
     # --- requests ---
 
-    async def reach(
-        self,
-        name: str,
-        path: Path | None,
-        key: Callable[[], bytes],
-        timeout_seconds: float,
-        stack: contextlib.ExitStack,
-    ) -> "Engine":
-        """This engine, as soon as it is ready and serves the adapter `name` of the folder `path`; `path` None: the base model.
-        Only a fleet, which has to choose a replica, uses `key` and `stack`. `stack` ends with the request.
-
-        Raises:
-            AdapterRefused: vLLM refuses the adapter.
-            Unavailable: the engine is not ready in time.
-        """
-        del key, stack  # there is no other replica to choose
-        if path is not None:
-            await self.load_adapter(name, path, timeout_seconds)
-        await self.wait_ready(timeout_seconds)
-        return self
-
     async def metrics(self) -> bytes:
         """vLLM's own metrics, in Prometheus' text format; empty if vLLM does not answer in time."""
         if self.state != "ready":
@@ -650,30 +617,21 @@ class Engine:
 
     # --- adapters ---
 
-    async def load_adapter(self, name: str, path: Path, timeout_seconds: float, *, holds_device: bool = False) -> None:
-        """Has the engine serve the checkpoint `path` as `name`, also after restarts; no-op if the engine already does.
-
-        A caller that holds the device sets `holds_device`. vLLM then tries once at most to load the adapter, and a refusal
-        raises nothing. The adapter serves after another call without `holds_device`, because a paused engine cannot score
-        the adapter's probe.
-
-        Raises:
-            PolicyDiffers: the checkpoint has a probe, and vLLM scores it as another policy.
-            AdapterRefused: vLLM refuses the adapter.
-            Unavailable: the engine is not ready in time.
-        """
-        if holds_device:
-            if self.state == "ready":
-                with contextlib.suppress(*LOST, AdapterRefused):
-                    await self._load(name, path)
-            return
-        while name not in self._compared:
-            await self.wait_ready(timeout_seconds)
-            await self.try_load(name, path)
+    async def load_paused(self, name: str, path: Path) -> None:
+        """Tries once to have a paused vLLM load an adapter, for a caller that holds the device. A refusal raises nothing. The
+        adapter serves after `try_load`, because a paused vLLM cannot score the adapter's probe."""
+        if self.state == "ready":
+            with contextlib.suppress(*LOST, AdapterRefused):
+                await self._load(name, path)
 
     async def try_load(self, name: str, path: Path) -> bool:
-        """Tries once to have vLLM load and compare an adapter. The adapter does not serve afterwards if vLLM was not ready or
-        ended. False: vLLM did not answer in time."""
+        """Tries once to have vLLM load an adapter and compare it. The adapter then serves, also after restarts, unless vLLM was
+        not ready or ended. False: vLLM did not answer in time.
+
+        Raises:
+            PolicyDiffers: the checkpoint has a probe, and vLLM scores the probe as another policy.
+            AdapterRefused: vLLM refuses the adapter.
+        """
         if name not in self._loads:
             self._loads[name] = asyncio.create_task(self._load_alone(name, path))
             self._loads[name].add_done_callback(functools.partial(self._loaded, name))

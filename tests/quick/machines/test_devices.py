@@ -38,15 +38,13 @@ USER = {"authorization": "Bearer user"}
 GPU_ARGUMENT = {"gpu_memory_utilization": 0.5}
 
 
-class StartingEngine(Engine):
-    """Its vLLM starts for ever."""
-
-    async def _launch(self, base: Any, run_dir: Path) -> Any:
-        await wait_for_removal()
-
-
 class Trainer(FakeTrainer):
     def set_base(self, path: Path, plan: object) -> None: ...
+
+
+async def start_for_ever(*_: object) -> None:
+    """What a vLLM does that never answers."""
+    await wait_for_removal()
 
 
 def new_trainer(**_: object) -> Any:
@@ -124,8 +122,8 @@ async def test_a_server_of_gpu_machines_decides_as_a_server_with_gpus(
         await until_offered(server, 2)
         joined = await facts(server, url, models)
     monkeypatch.setattr("art_server.server.detect", lambda: Machine("cuda", GPUS, 64 << 30))
-    config = ServerConfig(path=tmp_path / "cuda", **of_both)
-    server = build(config, make_engine=StartingEngine, make_trainer=new_trainer)
+    monkeypatch.setattr(Engine, "_launch", start_for_ever)
+    server = build(ServerConfig(path=tmp_path / "cuda", **of_both), make_trainer=new_trainer)
     async with listening(server) as url:
         own = await facts(server, url, models)
     assert joined == own

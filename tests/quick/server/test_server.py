@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from art_server.engine.device.detection import Gpu, Machine
-from art_server.engine.engine import Engine
 from art_server.errors import Conflict, InvalidInput
 from art_server.server import Server, build
 from art_server.settings import ApiKey, ServerConfig
@@ -79,9 +78,9 @@ async def test_a_download_of_the_base_model_counts_as_the_engine_s_start(tmp_pat
     server.close()
 
 
-def test_one_engine_is_no_fleet(tmp_path: Path) -> None:
+def test_one_engine_is_a_fleet_of_one_and_needs_no_name_of_its_own(tmp_path: Path) -> None:
     server = build(ServerConfig(path=tmp_path))
-    assert type(server.engine) is Engine and server.engine.replicas == (server.engine,)
+    assert [replica.name for replica in server.engine.replicas] == ["engine"]
     assert server.engine.log_path == tmp_path / "logs" / "engine.log" and server.status.health().replicas == []
     server.close()
 

@@ -79,7 +79,7 @@ class House:
             self._replica(number, world, owner, shared)
             for number, (world, owner) in enumerate(zip(worlds, owners, strict=True))
         ]
-        self.fleet = Fleet(self.replicas, config=ServerConfig(path=folder), **shared)
+        self.fleet = Fleet(replicas=self.replicas, config=ServerConfig(path=folder), **shared)
         self.registry = Registry(folder)
         for name in MODELS:
             add_model(self.registry, name, write=write_adapter)
@@ -207,7 +207,7 @@ def held(world: World, phase: str) -> Iterator[asyncio.Event]:
 def test_a_fleet_without_replicas_has_a_length(tmp_path: Path, flag: int | None, requested: int | None) -> None:
     """Train calls are checked with it before a machine has joined."""
     config = ServerConfig(path=tmp_path, max_seq_length=flag)
-    fleet = Fleet([], progress=StartProgress(), changed=asyncio.Condition(), config=config)
+    fleet = Fleet(replicas=[], progress=StartProgress(), changed=asyncio.Condition(), config=config)
     assert fleet.max_seq_length is None
     base = BaseModel("base", TINY_DIR)
     fleet.start(base, {} if requested is None else {"max_seq_length": str(requested)})
@@ -242,7 +242,7 @@ async def test_what_one_replica_refuses_serves_from_none(
         with monkeypatch.context() as patch, contextlib.ExitStack() as block:
             patch.setattr(house.replicas[1], method, refuse)
             if "starts" in kind:
-                await house.replicas[0].load_adapter(name, folder, SECONDS, holds_device=True)
+                await house.replicas[0].load_paused(name, folder)
                 begun = block.enter_context(held(house.worlds[0], "engine starts"))
                 house.process(0).kill()
                 await begun.wait()
