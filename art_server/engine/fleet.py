@@ -60,9 +60,9 @@ class Fleet:
 
     def start(self, base: BaseModel, requested: Mapping[str, str], plan: MemoryPlan | None = None) -> None:
         """Starts vLLM in all replicas, with `base` (`Engine.start`)."""
-        self.base, self.requested = base, requested
         for replica in self.replicas:
             replica.start(base, requested, plan)
+        self.base, self.requested = base, requested
 
     async def stop(self) -> None:
         """Ends vLLM in all replicas. They can be started again, with another base model."""
