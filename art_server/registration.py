@@ -25,9 +25,7 @@ logger = logging.getLogger(__name__)
 class Registration:
     """Registers models, and compares them with the loaded base model."""
 
-    def __init__(
-        self, *, registry: Registry, base: BaseLoader, engine: Fleet, trainer: Trainer, max_lora_rank: int
-    ):
+    def __init__(self, *, registry: Registry, base: BaseLoader, engine: Fleet, trainer: Trainer, max_lora_rank: int):
         self._registry = registry
         self._base = base
         self._engine = engine

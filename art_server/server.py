@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from art_server.ledger.intake import Intake
 from art_server.ledger.ledger import Ledger, Retention
 from art_server.process.background import Background, LoopWatch
 from art_server.process.children import Children
+from art_server.process.place import Here
 from art_server.process.progress import StartProgress
 from art_server.registration import Registration
 from art_server.settings import ServerConfig
@@ -182,16 +183,17 @@ def build(
     def is_busy() -> bool:
         return gate.num_inside > 0
 
+    def here(numbers: Sequence[int]) -> Here:
+        return Here(device=machine.kind, children=children, variables=device_environment(numbers, machine))
+
     owners = [DeviceOwner() for _ in range(config.engines)]
     owner = owners[0] if len(owners) == 1 else AllDevices(owners)
     progress, changed = StartProgress(), asyncio.Condition()
     replicas = [
         Engine(
+            location=here(numbers),
             config=config.model_copy(update={"serve_devices": numbers}),
-            device=machine.kind,
-            kept_to=device_environment(numbers, machine),
             owner=engine_owner,
-            children=children,
             receiver=intake.receiver(),
             is_busy=is_busy,
             background=background,
@@ -205,13 +207,17 @@ def build(
     engine = make_engine(
         replicas=replicas, progress=progress, changed=changed, config=config, mismatch_limits_of=limits_of
     )
-    hosts: "Hosts | None" = None
+    locations = [here(numbers) for numbers in rank_devices(config, machine)]
+    aside = locations[0] if locations else Here(device=machine.kind, children=children)
+    trainer = make_trainer(config=config, device=machine.kind, locations=locations, aside=aside)
+    hosts: Hosts | None = None
     if config.takes_hosts:
         from art_server.machines import hosts as machines  # only a server that takes hosts loads their code
 
         hosts = machines.Hosts(
             config=asked,
             fleet=engine,
+            trainer=trainer,
             devices=devices,
             mismatch_limits_of=limits_of,
             intake=intake,
@@ -220,9 +226,6 @@ def build(
             background=background,
             children=children,
         )
-    ranks = [device_environment(numbers, machine) for numbers in rank_devices(config, machine)]
-    trainer = make_trainer(config=config, device=machine.kind, kept_to=ranks, children=children)
-    trainer.lender = hosts
     queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs, config.shares)
 
     def forget_steps(project: str, name: str, after: int) -> None:

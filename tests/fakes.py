@@ -4,7 +4,7 @@ the real one."""
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,15 @@ class FakeTrainer:
         """Set when a task waits to be cancelled."""
         self.pids: dict[str, int | None] = {"trainer": None}
         self.more: list[FakeTrainer] = []
+        self.joined: list[Any] = []
+        """The ranks of machines."""
         self._cancelled = asyncio.Event()
+
+    def add(self, ranks: Sequence[Any]) -> None:
+        self.joined += ranks
+
+    def remove(self, ranks: Sequence[Any]) -> None:
+        self.joined = [rank for rank in self.joined if rank not in ranks]
 
     async def stop(self) -> None: ...
 

@@ -12,6 +12,7 @@ from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.engine import AdapterRefused, Engine, PolicyDiffers
 from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.process.background import Background
+from art_server.process.place import Here
 from art_server.process.progress import StartProgress
 from art_server.process.shared.trainer_messages import Probe
 from art_server.settings import ServerConfig
@@ -35,11 +36,9 @@ class ScoringEngine(Engine):
 
     def __init__(self, folder: Path, limit: float | None = None):
         super().__init__(
+            location=Here(device="cpu"),
             config=ServerConfig(path=folder),
-            device="cpu",
-            kept_to={},
             owner=DeviceOwner(),
-            children=None,  # type: ignore[arg-type]
             receiver=None,  # type: ignore[arg-type]
             is_busy=lambda: False,
             background=Background(),

@@ -12,6 +12,7 @@ import pytest
 
 from art_server.engine.device.detection import Gpu, Machine
 from art_server.errors import Conflict, InvalidInput
+from art_server.process.place import Here
 from art_server.server import Server, build
 from art_server.settings import ApiKey, ServerConfig
 from tests.fakes import FakeEngine, FakeTrainer
@@ -116,7 +117,8 @@ def test_several_engines_divide_the_gpus_and_have_their_own_logs(
     gpus = tuple(Gpu(index, f"GPU-{index}", "NVIDIA L4", 24 << 30, (8, 9)) for index in range(5))
     monkeypatch.setattr("art_server.server.detect", lambda: Machine("cuda", gpus, 64 << 30))
     server = build(ServerConfig(path=tmp_path, engines=2, serve_devices=(1, 2, 3, 4), train_devices=(0,)))
-    visible = [replica._kept_to["CUDA_VISIBLE_DEVICES"] for replica in server.engine.replicas]
+    locations = [replica.location for replica in server.engine.replicas]
+    visible = [location.variables["CUDA_VISIBLE_DEVICES"] for location in locations if isinstance(location, Here)]
     assert visible == ["GPU-1,GPU-2", "GPU-3,GPU-4"]
     assert [replica.log_path.name for replica in server.engine.replicas] == ["engine-0.log", "engine-1.log"]
     assert [replica.name for replica in server.status.health().replicas] == ["engine-0", "engine-1"]

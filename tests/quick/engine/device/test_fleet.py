@@ -38,7 +38,7 @@ from art_server.store.registry import Registry
 from tests.fakes import keep_all
 from tests.new_models import add_model
 from tests.quick.engine.device.cards import SIZES
-from tests.quick.engine.device.fake_device import EngineOnDevice, FakeProcess, TrainerOnDevice, World, write_adapter
+from tests.quick.engine.device.fake_device import FakeProcess, OnFakeDevice, TrainerOnDevice, World, write_adapter
 from tests.refusals import refused
 from tests.waiting import PATIENCE_SECONDS, until
 
@@ -96,20 +96,16 @@ class House:
         )
 
     def _replica(self, number: int, world: World, owner: DeviceOwner, shared: dict[str, Any]) -> Engine:
-        replica = EngineOnDevice(
+        return Engine(
+            location=OnFakeDevice(world),
             config=ServerConfig(path=self.folder),
-            device="cuda",
-            kept_to={},
             owner=owner,
-            children=world.children,  # type: ignore[arg-type]
             receiver=RecordReceiver(lambda *_: None, lambda _: None, lambda *_: None),
             is_busy=lambda: self.gate.num_inside > 0,
             background=self.background,
             name=f"engine-{number}",
             **shared,
         )
-        replica.world = world
-        return replica
 
     def start(self) -> None:
         self.fleet.start(BaseModel("base", TINY_DIR), {}, self.worlds[0].plan)

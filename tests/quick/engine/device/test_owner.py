@@ -43,11 +43,12 @@ from art_server.store.registry import Registry
 from tests.contracts import check_engine, check_vllm
 from tests.fakes import keep_all
 from tests.new_models import add_model
+from tests.quick.engine.device import fake_device
 from tests.quick.engine.device.cards import SIZES
 from tests.quick.engine.device.fake_device import (
-    EngineOnDevice,
     FakeProcess,
     Full,
+    OnFakeDevice,
     TrainerOnDevice,
     World,
     write_adapter,
@@ -108,12 +109,10 @@ class House:
         self.owner, self.gate = DeviceOwner(), PauseGate()
         self.background = Background()
         shared: dict[str, Any] = {"progress": StartProgress(), "changed": asyncio.Condition()}
-        self.engine: Engine = EngineOnDevice(
+        self.engine = Engine(
+            location=OnFakeDevice(world),
             config=config,
-            device="cuda",
-            kept_to={},
             owner=self.owner,
-            children=world.children,  # type: ignore[arg-type]
             receiver=RecordReceiver(lambda *_: None, lambda _: None, lambda *_: None),
             is_busy=lambda: self.gate.num_inside > 0,
             background=self.background,
@@ -121,7 +120,6 @@ class House:
             **shared,
         )
         self.fleet = Fleet(replicas=[self.engine], config=config, **shared)
-        self.engine.world = world  # type: ignore[attr-defined]
         between = "stay" if world.plan.is_base_resident else "leave"
         self.trainer: Any = TrainerOnDevice(world, between)
         self.registry = Registry(folder)
@@ -198,9 +196,9 @@ class Watch:
         self.num_looks = 0
         self.is_working = False
         """The engine computes something before each look."""
-        self._read = engine_module.read_work
-        patch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: 5.0 * self.num_looks))
-        patch.setattr(engine_module, "read_work", self._look)
+        self._read = fake_device.read_work
+        patch.setattr(fake_device, "time", SimpleNamespace(monotonic=lambda: 5.0 * self.num_looks))
+        patch.setattr(fake_device, "read_work", self._look)
 
     def _look(self, file: Path) -> bytes:
         self.num_looks += 1
@@ -347,16 +345,16 @@ async def test_a_disk_without_room_delays_an_engines_restart_and_no_more(
     world = make_world("none", {})
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
         assert await house.ask("a") == "p/a@0"
-        launch, num_full = house.engine._launch, 5
+        start, num_full = house.engine.location.start, 5
 
         async def full(*arguments: Any) -> Any:
             nonlocal num_full
             if num_full:
                 num_full -= 1
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return await launch(*arguments)
+            return await start(*arguments)
 
-        monkeypatch.setattr(house.engine, "_launch", full)
+        monkeypatch.setattr(house.engine.location, "start", full)
         assert world.process is not None
         world.process.kill()
         await until(lambda: house.background.faults)
