@@ -59,7 +59,9 @@ class Receiver(Protocol):
     """Receives vLLM's reports about its requests: the ledger's intake (`ledger/intake.py`), or on a host the relay to the server
     (`machines/obeying.py`)."""
 
-    async def listen(self, socket_path: Path) -> None: ...
+    async def listen(self, socket_path: Path) -> None:
+        """Listens for connections, if it does not listen yet."""
+        ...
 
     async def read(self, reader: asyncio.StreamReader, write: Callable[[bytes], None]) -> None:
         """Takes the messages of one connection until vLLM ends; answers with `write`."""
@@ -90,7 +92,6 @@ class EngineProgram:
         socket_path, work_file = self.run_dir / SOCKET_NAME, self.run_dir / WORK_NAME
         socket_path.unlink(missing_ok=True)
         make_file(work_file)
-        await self.receiver.close()  # of the process before
         await self.receiver.listen(self.run_dir / RECORDS_NAME)
         # In a thread: the first command for a model reads the model's files.
         arguments = await asyncio.to_thread(

@@ -99,11 +99,13 @@ class Relay:
         self._server: asyncio.Server | None = None
 
     async def listen(self, socket_path: Path) -> None:
-        self._server = await asyncio.start_unix_server(self._serve, path=socket_path)
+        if self._server is None:
+            self._server = await asyncio.start_unix_server(self._serve, path=socket_path)
 
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
+            self._server = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):
