@@ -188,7 +188,8 @@ def build(
 
     owners = [DeviceOwner() for _ in range(config.engines)]
     owner = owners[0] if len(owners) == 1 else AllDevices(owners)
-    progress, changed = StartProgress(), asyncio.Condition()
+    progress = StartProgress()
+    changed = asyncio.Condition()
     replicas = [
         Engine(
             location=here(numbers),
