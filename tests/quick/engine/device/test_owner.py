@@ -295,6 +295,28 @@ async def test_a_single_engine_gets_every_request_without_its_key(tmp_path: Path
         assert house.engine.num_requests == 0 and house.engine.holds("p/a@0")
 
 
+async def test_a_single_engine_that_does_not_load_an_adapter_in_time_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several it would be ended, so that the step serves from the others."""
+    world = make_world("none", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        await house.fleet.wait_ready(SECONDS)
+        reach = world.reach
+
+        async def hang_once(phase: str) -> str:
+            if phase == "adapter loads":
+                world.reach = reach  # type: ignore[method-assign]
+                await asyncio.Event().wait()
+            return await reach(phase)
+
+        world.reach = hang_once  # type: ignore[method-assign]
+        monkeypatch.setattr(engine_module, "LOAD_SECONDS", 0.3)
+        folder = house.registry.get("p", "a").folder.checkpoint_dir(0)
+        await house.fleet.load_adapter("p/a@0", folder, SECONDS)
+        assert house.engine.holds("p/a@0") and house.engine.num_starts == 1
+
+
 async def test_the_engine_wakes_while_the_step_is_written(tmp_path: Path) -> None:
     world = make_world("sleep", {})
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
