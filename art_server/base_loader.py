@@ -17,7 +17,7 @@ from art_server.engine.device.figures import read_figures
 from art_server.engine.device.model_size import read_model_size
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.device.plan import Card, Demand, MemoryPlan, make_memory_plan
-from art_server.engine.fleet import AnyEngine
+from art_server.engine.fleet import Fleet
 from art_server.errors import Conflict, InvalidInput, StorageFull, Unavailable
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.trainer import Trainer
@@ -50,7 +50,7 @@ class BaseLoader:
         machine: Machine,
         devices: ComputingDevices,
         owner: DeviceOwner,
-        engine: AnyEngine,
+        engine: Fleet,
         trainer: Trainer,
         ledger: Ledger,
         queue: JobQueue,

@@ -23,7 +23,7 @@ from art_protocol.wire import (
     DeleteCheckpointsRequest,
     ForkRequest,
 )
-from art_server.engine.fleet import AnyEngine
+from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.jobs.queue import JobQueue
@@ -51,7 +51,7 @@ class Checkpoints:
         registry: Registry,
         queue: JobQueue,
         gate: PauseGate,
-        engine: AnyEngine,
+        engine: Fleet,
         ledger: Ledger,
         incoming: Path,
         keep_last: int,

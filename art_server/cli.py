@@ -7,7 +7,6 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
 from typing import Any
 
 from art_server import __version__
@@ -27,7 +26,7 @@ IDLE_CONNECTION_SECONDS = 600
 """Clients keep connections for reuse; closing one early makes their next request fail."""
 PING_SECONDS = 60.0
 """A machine's connection may be silent for this long before it counts as dead. Hosts and server have their own, shorter limit,
-which allows for a network that stalls (`plugins/cluster`)."""
+which allows for a network that stalls (`art_server/machines`)."""
 UVICORN: Mapping[str, Any] = {
     "log_level": "warning",
     "access_log": False,
@@ -43,9 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the server until a signal stops it. Exits with status 2 and one sentence if the server cannot start."""
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["host"]:
-        for entry_point in entry_points(group="art.machines", name="host"):
-            entry_point.load()(words[1:])
-            return
+        from art_server.machines.host import main as offer_machine  # another command; a server loads none of its code
+
+        offer_machine(words[1:])
+        return
     try:
         check_system()
         run(parse(arguments))

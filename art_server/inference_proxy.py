@@ -14,7 +14,7 @@ import msgspec
 from art_protocol.tracking import Span, Tracer, link_of
 from art_server.base_loader import BaseLoader
 from art_server.engine.engine import Engine
-from art_server.engine.fleet import AnyEngine
+from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, Unavailable
 from art_server.ledger import conversation
@@ -147,7 +147,7 @@ class Proxy:
         *,
         registry: Registry,
         ledger: Ledger,
-        engine: AnyEngine,
+        engine: Fleet,
         gate: PauseGate,
         base: BaseLoader,
         wait_limit_seconds: float,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from art_protocol.wire import LoRAConfig, ModelInfo, RegisterRequest
 from art_server.base_loader import BaseLoader
-from art_server.engine.fleet import AnyEngine
+from art_server.engine.fleet import Fleet
 from art_server.errors import Conflict
 from art_server.jobs.token_sources import Limits
 from art_server.jobs.trainer import Trainer
@@ -25,9 +25,7 @@ logger = logging.getLogger(__name__)
 class Registration:
     """Registers models, and compares them with the loaded base model."""
 
-    def __init__(
-        self, *, registry: Registry, base: BaseLoader, engine: AnyEngine, trainer: Trainer, max_lora_rank: int
-    ):
+    def __init__(self, *, registry: Registry, base: BaseLoader, engine: Fleet, trainer: Trainer, max_lora_rank: int):
         self._registry = registry
         self._base = base
         self._engine = engine

@@ -7,10 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
-from typing import Any, Protocol
-
-from fastapi import APIRouter
+from typing import TYPE_CHECKING
 
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints import Checkpoints
@@ -19,11 +16,10 @@ from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.device.detection import detect, machine_without_gpus
 from art_server.engine.device.owner import AllDevices, DeviceOwner
 from art_server.engine.engine import Engine, remove_run_dirs
-from art_server.engine.fleet import AnyEngine, Fleet
+from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import InvalidInput
 from art_server.inference_proxy import Proxy
-from art_server.jobs.gang import Lender
 from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.mismatch_limits import mismatch_limits_of
 from art_server.jobs.queue import JobQueue
@@ -35,55 +31,22 @@ from art_server.ledger.intake import Intake
 from art_server.ledger.ledger import Ledger, Retention
 from art_server.process.background import Background, LoopWatch
 from art_server.process.children import Children
+from art_server.process.place import Here
 from art_server.process.progress import StartProgress
 from art_server.registration import Registration
-from art_server.settings import ApiKey, ServerConfig
+from art_server.settings import ServerConfig
 from art_server.status import Status
 from art_server.store import files
 from art_server.store.registry import Registry
 from art_server.uploads import Uploads
 
+if TYPE_CHECKING:
+    from art_server.machines.hosts import Hosts
+
 logger = logging.getLogger(__name__)
 
 PRUNE_SECONDS = 60.0
 """Interval at which old records leave the ledger, old jobs the queue, and old rollouts the disk."""
-
-
-class Hosts(Lender, Protocol):
-    """Other machines that offer their devices: an annex (`plugins/cluster`)."""
-
-    router: APIRouter
-    """The routes by which machines join."""
-    keys: Sequence[ApiKey]
-    """Keys for the machines that Ray places."""
-
-    def start(self) -> None:
-        """Has Ray place machines, with `--cluster`."""
-        ...
-
-    @property
-    def fatal(self) -> BaseException | None:
-        """Why Ray cannot place machines."""
-        ...
-
-    async def stop(self) -> None:
-        """Ends the connections to the machines, and with them what runs there."""
-        ...
-
-
-def find_hosts() -> Callable[..., Hosts]:
-    """The annex's class.
-
-    Raises:
-        InvalidInput: the annex is not installed.
-    """
-    for entry_point in entry_points(group="art.machines", name="hosts"):
-        return entry_point.load()
-    raise InvalidInput(
-        "other machines may join (--cluster, or a key with the scope 'host'), but the package art_cluster is not installed: "
-        "install it, or leave them out",
-        code="no_hosts",
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +62,7 @@ class Server:
     reports: Reports
     gate: PauseGate
     ledger: Ledger
-    engine: AnyEngine
+    engine: Fleet
     trainer: Trainer
     registry: Registry
     queue: JobQueue
@@ -111,7 +74,7 @@ class Server:
     train_requests: TrainRequests
     proxy: Proxy
     status: Status
-    hosts: Hosts | None = None
+    hosts: "Hosts | None" = None
     """None: no other machine may offer its devices."""
 
     async def start(self) -> None:
@@ -185,7 +148,7 @@ def check_shares(config: ServerConfig, registry: Registry) -> None:
 
 def build(
     config: ServerConfig,
-    make_engine: Callable[..., Engine] = Engine,
+    make_engine: Callable[..., Fleet] = Fleet,
     make_trainer: Callable[..., Trainer] = Trainer,
 ) -> Server:
     """A server that has started nothing. Takes the server's folder, and kills the processes that an earlier server left there.
@@ -220,50 +183,50 @@ def build(
     def is_busy() -> bool:
         return gate.num_inside > 0
 
-    def engine_on(numbers: tuple[int, ...], owner: DeviceOwner, **of_fleet: Any) -> Engine:
-        return make_engine(
+    def here(numbers: Sequence[int]) -> Here:
+        return Here(device=machine.kind, children=children, variables=device_environment(numbers, machine))
+
+    owners = [DeviceOwner() for _ in range(config.engines)]
+    owner = owners[0] if len(owners) == 1 else AllDevices(owners)
+    progress = StartProgress()
+    changed = asyncio.Condition()
+    replicas = [
+        Engine(
+            location=here(numbers),
             config=config.model_copy(update={"serve_devices": numbers}),
-            device=machine.kind,
-            kept_to=device_environment(numbers, machine),
-            owner=owner,
-            children=children,
+            owner=engine_owner,
             receiver=intake.receiver(),
             is_busy=is_busy,
             background=background,
+            name="engine" if config.engines == 1 else f"engine-{index}",
+            progress=progress,
+            changed=changed,
             mismatch_limits_of=limits_of,
-            **of_fleet,
         )
-
-    engine: AnyEngine
+        for index, (numbers, engine_owner) in enumerate(zip(engine_devices(config, machine), owners, strict=True))
+    ]
+    engine = make_engine(
+        replicas=replicas, progress=progress, changed=changed, config=config, mismatch_limits_of=limits_of
+    )
+    locations = [here(numbers) for numbers in rank_devices(config, machine)]
+    aside = locations[0] if locations else Here(device=machine.kind, children=children)
+    trainer = make_trainer(config=config, device=machine.kind, locations=locations, aside=aside)
     hosts: Hosts | None = None
-    if config.engines == 1 and not config.takes_hosts:
-        owner = DeviceOwner()
-        engine = engine_on(config.serve_devices, owner)
-    else:
-        owners = [DeviceOwner() for _ in range(config.engines)]
-        owner, progress = AllDevices(owners), StartProgress()
-        changed = asyncio.Condition()
-        assignments = zip(engine_devices(config, machine), owners, strict=True)
-        replicas = [
-            engine_on(numbers, engine_owner, name=f"engine-{index}", progress=progress, changed=changed)
-            for index, (numbers, engine_owner) in enumerate(assignments)
-        ]
-        engine = Fleet(replicas, progress=progress, changed=changed, config=config, mismatch_limits_of=limits_of)
-        if config.takes_hosts:
-            hosts = find_hosts()(
-                config=asked,
-                fleet=engine,
-                devices=devices,
-                mismatch_limits_of=limits_of,
-                intake=intake,
-                changed=changed,
-                is_busy=is_busy,
-                background=background,
-                children=children,
-            )
-    ranks = [device_environment(numbers, machine) for numbers in rank_devices(config, machine)]
-    trainer = make_trainer(config=config, device=machine.kind, kept_to=ranks, children=children)
-    trainer.lender = hosts
+    if config.takes_hosts:
+        from art_server.machines import hosts as machines  # only a server that takes hosts loads their code
+
+        hosts = machines.Hosts(
+            config=asked,
+            fleet=engine,
+            trainer=trainer,
+            devices=devices,
+            mismatch_limits_of=limits_of,
+            intake=intake,
+            changed=changed,
+            is_busy=is_busy,
+            background=background,
+            children=children,
+        )
     queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs, config.shares)
 
     def forget_steps(project: str, name: str, after: int) -> None:

@@ -7,7 +7,7 @@ from art_protocol.wire import Health, ReplicaHealth
 from art_server import __version__
 from art_server.activity import Activity, Doing
 from art_server.base_loader import BaseLoader
-from art_server.engine.fleet import AnyEngine
+from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer import Trainer
@@ -22,7 +22,7 @@ class Status:
         self,
         *,
         path: Path,
-        engine: AnyEngine,
+        engine: Fleet,
         trainer: Trainer,
         gate: PauseGate,
         base: BaseLoader,

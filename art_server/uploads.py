@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from art_server.checkpoints import Checkpoints
-from art_server.engine.fleet import AnyEngine
+from art_server.engine.fleet import Fleet
 from art_server.errors import InvalidInput, TooLarge
 from art_server.jobs.trainer import Trainer
 from art_server.jobs.trainer_process import TrainerError
@@ -34,7 +34,7 @@ class Uploads:
         self,
         *,
         registry: Registry,
-        engine: AnyEngine,
+        engine: Fleet,
         trainer: Trainer,
         checkpoints: Checkpoints,
         incoming: Path,

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import hashlib
-import os
 import sys
 import tempfile
 import zlib
@@ -32,7 +31,8 @@ from art_server.jobs.replay_record import (
     ReplayRecord,
     base_digests,
 )
-from art_server.jobs.trainer_process import TrainerError, worker_environment
+from art_server.jobs.trainer_process import TrainerError
+from art_server.process.place import Here
 from art_server.process.shared.trainer_messages import Done, Progress, TrainTask, WorkerConfig
 from art_server.store.base_models import CACHE_DIR, find_base_model
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, content_digests
@@ -154,8 +154,13 @@ async def train(folder: Path, record: ReplayRecord, base: Path, temporary: Path)
             "is_sharded": settings.get("is_sharded", "False"),
         }
     )
-    environment = worker_environment(temporary / "unsloth", os.environ)
-    trainer = Gang(temporary, [environment] * int(settings.get("ranks", "1")), meeting=temporary / "ranks")
+    here = Here(device="cuda" if worker.device.startswith("cuda") else "cpu")
+    trainer = Gang(
+        log_dir=temporary,
+        locations=[here] * int(settings.get("ranks", "1")),
+        cache_dir=temporary / "unsloth",
+        meeting=temporary / "ranks",
+    )
     trainer.use(worker)
     task = TrainTask(
         lora=record.lora,

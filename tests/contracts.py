@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 import art
-from art_server.engine.engine import AdapterRefused, Engine
+from art_server.engine.engine import AdapterRefused
+from art_server.engine.fleet import Fleet
 from art_server.errors import Unavailable
 from art_server.process.shared.engine_messages import new_request_id
 from tests.waiting import PATIENCE_SECONDS
@@ -112,10 +113,11 @@ async def check_chat(http: aiohttp.ClientSession) -> None:
     assert chunk["object"] == "chat.completion.chunk" and chunk["choices"][0]["delta"]["role"] == "assistant"
 
 
-async def check_engine(engine: Engine, adapter: Path, refused: str, seconds: float) -> None:
-    """What a job runner and the proxy use of an engine that is ready, and does not take the adapter `refused`."""
+async def check_engine(engine: Fleet, adapter: Path, refused: str, seconds: float) -> None:
+    """What a job runner and the proxy use of a fleet of one engine that is ready, and does not take the adapter `refused`."""
     await engine.wait_ready(seconds)
-    assert engine.state == "ready" and engine.start_waited_for is None and await engine.is_alive()
+    (replica,) = engine.replicas
+    assert engine.state == "ready" and engine.start_waited_for is None and await replica.is_alive()
     assert engine.base is not None and engine.max_seq_length
     await engine.load_adapter("p/a@0", adapter, seconds)
     await engine.load_adapter("p/a@0", adapter, seconds)
@@ -134,7 +136,7 @@ async def check_engine(engine: Engine, adapter: Path, refused: str, seconds: flo
     assert (engine.state, engine.base, engine.loaded_adapters()) == ("none", None, [])
     engine.start(base, {})
     await engine.wait_ready(seconds)
-    engine.state = "failed"
+    replica.state = "failed"
     with pytest.raises(Unavailable) as failed:
         await engine.wait_ready(seconds)
     assert failed.value.code == "engine_failed"

@@ -11,7 +11,7 @@ from art_server.api.error_responses import HTTP_CODES, STATUS
 from art_server.jobs.backoff import DIED, UNFORESEEN
 
 ROOT = Path(__file__).parents[1]
-SOURCES = [*(ROOT / "art_server").rglob("*.py"), *(ROOT / "plugins" / "cluster" / "art_cluster").rglob("*.py")]
+SOURCES = [*(ROOT / "art_server").rglob("*.py")]
 
 
 class Refusal(NamedTuple):

@@ -4,7 +4,7 @@ the real one."""
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ async def keep_all(_: object) -> None:
 
 
 class FakeEngine:
-    """Has the interface of `engine.Engine`. It is ready at once; after `listen`, a fake vLLM answers at its `http`."""
+    """Has the interface of `fleet.Fleet` with a single engine, and of this engine. It is ready at once; after `listen`, a fake
+    vLLM answers at its `http`."""
 
     silence_seconds = 0.0
 
@@ -111,7 +112,7 @@ class FakeEngine:
         timeout_seconds: float,
         stack: contextlib.ExitStack,
     ) -> Any:
-        assert key(), "a fleet asks for it"
+        assert key(), "a fleet of several engines calls it"
         del stack
         if path is not None:
             await self.load_adapter(name, path, timeout_seconds)
@@ -179,7 +180,15 @@ class FakeTrainer:
         """Set when a task waits to be cancelled."""
         self.pids: dict[str, int | None] = {"trainer": None}
         self.more: list[FakeTrainer] = []
+        self.joined: list[Any] = []
+        """The ranks of machines."""
         self._cancelled = asyncio.Event()
+
+    def add(self, ranks: Sequence[Any]) -> None:
+        self.joined += ranks
+
+    def remove(self, ranks: Sequence[Any]) -> None:
+        self.joined = [rank for rank in self.joined if rank not in ranks]
 
     async def stop(self) -> None: ...
 

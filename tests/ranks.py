@@ -1,7 +1,6 @@
 """Several ranks of the trainer as real processes, and what goes wrong in one of them."""
 
 import asyncio
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,14 +12,14 @@ from unittest.mock import patch
 from safetensors.torch import load_file
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.jobs import trainer_process
 from art_server.jobs.budgets import Budgets
 from art_server.jobs.gang import Gang
-from art_server.jobs.trainer_process import worker_environment
+from art_server.process import place as place_module
 from art_server.process.shared.trainer_messages import Batch, Done, TrainTask, WorkerConfig
 from tests import forked
 from tests.architectures import start
 from tests.forests import random_forest
+from tests.places import HereInstead
 
 BUDGET = 64
 """Tokens of a micro-batch."""
@@ -69,15 +68,22 @@ def running(
     """`number` ranks on this base, which end with the block. `settings` are fields of WorkerConfig, and `unlike` other ones of
     the last rank, as on a machine of its own. Each rank runs `code` first (`faulty_rank.py`)."""
     folder.mkdir(parents=True)
-    environment = worker_environment(folder, os.environ) | {"PYTHONPATH": str(FAULTY.parents[1])}
-    gang = Gang(folder, [environment] * number, meeting=folder / "meeting", budgets=Budgets(folder / "budgets.json"))
-    gang.use(WorkerConfig(base_model=str(base), device="cpu", threads=1, **settings))
-    for index, rank in enumerate(gang.ranks):
-        config = WorkerConfig.model_validate_json(rank._command[-1]).model_copy(update={"machine": f"host {index}"})
-        if index == number - 1:
+
+    def faulty(worker: WorkerConfig) -> list[str]:
+        config = worker.model_copy(update={"machine": f"host {worker.rank}"})
+        if worker.rank == number - 1:
             config = config.model_copy(update=unlike)
-        rank._command = [sys.executable, str(FAULTY), config.model_dump_json(), str(folder / f"fault-{index}"), code]
-    with patch.object(trainer_process, "start_child", forked.start_child), asyncio.Runner() as runner:
+        return [sys.executable, str(FAULTY), config.model_dump_json(), str(folder / f"fault-{worker.rank}"), code]
+
+    gang = Gang(
+        log_dir=folder,
+        locations=[HereInstead(faulty, {"PYTHONPATH": str(FAULTY.parents[1])}) for _ in range(number)],
+        cache_dir=folder,
+        meeting=folder / "meeting",
+        budgets=Budgets(folder / "budgets.json"),
+    )
+    gang.use(WorkerConfig(base_model=str(base), device="cpu", threads=1, **settings))
+    with patch.object(place_module, "start_child", forked.start_child), asyncio.Runner() as runner:
         try:
             yield Ranks(gang, folder, runner)
         finally:

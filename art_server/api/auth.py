@@ -31,7 +31,7 @@ from art_server.store.registry import check_name
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 HOSTS = "/api/hosts/"
-"""The routes by which other machines offer their devices (`plugins/cluster`)."""
+"""The routes by which other machines offer their devices (`art_server/machines`)."""
 PAGE = "/page/"
 """Files of the page, which contain no data."""
 ART_PATHS = frozenset(

@@ -12,7 +12,7 @@ from art_server.api.bodies import GroupLines
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints import Checkpoints
 from art_server.engine.device.computing import ComputingDevices
-from art_server.engine.fleet import AnyEngine
+from art_server.engine.fleet import Fleet
 from art_server.errors import ServerError
 from art_server.inference_proxy import RefusedNames
 from art_server.jobs.job_row import Job
@@ -43,7 +43,7 @@ TheDevices = Annotated[ComputingDevices, part(lambda server: server.devices)]
 TheReports = Annotated[Reports, part(lambda server: server.reports)]
 TheLedger = Annotated[Ledger, part(lambda server: server.ledger)]
 TheRefusedNames = Annotated[RefusedNames, part(lambda server: server.proxy.refused_names)]
-TheEngine = Annotated[AnyEngine, part(lambda server: server.engine)]
+TheEngine = Annotated[Fleet, part(lambda server: server.engine)]
 TheRegistry = Annotated[Registry, part(lambda server: server.registry)]
 TheBase = Annotated[BaseLoader, part(lambda server: server.base)]
 TheRegistration = Annotated[Registration, part(lambda server: server.registration)]

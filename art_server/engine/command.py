@@ -1,26 +1,33 @@
-"""vLLM's command line and environment."""
+"""vLLM's command line and environment, and what else a process of vLLM needs before it starts."""
 
+import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from art_server.engine.device.plan import MemoryPlan
 from art_server.errors import InvalidInput
+from art_server.process.place import Command, Endpoint
 from art_server.process.shared.switches import (
     DISTRIBUTIONS_SWITCH,
     EXPERTS_SWITCH,
     ONE_THREAD_SWITCH,
+    PORT_SWITCH,
     RAW_SWITCH,
+    SECRET_SWITCH,
     SWITCH,
 )
+from art_server.process.shared.work_counters import FILE_VARIABLE, make_file
 from art_server.settings import ENGINE_ARGS, Device, ServerConfig
 from art_server.store.base_facts import Facts, Parsers
 from art_server.store.base_models import BaseModel, has_other_format, weight_bytes
 
-SOCKET_NAME = "engine.sock"
-"""Name of vLLM's HTTP socket in the engine's private folder."""
+SOCKET_NAME, RECORDS_NAME, WORK_NAME = "engine.sock", "records.sock", "work"
+"""Names in the engine's private folder: vLLM's HTTP socket, the socket for records, and the file of the work counters."""
 
 CPU_MAX_SEQ_LENGTH = 8192
 """Default limit of the context on a CPU: a longer one takes memory for a cache that a CPU is too slow to fill."""
@@ -46,6 +53,61 @@ SWITCHES = (
     "disable-uvicorn-access-log",
 )
 """Only language: an image in a message could name an address, which vLLM would fetch."""
+
+
+class Receiver(Protocol):
+    """Receives vLLM's reports about its requests: the ledger's intake (`ledger/intake.py`), or on a host the relay to the server
+    (`machines/obeying.py`)."""
+
+    async def listen(self, socket_path: Path) -> None:
+        """Listens for connections, if it does not listen yet."""
+        ...
+
+    async def read(self, reader: asyncio.StreamReader, write: Callable[[bytes], None]) -> None:
+        """Takes the messages of one connection until vLLM ends; answers with `write`."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineProgram:
+    """vLLM with a base model, as a place starts it (`process/place.py`)."""
+
+    config: ServerConfig
+    base: BaseModel
+    device: Device
+    run_dir: Path
+    """The engine's private folder, on the machine that runs vLLM."""
+    receiver: Receiver
+    plan: MemoryPlan | None = None
+    """A GPU's memory plan."""
+    port: int | None = None
+    """The file descriptor of a bound port. None: vLLM listens on a socket in `run_dir`."""
+    secret: str = ""
+    """The header value that each request to the port must have."""
+
+    async def prepare(self) -> Command:
+        """Listens for vLLM's records, writes the file of its work counters, and returns vLLM's command."""
+        socket_path, work_file = self.run_dir / SOCKET_NAME, self.run_dir / WORK_NAME
+        socket_path.unlink(missing_ok=True)
+        make_file(work_file)
+        await self.receiver.listen(self.run_dir / RECORDS_NAME)
+        # In a thread: the first command for a model reads the model's files.
+        arguments = await asyncio.to_thread(
+            engine_command, self.config, self.base, self.device, self.run_dir, self.plan
+        )
+        environment = engine_environment(self.config, self.base, self.device, os.environ)
+        environment[FILE_VARIABLE] = str(work_file)
+        if self.port is not None:
+            environment |= {PORT_SWITCH: str(self.port), SECRET_SWITCH: self.secret}
+        return Command(
+            arguments=arguments,
+            environment=environment,
+            inherited=() if self.port is None else (self.port,),
+            work_file=work_file,
+            endpoint=Endpoint("http://engine", socket_path),
+        )
 
 
 def seq_length(config: ServerConfig, base: BaseModel, device: Device) -> int | None:
@@ -138,7 +200,7 @@ def engine_command(
         sys.executable,
         "-m",
         "art_server.engine.vllm_process.child",
-        str(run_dir / "records.sock"),
+        str(run_dir / RECORDS_NAME),
         *flags,
         *(f"--{switch}" for switch in switches),
     ]

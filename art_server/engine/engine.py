@@ -2,8 +2,9 @@
 
 vLLM is started once with a base model and kept running: when the process dies, hangs, or fails to pause or wake, it is
 killed with all processes that it spawned and started again when the device is free; then its adapters are loaded again.
-vLLM's HTTP socket is in a private folder, so no other user of the machine can reach vLLM's own routes. Authentication,
-the proxy and the pause gate are elsewhere.
+The engine's `location` starts the process: this machine or a host (`process/place.py`). On this machine vLLM's HTTP socket is in
+a private folder, so no other user of the machine can reach vLLM's own routes. Authentication, the proxy and the pause gate are
+elsewhere.
 """
 
 import asyncio
@@ -11,31 +12,29 @@ import contextlib
 import functools
 import json
 import logging
-import os
 import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import aiohttp
 
 from art_protocol.log_file import LogFile
-from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, notes_on_device, seq_length
+from art_server.engine.command import EngineProgram, Receiver, notes_on_device, seq_length
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.device.plan import MemoryPlan
 from art_server.engine.failures import find_cause, refusal_of
 from art_server.engine.probe_check import find_fault
 from art_server.errors import InvalidInput, Unavailable
 from art_server.process.background import Background
-from art_server.process.children import Child, Children, start_child
+from art_server.process.place import Endpoint, Place, PlaceFailed, PlaceLost, Process
 from art_server.process.progress import StartProgress
 from art_server.process.shared.engine_messages import new_request_id
 from art_server.process.shared.trainer_messages import MismatchLimits
-from art_server.process.shared.work_counters import FILE_VARIABLE, make_file, read_work
-from art_server.settings import GPU_ENGINE_ARGS, Device, Handover, ServerConfig
+from art_server.settings import GPU_ENGINE_ARGS, Handover, ServerConfig
 from art_server.store import files
 from art_server.store.base_models import BaseModel
 from art_server.store.model_folder import (
@@ -78,10 +77,13 @@ WAKE: dict[Handover, tuple[str, ...]] = {
     "sleep": ("/wake_up?tags=kv_cache",),
 }
 """vLLM's routes for the end of a step. After `sleep`, `wake_weights` restores the weights first."""
-TIMEOUT = aiohttp.ClientTimeout(total=None, connect=10.0)
-"""Limits of requests for clients: no total, because such a request takes as long as its answer."""
+CONNECT_SECONDS = 10.0
+"""Limit for a connection to vLLM, where the network cannot be silent for longer."""
 LOAD_SECONDS = 300.0
-"""Limit for vLLM to load an adapter, and to score its probe."""
+"""Limit for each of: delivering an adapter's files, vLLM's load of the adapter, and the scores of its probe."""
+ENGINE_FILES = (CONFIG_FILE, ADAPTER_FILE, DESCRIPTION_FILE)
+"""The files of a checkpoint that vLLM loads. The other files are two thirds of a checkpoint's bytes, and can appear and vanish
+while an engine gets the checkpoint."""
 METRICS_SECONDS = 2.0
 """Limit for vLLM's metrics."""
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)
@@ -93,14 +95,6 @@ ENGINE_DEFAULTS = {
     "tensor_parallel_size": "1",
 }
 """vLLM's defaults of arguments that clients often request: requesting the default is no conflict."""
-
-
-class Receiver(Protocol):
-    """Receives vLLM's reports about its requests (`ledger/intake.py`)."""
-
-    async def listen(self, socket_path: Path) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 LOST = (aiohttp.ClientError, TimeoutError)
@@ -141,48 +135,40 @@ class PolicyDiffers(AdapterRefused):
 class Engine:
     """vLLM's process, its state, and its loaded adapters."""
 
-    silence_seconds = 0.0
-    """How long the server may hear nothing from a healthy engine: the network to the engine's machine may stall."""
-
     def __init__(
         self,
         *,
+        location: Place,
         config: ServerConfig,
-        device: Device,
-        kept_to: Mapping[str, str],
         owner: DeviceOwner,
-        children: Children,
         receiver: Receiver,
         is_busy: Callable[[], bool],
         background: Background,
+        name: str,
+        progress: StartProgress,
+        changed: asyncio.Condition,
         mismatch_limits_of: Callable[[BaseModel], MismatchLimits | None] = lambda _: None,
-        name: str = "engine",
-        progress: StartProgress | None = None,
-        changed: asyncio.Condition | None = None,
     ):
-        """A fleet passes `name`, `progress` and `changed` (notified when the state changes); its replicas share the latter two."""
+        """`location` starts vLLM. The engines of a fleet share `progress` and `changed`, which is notified when the state changes."""
         self.name = name
         self.state: State = "none"
         self.detail: str | None = None
         self.base: BaseModel | None = None
-        self.progress = progress or StartProgress()
+        self.progress = progress
         self.num_starts = 0
         """Starts of vLLM's process so far."""
         self.num_requests = 0
-        """Requests that a fleet has sent to this replica, and that have not ended."""
+        """Requests that the fleet has sent to this engine, and that have not ended."""
         self._supervisor = f"{name} supervisor"
         self._log = LogFile(config.log_dir / f"{name}.log")
         self._server_config = config
         self._config = config
         """`_server_config` plus the engine arguments of the registration that started the engine."""
-        self._device: Device = device
-        self._kept_to = kept_to
-        """Environment variables that restrict vLLM to its own devices."""
+        self.location = location
         self._owner = owner
         self._plan: MemoryPlan | None = None
         self._seq_length: int | None = None
         """The context length as configured; once vLLM is ready, as vLLM reports it."""
-        self._children = children
         self._receiver = receiver
         self._is_busy = is_busy
         self._background = background
@@ -199,12 +185,14 @@ class Engine:
         self._has_weights = True
         self._ended: str | None = None
         """Why we killed the process; the supervisor reports it as the reason for the restart."""
-        self._changed = changed or asyncio.Condition()
-        self._process: Child | None = None
+        self._changed = changed
+        self._process: Process | None = None
         self.was_killed = False
         """Whether somebody other than this server killed the last process: then its requests are not to blame."""
         self._run_dir: Path | None = None
+        self._endpoint: Endpoint | None = None
         self._http: aiohttp.ClientSession | None = None
+        """The client for `_endpoint`."""
 
     # --- life ---
 
@@ -213,8 +201,8 @@ class Engine:
         engine arguments, as in `ServerConfig.with_requested`; `plan` is a GPU's memory plan."""
         assert self.base is None, "an engine serves one base model"
         self._config = self._server_config.with_requested(self._possible(requested), base.facts.max_positions)
-        self._seq_length = seq_length(self._config, base, self._device)
-        for note in notes_on_device(self._device, base.facts):
+        self._seq_length = seq_length(self._config, base, self.location.device)
+        for note in notes_on_device(self.location.device, base.facts):
             self.progress.note(f"{self.name}: {note}")
         self._plan = plan
         self.base = base
@@ -223,11 +211,12 @@ class Engine:
 
     async def stop(self) -> None:
         """Ends vLLM. The engine can be started again, with another base model."""
+        self.was_killed |= bool(self.location.lost)  # its requests are not to blame for a lost machine
         await self._background.stop(self._supervisor)
         await self._end_process()
         if self._http is not None:
             await self._http.close()
-            self._http = None
+            self._http = self._endpoint = None
         await self._receiver.close()
         if self._run_dir is not None:
             shutil.rmtree(self._run_dir, ignore_errors=True)
@@ -235,12 +224,8 @@ class Engine:
         self.base = None
         self._adapters.clear()
         self._compared.clear()
+        await self.location.keep_only(())
         await self._set_state("none")
-
-    @property
-    def replicas(self) -> tuple["Engine"]:
-        """This engine alone; a fleet has several."""
-        return (self,)
 
     @property
     def http(self) -> aiohttp.ClientSession:
@@ -262,25 +247,23 @@ class Engine:
         return self._mismatch_limits_of(self.base) if self.base is not None else None
 
     @property
-    def start_waited_for(self) -> str | None:
-        """What requests wait for while the engine starts."""
-        if self.state != "starting":
-            return None
-        return f"the engine, which is starting. {self.detail or ''}".rstrip()
-
-    @property
     def _handover(self) -> Handover:
         return self._plan.handover if self._plan is not None else "none"
 
     def ignored_args(self, requested: Mapping[str, str]) -> list[str]:
         """One sentence for each requested engine argument that is not in effect."""
-        records = self._config.records_distributions(self._device)
+        records = self._config.records_distributions(self.location.device)
         return ignored_args(self._possible(requested), self._config, self.max_seq_length, records)
 
     def _possible(self, requested: Mapping[str, str]) -> dict[str, str]:
         """The requested engine arguments that an engine on this device can have; another replica may have the rest."""
-        has_gpu = self._device == "cuda"
+        has_gpu = self.location.device == "cuda"
         return {name: value for name, value in requested.items() if has_gpu or name not in GPU_ENGINE_ARGS}
+
+    @property
+    def silence_seconds(self) -> float:
+        """For how long the server may hear nothing from a healthy vLLM."""
+        return self.location.silence_seconds
 
     @property
     def log_path(self) -> Path:
@@ -288,6 +271,7 @@ class Engine:
 
     @property
     def pid(self) -> int | None:
+        """The id of vLLM's process on this machine; None while there is no process here."""
         return self._process.pid if self._process is not None else None
 
     async def wait_ready(self, timeout_seconds: float) -> None:
@@ -366,66 +350,65 @@ class Engine:
         assert self.base is not None
         if self._run_dir is None:
             self._run_dir = make_run_dir(self._config.server_dir, self.name)
-            await self._open(self._run_dir)
-        (self._run_dir / SOCKET_NAME).unlink(missing_ok=True)
-        make_file(self._work_file)
         self.progress.note(f"{self.name}: vLLM starts, which imports its code and loads the weights")
-        self._process = await self._launch(self.base, self._run_dir)
-        self._leaving.clear()
-        self._has_stale_prompts = False
-        self.num_starts += 1
-
-    async def _open(self, run_dir: Path) -> None:
-        """Opens what every process of this engine uses: the socket for records, and the HTTP client."""
-        await self._receiver.listen(run_dir / "records.sock")
-        # aiohttp, because httpx takes more than half of the server's time for a request.
-        self._http = aiohttp.ClientSession(
-            "http://engine", connector=aiohttp.UnixConnector(str(run_dir / SOCKET_NAME), limit=0), timeout=TIMEOUT
-        )
-
-    async def _launch(self, base: BaseModel, run_dir: Path) -> Child:
-        command = engine_command(self._config, base, self._device, run_dir, self._plan)
-        environment = engine_environment(self._config, base, self._device, os.environ)
-        environment |= {FILE_VARIABLE: str(self._work_file), **self._kept_to}
-        if not self._config.records_distributions(self._device):
+        if not self._config.records_distributions(self.location.device):
             logger.info(
                 "tokens sampled at another temperature than 1, from a part of the vocabulary or under a grammar will be "
                 "trained with ratio 1: start with --record-distributions for exact ratios"
             )
-        process = await start_child(command, self._log, environment)
-        self._children.add(process.pid)
-        return process
+        program = EngineProgram(
+            config=self._config,
+            base=self.base,
+            device=self.location.device,
+            run_dir=self._run_dir,
+            receiver=self._receiver,
+            plan=self._plan,
+        )
+        self._process = await self.location.start(program, self._log)
+        assert self._process.endpoint is not None, "vLLM answers HTTP"
+        await self._connect(self._process.endpoint)
+        self._leaving.clear()
+        self._has_stale_prompts = False
+        self.num_starts += 1
 
-    async def _kill(self, process: Child) -> None:
-        """Ends vLLM with all processes that it spawned."""
-        await asyncio.to_thread(self._children.end, process.pid)
+    async def _connect(self, endpoint: Endpoint) -> None:
+        """Makes the HTTP client for a process. On this machine every process of the engine answers at the same socket."""
+        if endpoint == self._endpoint:
+            return
+        if self._http is not None:
+            await self._http.close()
+        # aiohttp, because httpx takes more than half of the server's time for a request.
+        if endpoint.socket is None:
+            connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0)
+        else:
+            connector = aiohttp.UnixConnector(str(endpoint.socket), limit=0)
+        # No total limit: a client's request takes as long as its answer.
+        timeout = aiohttp.ClientTimeout(total=None, connect=max(CONNECT_SECONDS, self.silence_seconds))
+        self._http = aiohttp.ClientSession(endpoint.url, connector=connector, timeout=timeout, headers=endpoint.headers)
+        self._endpoint = endpoint
 
     async def _deliver(self, folder: Path) -> str:
         """The path of an adapter's folder for vLLM.
 
         Raises:
+            AdapterRefused: the folder is deleted.
             TimeoutError: vLLM's machine cannot take the files.
         """
-        return str(folder)
-
-    async def _forget(self, folder: Path) -> None:
-        """Called when vLLM has unloaded, or refused, the adapter of a delivered folder."""
-
-    def _read_work(self) -> tuple[bytes, float]:
-        """vLLM's work counters (`work_counters.py`), and the time of the reading, on the clock of vLLM's machine."""
-        return read_work(self._work_file), time.monotonic()
-
-    @property
-    def _work_file(self) -> Path:
-        assert self._run_dir is not None, "made with the first process"
-        return self._run_dir / "work"
+        try:
+            async with asyncio.timeout(LOAD_SECONDS):
+                return await self.location.deliver(folder, ENGINE_FILES)
+        except (OSError, PlaceFailed, PlaceLost) as error:
+            if not (folder / ADAPTER_FILE).exists():
+                raise AdapterRefused(f"the adapter in {folder.name} was deleted while the engine fetched it") from error
+            raise TimeoutError(str(error)) from error
 
     async def _end_process(self) -> None:
         """Kills vLLM with all processes that it spawned, and waits for the end of its main process."""
         if self._process is not None:
-            await self._kill(self._process)
+            await self._process.end()
             await self._process.wait()
             self._process = None
+            await self.location.keep_only({*self._adapters.values()})  # what the next process will load
 
     async def _bring_up(self) -> None:
         """Waits until vLLM answers, loads its adapters, and samples one token as a warm-up."""
@@ -509,7 +492,8 @@ class Engine:
         stalled network, or a stalled event loop here, is not taken for a hung vLLM."""
         assert self._process is not None
         now = answered = moved = used = 0.0
-        work, read_at = self._read_work()
+        reading = self._process.counters()
+        work, read_at = reading.work, reading.at
         probe = None
         exited = asyncio.create_task(self._process.wait())
         try:
@@ -519,18 +503,18 @@ class Engine:
                     self.was_killed = self._ended is None and exited.result() in KILLED
                     return self._ended or f"vLLM ended with exit code {exited.result()}"
                 does_answer = await self._answers(timeout_seconds=HEALTH_TIMEOUT_SECONDS)
-                seen, seen_at = self._read_work()
-                now += min(seen_at - read_at, HEALTH_SECONDS + HEALTH_TIMEOUT_SECONDS)
-                read_at = seen_at
+                reading = self._process.counters()
+                now += min(reading.at - read_at, HEALTH_SECONDS + HEALTH_TIMEOUT_SECONDS)
+                read_at = reading.at
                 if does_answer:
                     answered = now
                 is_probed = is_running(probe)
                 if now - answered > HANG_SECONDS:
                     return f"vLLM did not answer for {HANG_SECONDS:.0f} s"
-                if seen != work or self._paused or is_probed:
+                if reading.work != work or self._paused or is_probed:
                     used = now
-                if seen != work or self._paused or not (self._is_busy() or is_probed):
-                    work, moved = seen, now
+                if reading.work != work or self._paused or not (self._is_busy() or is_probed):
+                    work, moved = reading.work, now
                 if now - moved > HANG_SECONDS:
                     return f"vLLM computed nothing for {HANG_SECONDS:.0f} s while requests waited"
                 # Also while requests are open: the client of the only open request may have stopped reading.
@@ -547,27 +531,6 @@ class Engine:
             await self._sample_once(timeout_seconds=2 * HANG_SECONDS)
 
     # --- requests ---
-
-    async def reach(
-        self,
-        name: str,
-        path: Path | None,
-        key: Callable[[], bytes],
-        timeout_seconds: float,
-        stack: contextlib.ExitStack,
-    ) -> "Engine":
-        """This engine, as soon as it is ready and serves the adapter `name` of the folder `path`; `path` None: the base model.
-        Only a fleet, which has to choose a replica, uses `key` and `stack`. `stack` ends with the request.
-
-        Raises:
-            AdapterRefused: vLLM refuses the adapter.
-            Unavailable: the engine is not ready in time.
-        """
-        del key, stack  # there is no other replica to choose
-        if path is not None:
-            await self.load_adapter(name, path, timeout_seconds)
-        await self.wait_ready(timeout_seconds)
-        return self
 
     async def metrics(self) -> bytes:
         """vLLM's own metrics, in Prometheus' text format; empty if vLLM does not answer in time."""
@@ -646,34 +609,25 @@ class Engine:
         self._ended = reason
         await self._set_state("starting", f"It is being restarted because {reason}.")
         if self._process is not None:
-            await self._kill(self._process)
+            await self._process.end()
 
     # --- adapters ---
 
-    async def load_adapter(self, name: str, path: Path, timeout_seconds: float, *, holds_device: bool = False) -> None:
-        """Has the engine serve the checkpoint `path` as `name`, also after restarts; no-op if the engine already does.
-
-        A caller that holds the device sets `holds_device`. vLLM then tries once at most to load the adapter, and a refusal
-        raises nothing. The adapter serves after another call without `holds_device`, because a paused engine cannot score
-        the adapter's probe.
-
-        Raises:
-            PolicyDiffers: the checkpoint has a probe, and vLLM scores it as another policy.
-            AdapterRefused: vLLM refuses the adapter.
-            Unavailable: the engine is not ready in time.
-        """
-        if holds_device:
-            if self.state == "ready":
-                with contextlib.suppress(*LOST, AdapterRefused):
-                    await self._load(name, path)
-            return
-        while name not in self._compared:
-            await self.wait_ready(timeout_seconds)
-            await self.try_load(name, path)
+    async def load_paused(self, name: str, path: Path) -> None:
+        """Tries once to have a paused vLLM load an adapter, for a caller that holds the device. A refusal raises nothing. The
+        adapter serves after `try_load`, because a paused vLLM cannot score the adapter's probe."""
+        if self.state == "ready":
+            with contextlib.suppress(*LOST, AdapterRefused):
+                await self._load(name, path)
 
     async def try_load(self, name: str, path: Path) -> bool:
-        """Tries once to have vLLM load and compare an adapter. The adapter does not serve afterwards if vLLM was not ready or
-        ended. False: vLLM did not answer in time."""
+        """Tries once to have vLLM load an adapter and compare it. The adapter then serves, also after restarts, unless vLLM was
+        not ready or ended. False: vLLM did not answer in time.
+
+        Raises:
+            PolicyDiffers: the checkpoint has a probe, and vLLM scores the probe as another policy.
+            AdapterRefused: vLLM refuses the adapter.
+        """
         if name not in self._loads:
             self._loads[name] = asyncio.create_task(self._load_alone(name, path))
             self._loads[name].add_done_callback(functools.partial(self._loaded, name))
@@ -730,7 +684,7 @@ class Engine:
                     scaled = await self._score(f"{name}*{probe.factor}", probe.token_ids)
                     await self._post("/v1/unload_lora_adapter", {"lora_name": f"{name}*{probe.factor}"})
                 finally:
-                    await self._forget(Path(folder))
+                    await self.location.forget(Path(folder))
         return find_fault(probe, logprobs, scaled, limits)
 
     async def _score(self, name: str, token_ids: list[int]) -> list[float]:
@@ -762,7 +716,7 @@ class Engine:
             name, folder = self._leaving.popitem()
             with contextlib.suppress(*LOST):
                 await self._post("/v1/unload_lora_adapter", {"lora_name": name})
-                await self._forget(folder)
+                await self.location.forget(folder)
         if self._has_stale_prompts and self.state == "ready":
             self._has_stale_prompts = False
             await self._post_control(("/reset_prefix_cache?reset_running_requests=true",), PAUSE_SECONDS)
@@ -796,7 +750,7 @@ class Engine:
             await self._post("/v1/unload_lora_adapter", {"lora_name": name})
             status, text = await self._post("/v1/load_lora_adapter", body, LOAD_SECONDS)
         if status != 200:
-            await self._forget(path)
+            await self.location.forget(path)
             raise AdapterRefused(f"vLLM refused adapter '{name}': {text[:500]}")
 
 

@@ -1,10 +1,10 @@
-"""A fleet: several engines, its replicas, that look like one engine from outside.
+"""The fleet: the server's engines, its replicas, as one engine. Usually there is one; `--engines` and hosts give more or none.
 
 Each replica is supervised, watched and restarted by itself. A request goes to a ready replica (`routing.py`); if that replica
 is lost, the proxy asks again, and another replica answers. A step's adapter is loaded by all ready replicas or serves from
-none. A replica that starts loads the adapter before it is ready; a replica that does not answer is killed. On a device that the
-trainer uses, too, all replicas pause, and all wake. The server makes a fleet for `--engines` other than 1, and for a key with
-the scope `host`: other machines then add their engines while the server runs (`plugins/cluster`).
+none. A replica that starts loads the adapter before it is ready; one of several replicas that does not answer is killed. On a
+device that the trainer uses, too, all replicas pause, and all wake. Hosts add and remove replicas while the server runs
+(`art_server/machines/hosts.py`). Where a single replica needs less than several, `_is_alone` decides.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ NO_REPLICA = "no machine has joined yet that offers an engine: start `art-server
 
 
 class Fleet:
-    """Several engines with the same base model; the methods of `Engine` act on all of them."""
+    """Engines with the same base model; what the rest of the server calls the engine."""
 
     def __init__(
         self,
-        replicas: Sequence[Engine],
         *,
+        replicas: Sequence[Engine],
         progress: StartProgress,
         changed: asyncio.Condition,
         config: ServerConfig,
@@ -41,7 +41,7 @@ class Fleet:
         """The replicas have the same `progress` and `changed`."""
         self.replicas: list[Engine] = []
         self.progress = progress
-        self.log_path = config.log_dir / "engine-0.log"
+        self.log_path = replicas[0].log_path if replicas else config.log_dir / "engine-0.log"
         """The log that models name as the engine's."""
         self.base: BaseModel | None = None
         self.requested: Mapping[str, str] = {}
@@ -59,13 +59,13 @@ class Fleet:
     # --- life ---
 
     def start(self, base: BaseModel, requested: Mapping[str, str], plan: MemoryPlan | None = None) -> None:
-        """As `Engine.start`."""
-        self.base, self.requested = base, requested
+        """Starts vLLM in all replicas, with `base` (`Engine.start`)."""
         for replica in self.replicas:
             replica.start(base, requested, plan)
+        self.base, self.requested = base, requested
 
     async def stop(self) -> None:
-        """As `Engine.stop`."""
+        """Ends vLLM in all replicas. They can be started again, with another base model."""
         self.base = None
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
 
@@ -100,6 +100,8 @@ class Fleet:
             return None
         if not self.replicas:
             return NO_REPLICA
+        if self._is_alone:
+            return self.replicas[0].detail
         details = [f"{replica.name}: {replica.detail}" for replica in self.replicas if replica.detail]
         return " ".join(details) or None
 
@@ -110,8 +112,8 @@ class Fleet:
 
     @property
     def max_seq_length(self) -> int | None:
-        """As `Engine.max_seq_length`: the length that every replica takes. While there is no replica, the configured length, else
-        the model's own."""
+        """The maximum of prompt plus completion, in tokens, that every replica takes (`Engine.max_seq_length`). While there is no
+        replica, the configured length, else the model's own. None without a base model."""
         lengths = [length for replica in self.replicas if (length := replica.max_seq_length) is not None]
         if lengths or self.base is None:
             return min(lengths, default=None)
@@ -119,6 +121,7 @@ class Fleet:
 
     @property
     def mismatch_limits(self) -> MismatchLimits | None:
+        """How far engines and trainer may differ with the loaded base model; None: they are not compared."""
         return self._mismatch_limits_of(self.base) if self.base is not None else None
 
     @property
@@ -126,16 +129,23 @@ class Fleet:
         """What requests wait for while no replica is ready."""
         if self.state != "starting":
             return None
-        return f"the engines, which are starting. {self.detail or ''}".rstrip()
+        what = "the engine, which is starting" if self._is_alone else "the engines, which are starting"
+        return f"{what}. {self.detail or ''}".rstrip()
 
     def ignored_args(self, requested: Mapping[str, str]) -> list[str]:
-        """As `Engine.ignored_args`, for all replicas. While there is no replica, for the first replica that will join."""
+        """One sentence for each requested engine argument that is not in effect in some replica. While there is no replica, the
+        sentences for the first replica that will join."""
         if self.replicas:
             return list(dict.fromkeys(note for replica in self.replicas for note in replica.ignored_args(requested)))
         if self.base is None:
             return []
         config = self._with_requested(self.base)
         return ignored_args(requested, config, self.max_seq_length, config.record_distributions)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is a single replica: nothing has to be chosen, and no other replica serves in its place."""
+        return len(self.replicas) == 1
 
     def _with_requested(self, base: BaseModel) -> ServerConfig:
         return self._config.with_requested(self.requested, base.facts.max_positions)
@@ -167,16 +177,15 @@ class Fleet:
         timeout_seconds: float,
         stack: contextlib.ExitStack,
     ) -> Engine:
-        """A ready replica that serves the adapter `name`, which is in `path`, or the base model (None). Requests with an
-        equal `key` get the same replica, unless it is busier than others. The request counts for the replica until `stack`
-        ends.
+        """A ready replica that serves the adapter `name` of the folder `path`; `path` None: the base model. Requests with an
+        equal `key` get the same replica, unless it is busier than others; a single replica needs no key. The request counts for
+        the replica until `stack` ends.
 
         Raises:
             AdapterRefused: every ready replica refuses the adapter.
             Unavailable: no replica is ready in time.
         """
         refusals: dict[int, AdapterRefused] = {}
-        wanted = key()
         while True:
             await self.wait_ready(timeout_seconds)
             candidates = {self._numbers[candidate]: candidate for candidate in self._ready()}
@@ -185,7 +194,7 @@ class Fleet:
             }
             if not loads:
                 raise next(iter(refusals.values()))
-            number = self._router.choose(wanted, loads)
+            number = next(iter(loads)) if self._is_alone else self._router.choose(key(), loads)
             replica = candidates[number]
             with contextlib.ExitStack() as trying:
                 replica.num_requests += 1
@@ -200,7 +209,8 @@ class Fleet:
                     return replica
 
     async def tokenize(self, body: dict[str, Any]) -> list[int]:
-        """As `Engine.tokenize`, by the replica with the fewest requests; if this replica ends meanwhile, by another one."""
+        """The token ids of a text or of a rendered conversation (`Engine.tokenize`), from the replica with the fewest requests. If
+        this replica ends meanwhile, another replica is asked."""
         for _ in self.replicas[1:]:
             await self.wait_ready(START_TIMEOUT_SECONDS)
             replica = self._least_busy()
@@ -220,32 +230,33 @@ class Fleet:
     # --- pausing ---
 
     async def pause(self) -> None:
-        """As `Engine.pause`."""
+        """Freezes all replicas (`Engine.pause`)."""
         await asyncio.gather(*(replica.pause() for replica in self.replicas))
 
     async def wake_weights(self) -> None:
-        """As `Engine.wake_weights`."""
+        """Restores the weights of all replicas (`Engine.wake_weights`)."""
         await asyncio.gather(*(replica.wake_weights() for replica in self.replicas))
 
     async def resume(self) -> None:
-        """As `Engine.resume`."""
+        """Has all replicas continue their requests (`Engine.resume`)."""
         await asyncio.gather(*(replica.resume() for replica in self.replicas))
 
     # --- adapters ---
 
     async def load_adapter(self, name: str, path: Path, timeout_seconds: float, *, holds_device: bool = False) -> None:
-        """As `Engine.load_adapter`, by all replicas. Returns when every ready replica serves the adapter. A replica that is
-        starting loads the adapter before it is ready. If a replica refuses the adapter, all replicas that did not serve the
-        adapter before unload it.
+        """Has all replicas serve the checkpoint `path` as `name`, also after restarts; no-op if they already do. Returns when
+        every ready replica serves the adapter. A replica that is starting loads the adapter before it is ready. If a replica
+        refuses the adapter, all replicas that did not serve the adapter before unload it.
+
+        A caller that holds the device sets `holds_device`. Each ready vLLM then tries once to load the adapter, and a refusal
+        raises nothing; the adapter serves after another call (`Engine.load_paused`).
 
         Raises:
             PolicyDiffers, AdapterRefused: a replica refuses the adapter.
             Unavailable: no replica is ready in time.
         """
         if holds_device:
-            await asyncio.gather(
-                *(replica.load_adapter(name, path, timeout_seconds, holds_device=True) for replica in self.replicas)
-            )
+            await asyncio.gather(*(replica.load_paused(name, path) for replica in self.replicas))
             return
         others = [replica for replica in self.replicas if not replica.holds(name)]
         while True:
@@ -257,15 +268,16 @@ class Fleet:
             if refusal := next((error for error in refusals if error is not None), None):
                 for replica in others:
                     replica.unload_adapter(name)
-                await asyncio.gather(*(replica.tidy() for replica in self._ready()))
+                if not self._is_alone:  # a single replica unloads it before its next load; nobody waits for the device
+                    await asyncio.gather(*(replica.tidy() for replica in self._ready()))
                 raise refusal
         for replica in self.replicas:
             if replica.state != "ready":
                 replica.keep(name, path)
 
     async def _load_on(self, replica: Engine, name: str, path: Path) -> AdapterRefused | None:
-        """Has a replica load an adapter. Returns the replica's refusal. A replica that dies meanwhile refuses nothing, and a
-        replica that does not answer is killed."""
+        """Has a replica load an adapter. Returns the replica's refusal. A replica that dies meanwhile refuses nothing. One of
+        several replicas that does not answer is killed, so that the step serves from the others."""
         try:
             has_answered = await replica.try_load(name, path)
         except AdapterRefused as error:
@@ -273,19 +285,19 @@ class Fleet:
             if await replica.is_alive():
                 return error
             has_answered = True
-        if not has_answered and replica.state == "ready":
+        if not has_answered and replica.state == "ready" and not self._is_alone:
             await replica.end("it did not load an adapter in time")
         elif not replica.holds(name):
             await replica.notice_end()
         return None
 
     def unload_adapter(self, name: str) -> None:
-        """As `Engine.unload_adapter`."""
+        """Stops serving an adapter, to which all requests have ended (`Engine.unload_adapter`)."""
         for replica in self.replicas:
             replica.unload_adapter(name)
 
     def forget_prompts(self) -> None:
-        """As `Engine.forget_prompts`."""
+        """Has every vLLM empty its prefix cache before its next load (`Engine.forget_prompts`)."""
         for replica in self.replicas:
             replica.forget_prompts()
 
@@ -296,7 +308,3 @@ class Fleet:
 
 def _end_request(replica: Engine) -> None:
     replica.num_requests -= 1
-
-
-AnyEngine = Engine | Fleet
-"""What the rest of the server uses."""

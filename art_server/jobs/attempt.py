@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from art_protocol.wire import TrainConfig
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.engine import AdapterRefused, PolicyDiffers
-from art_server.engine.fleet import AnyEngine
+from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import ServerError, Unavailable
 from art_server.jobs.backoff import budget_divisor
@@ -52,7 +52,7 @@ class Attempt:
         model: RegisteredModel,
         *,
         queue: JobQueue,
-        engine: AnyEngine,
+        engine: Fleet,
         gate: PauseGate,
         trainer: Gang,
         owner: DeviceOwner | None,
@@ -328,7 +328,7 @@ def has_committed(model: RegisteredModel | None, job: Job) -> bool:
     return model.folder.read_checkpoint(step).job_id == job.job_id
 
 
-def is_on_base(engine: AnyEngine, model: RegisteredModel) -> bool:
+def is_on_base(engine: Fleet, model: RegisteredModel) -> bool:
     """Whether the engine serves the model's base model."""
     return engine.base is not None and engine.base.name == model.record.base_model
 

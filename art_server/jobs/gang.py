@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from art_server.jobs.budgets import Budgets
 from art_server.jobs.trainer_process import RankLost, TrainerDied, TrainerError, TrainerProcess, Usage
-from art_server.process.children import Children
+from art_server.process.place import Place, PlaceFailed, PlaceLost
 from art_server.process.shared.trainer_messages import (
     UNLIKE_RANKS,
     CheckTask,
@@ -35,44 +35,34 @@ IN_STEP = ("cancelled", "non_finite", "gap_too_large", "out_of_memory")
 """Errors that all ranks have alike, so that the ranks can train the next job. After any other error the ranks are ended."""
 
 
-class Lender(Protocol):
-    """Has ranks on other machines (`plugins/cluster`)."""
-
-    def ranks(self) -> Sequence[TrainerProcess]:
-        """The ranks that are available now; an equal list as long as nothing has changed."""
-        ...
-
-    async def meeting(self, first: TrainerProcess) -> str:
-        """An address at which ranks of several machines find each other: `first` opens the address."""
-        ...
-
-
 class Gang:
     """All ranks: the first writes the files and reports progress.
 
     All ranks are started together. If one rank ends or fails by itself, all ranks are ended: no rank holds anything that the
-    job does not repeat. Each job has the ranks that are available when the job begins.
+    job does not repeat. Each job has the ranks that are available when the job begins: the server's own, and the ranks of
+    machines that have joined.
     """
 
     def __init__(
         self,
-        log_dir: Path,
-        environments: Sequence[Mapping[str, str]],
         *,
-        children: Children | None = None,
+        log_dir: Path,
+        locations: Sequence[Place],
+        cache_dir: Path,
         meeting: Path | None = None,
         name: str = "trainer",
         budgets: Budgets | None = None,
     ) -> None:
-        """One rank on this machine for each of the environments. Several ranks meet in the file `meeting`. `name` is the
+        """One of the server's own ranks at each of the locations. Several of them meet in the file `meeting`. `name` is the
         beginning of the ranks' log names. `budgets` has what earlier jobs learned; None: nothing is stored."""
         self._own = [
-            TrainerProcess((), log_dir / log_name(name, number), environment=environment, children=children)
-            for number, environment in enumerate(environments)
+            TrainerProcess(location=location, log_path=log_dir / log_name(name, number), cache_dir=cache_dir)
+            for number, location in enumerate(locations)
         ]
+        self.joined: list[TrainerProcess] = []
+        """The ranks of machines that have joined."""
         self.ranks = list(self._own)
-        self.lender: Lender | None = None
-        """None: all ranks are on this machine."""
+        """The ranks of the newest job."""
         self._worker: WorkerConfig | None = None
         self._budgets = budgets
         self._meeting = meeting
@@ -94,6 +84,14 @@ class Gang:
         """The process id of each rank on this machine, by the rank's name; None while the rank does not run."""
         return {rank.name: rank.pid for rank in self._own}
 
+    def add(self, ranks: Sequence[TrainerProcess]) -> None:
+        """Adds the ranks of a machine, for the next job."""
+        self.joined += ranks
+
+    def remove(self, ranks: Sequence[TrainerProcess]) -> None:
+        """Removes the ranks of a machine that is lost. The next job has the others."""
+        self.joined = [rank for rank in self.joined if rank not in ranks]
+
     def use(self, config: WorkerConfig) -> None:
         """Sets how the ranks work; the first task starts them."""
         self._worker = config
@@ -112,9 +110,7 @@ class Gang:
         Raises:
             TrainerError: no rank is available.
         """
-        if self.lender is None:
-            return
-        available = [*self._own, *self.lender.ranks()]
+        available = [*self._own, *self.joined]
         if available != self.ranks:
             await self.stop()
             self.ranks = available
@@ -146,12 +142,25 @@ class Gang:
             await self.stop()
         if self._have_met:
             return
-        if self.lender is not None and self.ranks != self._own:
-            self._use(await self.lender.meeting(self.ranks[0]))
+        server_addresses = [address for rank in self.ranks if (address := rank.location.server_address)]
+        if server_addresses:
+            self._use(await self._open_address(server_addresses[0]))
         else:
-            assert self._meeting is not None, "several ranks need a place to meet"
+            assert self._meeting is not None, "several ranks need a file to meet in"
             self._meeting.unlink(missing_ok=True)
         self._have_met = True
+
+    async def _open_address(self, server_address: str) -> str:
+        """An address at which ranks of several machines find each other: the first rank opens the address.
+
+        Raises:
+            TrainerError: the first rank's machine is lost, or has no port.
+        """
+        first = self.ranks[0].location
+        try:
+            return f"tcp://{first.address or server_address}:{await first.free_port()}"
+        except (PlaceLost, PlaceFailed) as error:
+            raise TrainerError("host_failed", str(error), retryable=True) from error
 
     async def run(
         self,

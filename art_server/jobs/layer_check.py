@@ -17,7 +17,7 @@ from pathlib import Path
 from art_protocol.wire import LoRAConfig
 from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.engine import PolicyDiffers
-from art_server.engine.fleet import AnyEngine
+from art_server.engine.fleet import Fleet
 from art_server.jobs.gang import Gang
 from art_server.process.shared.trainer_messages import LayersTask, MismatchLimits, Probe
 from art_server.store import files
@@ -64,7 +64,7 @@ class LayerCheck:
 
     async def compare(
         self,
-        engine: AnyEngine,
+        engine: Fleet,
         base: BaseModel,
         limits: MismatchLimits,
         folder: Path,

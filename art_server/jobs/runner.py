@@ -26,7 +26,7 @@ from art_protocol.wire import (
     TrainConfig,
 )
 from art_server.engine.device.owner import DeviceOwner
-from art_server.engine.fleet import AnyEngine
+from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, ServerError
 from art_server.jobs.attempt import Attempt, has_committed, is_on_base
@@ -57,7 +57,7 @@ class JobRunner:
         *,
         queue: JobQueue,
         registry: Registry,
-        engine: AnyEngine,
+        engine: Fleet,
         gate: PauseGate,
         trainer: Gang,
         owner: DeviceOwner | None,

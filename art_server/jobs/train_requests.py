@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from art_protocol.history import trajectory_metrics
 from art_protocol.wire import JobReport, TrainConfig, TrajectoryGroupBody
-from art_server.engine.fleet import AnyEngine
+from art_server.engine.fleet import Fleet
 from art_server.errors import InvalidInput
 from art_server.jobs.attempt import ENGINE_WAIT_SECONDS
 from art_server.jobs.batch_signs import BatchSigns
@@ -36,7 +36,7 @@ THREADS = 2
 class TrainRequests:
     """Begins train requests."""
 
-    def __init__(self, *, ledger: Ledger, engine: AnyEngine, runner: JobRunner, queue: JobQueue):
+    def __init__(self, *, ledger: Ledger, engine: Fleet, runner: JobRunner, queue: JobQueue):
         self._ledger = ledger
         self._engine = engine
         self._runner = runner
@@ -135,7 +135,7 @@ class NewJob:
 class EngineTokenizer:
     """The engine's chat template and tokenizer, for threads: each call waits for the event loop."""
 
-    def __init__(self, engine: AnyEngine, loop: asyncio.AbstractEventLoop):
+    def __init__(self, engine: Fleet, loop: asyncio.AbstractEventLoop):
         self._engine = engine
         self._loop = loop
 

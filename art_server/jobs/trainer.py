@@ -1,14 +1,14 @@
 """The trainer process for the server's base model."""
 
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from art_server.engine.device.plan import MemoryPlan
 from art_server.jobs.budgets import Budgets
 from art_server.jobs.gang import Gang
-from art_server.jobs.trainer_process import TrainerProcess, worker_environment
-from art_server.process.children import Children
+from art_server.jobs.trainer_process import TrainerProcess
+from art_server.process.place import Place
 from art_server.process.shared.trainer_messages import (
     BetweenSteps,
     CheckTask,
@@ -34,20 +34,19 @@ class Trainer(Gang):
     second process would slow this down.
     """
 
-    def __init__(
-        self, *, config: ServerConfig, device: Device, kept_to: Sequence[Mapping[str, str]], children: Children
-    ):
-        """`kept_to` has, for each rank of each gang, the environment variables that restrict the rank to its devices."""
-        usual = worker_environment(config.server_dir / "unsloth", os.environ)
-        environments = [usual | dict(variables) for variables in kept_to]
+    def __init__(self, *, config: ServerConfig, device: Device, locations: Sequence[Place], aside: Place):
+        """`locations` has a place for each rank of each gang; `aside` is the place of the second process."""
+        cache_dir = config.server_dir / "unsloth"
         num, meeting = config.num_ranks(device), config.server_dir / "ranks"
         budgets = Budgets(config.server_dir / "budgets.json")
-        super().__init__(config.log_dir, environments[:num], children=children, meeting=meeting, budgets=budgets)
+        super().__init__(
+            log_dir=config.log_dir, locations=locations[:num], cache_dir=cache_dir, meeting=meeting, budgets=budgets
+        )
         self.more = [
             Gang(
-                config.log_dir,
-                environments[gang * num : (gang + 1) * num],
-                children=children,
+                log_dir=config.log_dir,
+                locations=locations[gang * num : (gang + 1) * num],
+                cache_dir=cache_dir,
                 meeting=meeting.with_name(f"ranks-of-{gang}"),
                 name=f"trainer-of-gang-{gang}",
                 budgets=budgets,
@@ -57,8 +56,7 @@ class Trainer(Gang):
         """The other gangs."""
         self._config = config
         self._device: Device = device
-        aside = environments[0] if environments else usual
-        self._aside = TrainerProcess((), config.log_dir / "trainer.log", environment=aside, children=children)
+        self._aside = TrainerProcess(location=aside, log_path=config.log_dir / "trainer.log", cache_dir=cache_dir)
         self._num_aside = 0
         self._num_steps = 0
         """Tasks that train, running or waiting."""

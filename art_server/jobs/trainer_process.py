@@ -1,40 +1,45 @@
 """The trainer process from the server's side: starts it, sends it tasks, notices when it dies.
 
-    trainer = TrainerProcess(worker_command(WorkerConfig(base_model="Qwen/Qwen3-0.6B")), log_path)
+    trainer = TrainerProcess(location=Here(device="cpu"), log_path=log_path, cache_dir=cache_dir)
+    trainer.use(WorkerConfig(base_model="Qwen/Qwen3-0.6B"))
     done = await trainer.run(task, on_progress)
     await trainer.stop()
 
-This module imports no torch. The process is always ended by SIGKILL: a kill loses nothing, because a step exists only
-once the server has renamed its folder.
+The `location` starts the process: this machine or a host (`process/place.py`). This module imports no torch. The process is
+always ended by SIGKILL: a kill loses nothing, because a step exists only once the server has renamed its folder.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from art_protocol.log_file import LogFile
 from art_server.errors import InvalidInput, ServerError, Unavailable
 from art_server.jobs.budgets import Budgets
-from art_server.process.children import Child, Children, start_child
+from art_server.process.place import Command, Place, PlaceFailed, PlaceLost, Process
 from art_server.process.shared.trainer_messages import (
     Done,
     Failed,
+    LayersTask,
     Learned,
     Progress,
     Ready,
     Task,
     TrainerReply,
+    TrainTask,
     WorkerConfig,
 )
+from art_server.settings import Device
+from art_server.store.model_folder import CONTENT_FILES
 
 logger = logging.getLogger(__name__)
 
@@ -104,19 +109,6 @@ def worker_environment(cache_dir: Path, inherited: Mapping[str, str]) -> dict[st
     }
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process with all its threads and all processes that it started, also the ended ones: torch compiles
-    kernels in child processes. 0 if the CPU time cannot be read."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children"))
-    except OSError:
-        return 0.0
-    # utime, stime, cutime and cstime of proc(5), counted behind the process's name.
-    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-    return own + sum(cpu_seconds(int(child)) for child in children.split())
-
-
 class Usage(NamedTuple):
     """The CPU time that a process had used at one moment."""
 
@@ -125,30 +117,20 @@ class Usage(NamedTuple):
     """When the CPU time was read, on the clock of the process's machine."""
 
 
-class Lines(Protocol):
-    """The lines that a process writes."""
+@dataclass(frozen=True, slots=True)
+class RankProgram:
+    """A worker, as a place starts it (`process/place.py`)."""
 
-    async def readline(self) -> bytes: ...
+    worker: WorkerConfig
+    cache_dir: Path
+    """The folder for code that Unsloth compiles."""
 
-
-class Input(Protocol):
-    """The lines that a process reads."""
-
-    def write(self, data: bytes) -> None: ...
-
-    async def drain(self) -> None: ...
-
-
-class Process(Child, Protocol):
-    """A worker's process; it may run on another machine."""
-
-    @property
-    def stdin(self) -> Input | None: ...
-
-    @property
-    def stdout(self) -> Lines | None: ...
-
-    def send_signal(self, signal: int) -> None: ...
+    async def prepare(self) -> Command:
+        return Command(
+            arguments=worker_command(self.worker),
+            environment=worker_environment(self.cache_dir, os.environ),
+            max_line_bytes=MAX_ANSWER_BYTES,
+        )
 
 
 class TrainerProcess:
@@ -157,28 +139,15 @@ class TrainerProcess:
     Use it from the main thread's event loop, because the worker dies with the thread that started it.
     """
 
-    silence_seconds = 0.0
-    """For how long the server may receive nothing from a healthy process: the network to its machine may stall."""
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        log_path: Path,
-        *,
-        environment: Mapping[str, str] | None = None,
-        children: Children | None = None,
-    ) -> None:
-        """`environment` None is the environment of this process. The worker is added to `children`."""
-        self.machine = "this machine"
-        """The machine on which the process runs, for messages."""
-        self.device = ""
-        """The kind of its device, cpu or cuda."""
+    def __init__(self, *, location: Place, log_path: Path, cache_dir: Path) -> None:
+        """`location` starts the process, whose compiled code is kept in `cache_dir`."""
+        self.location = location
+        self.worker: WorkerConfig | None = None
+        """The configuration of the process that the next task starts."""
         self.budgets: Budgets | None = None
         """Stores the token budgets that the process learns."""
-        self._command = list(command)
-        self._children = children
+        self._cache_dir = cache_dir
         self._log = LogFile(log_path)
-        self._environment = environment
         self._process: Process | None = None
         self._is_ready = False
         self._is_training = self._has_trained = False
@@ -187,22 +156,38 @@ class TrainerProcess:
 
     def use(self, config: WorkerConfig) -> None:
         """Sets the configuration of the process that the next task starts."""
-        self._command = worker_command(config)
-        self.device = config.device.partition(":")[0]
+        self.worker = config
 
     @property
     def name(self) -> str:
         return self._log.path.stem
 
     @property
+    def machine(self) -> str:
+        """The machine on which the process runs, for messages."""
+        return self.location.machine
+
+    @property
+    def device(self) -> Device:
+        """The kind of the process's device."""
+        return self.location.device
+
+    @property
+    def silence_seconds(self) -> float:
+        """For how long the server may receive nothing from a healthy process."""
+        return self.location.silence_seconds
+
+    @property
     def pid(self) -> int | None:
-        """The id of the process and of its process group on this machine; None while no process runs."""
+        """The id of the process and of its process group on this machine; None while no process runs here."""
         return self._process.pid if self._process is not None else None
 
     def usage(self) -> Usage | None:
         """The newest reading of the CPU time of the process, with all its threads; None without a reading."""
-        used = cpu_seconds(self.pid) if self.pid is not None else 0.0
-        return Usage(used, time.monotonic()) if used else None
+        if self._process is None:
+            return None
+        reading = self._process.counters()
+        return Usage(reading.cpu_seconds, reading.at) if reading.cpu_seconds else None
 
     @property
     def is_running(self) -> bool:
@@ -218,9 +203,43 @@ class TrainerProcess:
         If this call is cancelled, the process is killed; `cancel` ends a train task and keeps the process.
 
         Raises:
-            TrainerError: the task failed.
+            TrainerError: the task failed, or the process's machine could not do what was asked.
             TrainerDied: the process ended or hung.
+            RankLost: the process's machine is lost.
         """
+        try:
+            async with self._delivered(task) as task_there:
+                return await self._run(task_there, on_progress, batch)
+        except PlaceLost as error:
+            raise RankLost(str(error)) from error
+        except PlaceFailed as error:
+            raise TrainerError("host_failed", str(error), retryable=True) from error
+        except TrainerDied as error:
+            if not self.location.lost:
+                raise
+            raise RankLost(f"{self.machine} was lost: {self.location.lost}") from error
+
+    @contextlib.asynccontextmanager
+    async def _delivered(self, task: Task) -> AsyncIterator[Task]:
+        """The task with the paths of its folders on the process's machine. After the block the server's folder has the result."""
+        if not isinstance(task, TrainTask | LayersTask):
+            yield task
+            return
+        out_dir = Path(task.out_dir)
+        async with contextlib.AsyncExitStack() as stack:
+            paths = {"out_dir": await self.location.deliver(out_dir, ())}
+            stack.push_async_callback(self.location.forget, out_dir)
+            if isinstance(task, TrainTask):
+                in_dir = Path(task.in_dir)
+                paths["in_dir"] = await self.location.deliver(in_dir, CONTENT_FILES)
+                stack.push_async_callback(self.location.forget, in_dir)
+            yield task.model_copy(update=paths)
+            if self.worker is not None and self.worker.rank == 0:  # only rank 0 writes the result
+                await self.location.collect(out_dir)
+
+    async def _run(
+        self, task: Task, on_progress: Callable[[Progress], Awaitable[None]] | None, batch: bytes | None
+    ) -> Done:
         async with self._lock:
             await self._ensure_started()
             process = self._process
@@ -230,7 +249,7 @@ class TrainerProcess:
                 self._is_training = task.kind == "train"
                 on_failure.callback(setattr, self, "_is_training", False)
                 # A process that does not read leaves a large batch in the pipe.
-                await self._in_time(_send(process, _task_line(task, batch)))
+                await self._in_time(process.send(_task_line(task, batch)))
                 while True:
                     answer = await self._receive_in_time(process)
                     if isinstance(answer, Done | Failed):
@@ -251,8 +270,7 @@ class TrainerProcess:
         "cancelled". Does nothing while no train task runs, or before the process has begun the task: call this again at the
         task's next progress."""
         if self._process is not None and self._is_training:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGUSR1)
+            self._process.cancel()
 
     async def _receive_in_time(self, process: Process) -> Ready | Progress | Learned | Done | Failed:
         """The next answer of the process.
@@ -285,16 +303,16 @@ class TrainerProcess:
     async def stop(self) -> None:
         """Kills the process and its children; a running task ends with TrainerDied."""
         process, self._process, self._is_ready = self._process, None, False
-        if process is None:
-            return
-        await self._kill(process)
+        if process is not None:
+            await process.end()
 
     async def _ensure_started(self) -> None:
         if self._process is not None and self._process.returncode is not None:
             await self.stop()
         if self._is_ready:
             return
-        process = await self._launch()
+        assert self.worker is not None, "`use` comes first"
+        process = await self.location.start(RankProgram(self.worker, self._cache_dir), self._log)
         self._process, self._has_trained, self._longest_pause = process, False, 0.0
         async with contextlib.AsyncExitStack() as on_failure:
             on_failure.push_async_callback(self.stop)
@@ -302,27 +320,10 @@ class TrainerProcess:
             assert isinstance(answer, Ready), f"the trainer's first answer is {answer!r}"
             on_failure.pop_all()
         self._is_ready = True
-        logger.info("trainer %d ready", process.pid)
-
-    async def _launch(self) -> Process:
-        process = await start_child(self._command, self._log, self._environment, MAX_ANSWER_BYTES)
-        if self._children is not None:
-            self._children.add(process.pid)
-        return process
-
-    async def _kill(self, process: Process) -> None:
-        """Ends a process with its children."""
-        # After the end of the process another program may have its id. Then `_children` kills what is left of its session.
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-        if self._children is not None:
-            self._children.remove(process.pid)
+        logger.info("%s is ready on %s", self.name, self.machine)
 
     async def _receive(self, process: Process) -> Ready | Progress | Learned | Done | Failed:
-        assert process.stdout is not None
-        line = await process.stdout.readline()
+        line = await process.read_line()
         if not line.endswith(b"\n"):
             status = await process.wait()
             raise TrainerDied(
@@ -338,11 +339,3 @@ def _task_line(task: Task, batch: bytes | None) -> bytes:
     if batch is None:
         return task.model_dump_json().encode() + b"\n"
     return task.model_dump_json(exclude={"batch"}).encode()[:-1] + b',"batch":' + batch + b"}\n"
-
-
-async def _send(process: Process, line: bytes) -> None:
-    assert process.stdin is not None
-    process.stdin.write(line)
-    # If the process has died, reading its answer raises an error with the reason.
-    with contextlib.suppress(ConnectionError):
-        await process.stdin.drain()

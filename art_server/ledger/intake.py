@@ -45,7 +45,9 @@ class RecordReceiver:
         self._server: asyncio.Server | None = None
 
     async def listen(self, socket_path: Path) -> None:
-        self._server = await asyncio.start_unix_server(self._serve, path=socket_path, limit=READ_BYTES)
+        """Listens until `close`. Every process of an engine connects to the same socket."""
+        if self._server is None:
+            self._server = await asyncio.start_unix_server(self._serve, path=socket_path, limit=READ_BYTES)
 
     async def close(self) -> None:
         if self._server is not None:

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from art_protocol.log_file import LogFile
 from art_server.errors import StorageFull
@@ -123,18 +123,6 @@ def be_child() -> None:
         parent = os.environ.pop(PARENT_VARIABLE, None)
         if parent is not None and os.getppid() != int(parent):
             os.kill(os.getpid(), signal.SIGKILL)  # the server ended while this process started
-
-
-class Child(Protocol):
-    """What the server uses of a child process; it may run on another machine."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    async def wait(self) -> int: ...
 
 
 async def start_child(

@@ -23,12 +23,12 @@ import httpx
 SIMULATED = Path(__file__).with_name("simulated_engine.py")
 START = f"""
 import sys
-from art_server.engine import engine
-real = engine.engine_command
+from art_server.engine import command
+real = command.engine_command
 def simulated(*arguments):
-    command = real(*arguments)
-    return [command[0], {str(SIMULATED)!r}, *command[3:]]
-engine.engine_command = simulated
+    python, _, _, *rest = real(*arguments)
+    return [python, {str(SIMULATED)!r}, *rest]
+command.engine_command = simulated
 from art_server.cli import main
 main()
 """

@@ -116,20 +116,20 @@ def fill(path: Path, case: list[int]) -> None:
 def serve(is_trained: bool = False) -> None:
     """art-server with a simulated engine and, unless `is_trained`, a trainer that computes nothing."""
     from art_server import cli, registration
-    from art_server.engine import engine
+    from art_server.engine import command
     from art_server.jobs import trainer_process
     from art_server.jobs.token_sources import Limits
 
-    of_engine, of_worker = engine.engine_command, trainer_process.worker_command
+    of_engine, of_worker = command.engine_command, trainer_process.worker_command
 
     def simulated(*arguments: Any) -> list[str]:
-        command = of_engine(*arguments)
-        return [command[0], str(SIMULATED), *command[3:]]
+        python, _, _, *rest = of_engine(*arguments)
+        return [python, str(SIMULATED), *rest]
 
     def idle(config: Any) -> list[str]:
         return [sys.executable, __file__, "--worker", *of_worker(config)[3:]]
 
-    engine.engine_command = simulated
+    command.engine_command = simulated
     if not is_trained:
         trainer_process.worker_command = idle
     registration.Registration.limits = lambda self, model: Limits(1 << 17, MAX_SEQ_LENGTH)

@@ -1,1 +1,1 @@
-"""Other machines: they offer their devices to a server (`art-server host --join URL`), which starts engines and ranks there."""
+"""Ray: the process beside the server that has Ray place hosts (`--cluster`)."""

@@ -2,7 +2,7 @@
 
     python -m art_cluster.ray_process
 
-The server starts this process (`placing.py`) and writes a `Placing` to its stdin. If Ray cannot place the hosts, the process
+The server starts this process (`art_server/machines/placing.py`) and writes a `Placing` to its stdin. If Ray cannot place the hosts, the process
 writes the reason to stdout. The process is the driver of a job of Ray: the hosts end when the driver or Ray's head ends. The
 server itself never imports Ray.
 """
@@ -22,7 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from art_cluster.placing import CANNOT, Placing
+from art_server.machines.placing import CANNOT, Placing
 from art_server.process.children import PARENT_VARIABLE, be_child, claim_stdout
 
 logger = logging.getLogger("art_cluster.ray_process")

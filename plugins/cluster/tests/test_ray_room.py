@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("ray", reason="needs the extra `cluster`")
 
-from art_cluster.placing import Placing
 from art_cluster.ray_process import bundles, has_room, text_of
+from art_server.machines.placing import Placing
 
 CPUS, GPUS = {"CPU": 4.0}, {"CPU": 16.0, "GPU": 8.0}
 

@@ -19,6 +19,7 @@ from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer import Trainer
 from art_server.process.background import Background
 from art_server.process.children import Children
+from art_server.process.place import Here
 from art_server.process.shared.trainer_messages import (
     Batch,
     TokenSequence,
@@ -89,7 +90,8 @@ async def main(folder: Path, num_jobs: int) -> None:
     queue, registry = JobQueue(config.server_dir / "jobs.sqlite"), Registry(folder)
     children = Children(config.server_dir, config.log_dir)
     children.reap()
-    trainer = Trainer(config=config, device="cpu", kept_to=[{}], children=children)
+    here = Here(device="cpu", children=children)
+    trainer = Trainer(config=config, device="cpu", locations=[here], aside=here)
     trainer.set_base(TINY_DIR)
     add_model(registry, folder / "engine.log")
     for index in range(num_jobs):

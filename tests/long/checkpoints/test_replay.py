@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import random
 import shutil
 from pathlib import Path
@@ -21,6 +20,7 @@ from art_server.jobs.queue import JobQueue
 from art_server.jobs.replay_record import FOLDER, ReplayRecord
 from art_server.jobs.runner import JobRunner
 from art_server.process.background import Background
+from art_server.process.place import Here
 from art_server.process.shared.main_memory import main_memory
 from art_server.process.shared.trainer_messages import (
     Batch,
@@ -68,7 +68,7 @@ async def train_two_steps(path: Path) -> ModelFolder:
         threads=2,
         checkpointing_factor=1.5,
     )
-    trainer = Gang(path, [os.environ], budgets=budgets)
+    trainer = Gang(log_dir=path, locations=[Here(device="cpu")], cache_dir=path, budgets=budgets)
     trainer.use(config)
     folder = registry.folder("p", "a")
     first = folder.new_checkpoint_dir()

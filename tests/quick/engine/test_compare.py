@@ -1,5 +1,6 @@
 """The engine scores a loaded step's probe before the step serves. The engine class is real, vLLM's answers are not."""
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -11,6 +12,8 @@ from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.engine import AdapterRefused, Engine, PolicyDiffers
 from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.process.background import Background
+from art_server.process.place import Here
+from art_server.process.progress import StartProgress
 from art_server.process.shared.trainer_messages import Probe
 from art_server.settings import ServerConfig
 from art_server.store.base_models import BaseModel
@@ -33,14 +36,15 @@ class ScoringEngine(Engine):
 
     def __init__(self, folder: Path, limit: float | None = None):
         super().__init__(
+            location=Here(device="cpu"),
             config=ServerConfig(path=folder),
-            device="cpu",
-            kept_to={},
             owner=DeviceOwner(),
-            children=None,  # type: ignore[arg-type]
             receiver=None,  # type: ignore[arg-type]
             is_busy=lambda: False,
             background=Background(),
+            name="engine",
+            progress=StartProgress(),
+            changed=asyncio.Condition(),
             mismatch_limits_of=lambda _: mismatch_limits(("bfloat16", "float32"), limit=limit),
         )
         self.base = BaseModel("base", folder)
@@ -79,19 +83,18 @@ def step(tmp_path: Path) -> Path:
 
 async def test_a_step_serves_once_engine_and_trainer_agree(tmp_path: Path, step: Path) -> None:
     engine = ScoringEngine(tmp_path)
-    await engine.load_adapter("p/a@1", step, 1.0)
+    await engine.try_load("p/a@1", step)
     assert engine.alphas == {"p/a@1": 16}, "the scaled adapter is unloaded"
     assert engine.posts.count("/v1/completions") == 2
-    await engine.load_adapter("p/a@1", step, 1.0)
-    assert engine.posts.count("/v1/completions") == 2, "compared once"
+    assert engine.holds("p/a@1")
     assert os.listdir(tmp_path) == ["0001"], "nothing is left on disk"
 
 
 async def test_an_adapter_that_a_paused_engine_loaded_is_compared_before_it_serves(tmp_path: Path, step: Path) -> None:
     engine = ScoringEngine(tmp_path)
-    await engine.load_adapter("p/a@1", step, 1.0, holds_device=True)
-    assert engine.posts == ["/v1/load_lora_adapter"]
-    await engine.load_adapter("p/a@1", step, 1.0)
+    await engine.load_paused("p/a@1", step)
+    assert engine.posts == ["/v1/load_lora_adapter"] and not engine.holds("p/a@1")
+    await engine.try_load("p/a@1", step)
     assert engine.posts.count("/v1/completions") == 2
 
 
@@ -100,11 +103,11 @@ async def test_another_alpha_does_not_serve_until_it_is_right(tmp_path: Path, st
     engine.alpha_factor = 2.0
     for _ in range(2):  # each request for the step gets the error
         with refused(PolicyDiffers, "policy_differs") as raised:
-            await engine.load_adapter("p/a@1", step, 1.0)
+            await engine.try_load("p/a@1", step)
         assert "2.00" in raised.value.message and not raised.value.retryable
         assert engine.loaded_adapters() == []
     engine.alpha_factor = 1.0
-    await engine.load_adapter("p/a@1", step, 1.0)
+    await engine.try_load("p/a@1", step)
     assert engine.loaded_adapters() == ["p/a@1"] and engine.alphas == {"p/a@1": 16}
 
 
@@ -112,17 +115,17 @@ async def test_an_engine_that_cannot_score_refuses_the_adapter(tmp_path: Path, s
     engine = ScoringEngine(tmp_path)
     engine.status = 400
     with refused(AdapterRefused, "adapter_refused"):
-        await engine.load_adapter("p/a@1", step, 1.0)
+        await engine.try_load("p/a@1", step)
 
 
 async def test_a_step_without_a_probe_or_with_the_check_off_is_not_compared(tmp_path: Path, step: Path) -> None:
     engine = ScoringEngine(tmp_path, limit=0.0)
     engine.alpha_factor = 2.0
-    await engine.load_adapter("p/a@1", step, 1.0)
+    await engine.try_load("p/a@1", step)
     skipped = PROBE.model_copy(update={"num_skipped": 1}).model_dump()
     for described in ({"step": 1}, {"step": 1, "probe": skipped}):
         (step / "checkpoint.json").write_text(json.dumps(described))
         engine = ScoringEngine(tmp_path)
         engine.alpha_factor = 2.0
-        await engine.load_adapter("p/a@1", step, 1.0)
+        await engine.try_load("p/a@1", step)
         assert "/v1/completions" not in engine.posts

@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 
 from art_server.engine.engine import Engine
+from art_server.engine.fleet import Fleet
 from tests.contracts import check_engine, check_vllm
 from tests.fake_vllm import FakeVllm
 from tests.fakes import FakeEngine
@@ -35,8 +36,9 @@ async def test_the_fake_engine_keeps_the_contract(adapter: Path) -> None:
     await check_engine(fake, adapter, "p/b@0", 1.0)
 
 
-def test_the_fake_engine_takes_what_the_engine_takes() -> None:
-    for name in vars(FakeEngine).keys() & vars(Engine).keys():
-        ours, theirs = (inspect.getattr_static(kind, name) for kind in (FakeEngine, Engine))
+@pytest.mark.parametrize("real", [Engine, Fleet])
+def test_the_fake_engine_takes_what_the_engine_takes(real: type) -> None:
+    for name in vars(FakeEngine).keys() & vars(real).keys():
+        ours, theirs = (inspect.getattr_static(kind, name) for kind in (FakeEngine, real))
         if inspect.isfunction(ours) and not name.startswith("_"):
             assert inspect.signature(ours).parameters == inspect.signature(theirs).parameters, name

@@ -10,6 +10,7 @@ from art_server.jobs import gang as gang_module
 from art_server.jobs.gang import IDLE_SECONDS, Gang, Idleness
 from art_server.jobs.trainer_process import RankLost, TrainerDied, TrainerError, TrainerProcess, Usage
 from art_server.process.shared.trainer_messages import Done, LoadTask, Progress, Task
+from tests.places import Elsewhere
 
 pytestmark = pytest.mark.anyio
 
@@ -21,9 +22,8 @@ class Rank(TrainerProcess):
     """A rank that ends as it is told, once it is told."""
 
     def __init__(self, machine: str, end: TrainerError | None, readings: Sequence[Usage] = ()) -> None:
-        super().__init__((), Path("rank.log"))
-        self.machine = machine
-        self.silence_seconds = 0.0 if machine == "this machine" else 0.1
+        location = Elsewhere(machine, silence_seconds=0.0 if machine == "this machine" else 0.1)
+        super().__init__(location=location, log_path=Path("rank.log"), cache_dir=Path("unsloth"))
         self.may_end = asyncio.Event()
         self.num_readings = 0
         self._end = end
@@ -54,8 +54,8 @@ class Rank(TrainerProcess):
 
 
 def gang_of(folder: Path, *ranks: Rank) -> Gang:
-    gang = Gang(folder, [{} for _ in ranks], meeting=folder / "meeting")
-    gang.ranks = list[TrainerProcess](ranks)
+    gang = Gang(log_dir=folder, locations=[], cache_dir=folder, meeting=folder / "meeting")
+    gang.add(ranks)
     return gang
 
 
@@ -168,7 +168,7 @@ async def test_the_news_of_a_loss_is_waited_for_as_long_as_a_network_may_be_sile
 ) -> None:
     monkeypatch.setattr(gang_module, "LAST_SECONDS", 0.0)
     ranks = [Rank("host a", BROKEN), Rank("host b", RankLost("host b was lost"))]
-    ranks[1].silence_seconds = 600.0
+    ranks[1].location = Elsewhere("host b", silence_seconds=600.0)
     running = asyncio.create_task(gang_of(tmp_path, *ranks).run(TASK))
     ranks[0].may_end.set()
     done, _ = await asyncio.wait({running}, timeout=0.05)

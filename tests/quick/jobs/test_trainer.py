@@ -10,20 +10,23 @@ import pytest
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.engine.device.plan import MemoryPlan, make_memory_plan
 from art_server.jobs.trainer import MIN_TOKENS, Trainer
-from art_server.process.children import Children
+from art_server.process.place import Here
 from art_server.process.shared.trainer_messages import CheckTask, InitTask, LoadTask, Progress, TrainTask, WorkerConfig
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR
+from tests.places import HereInstead
 from tests.quick.engine.device.cards import FIGURES, card, demand
 
 
 def worker_config(plan: MemoryPlan | None, folder: Path, **settings: int) -> WorkerConfig:
-    """The settings on the command line of the process."""
+    """The settings of the process."""
     device = "cpu" if plan is None else "cuda"
     config = ServerConfig(path=folder, **settings)  # type: ignore[arg-type]
-    trainer = Trainer(config=config, device=device, kept_to=[{}], children=Children(folder, folder))
+    trainer = Trainer(config=config, device=device, locations=[Here(device=device)], aside=Here(device=device))
     trainer.set_base(TINY_DIR, plan)
-    return WorkerConfig.model_validate_json(trainer.ranks[0]._command[-1])
+    (rank,) = trainer.ranks
+    assert rank.worker is not None
+    return rank.worker
 
 
 def planned(model: str, on: str) -> MemoryPlan:
@@ -76,13 +79,14 @@ for line in sys.stdin:
 @pytest.mark.anyio
 async def test_a_task_without_a_device_never_waits_for_a_step(tmp_path: Path) -> None:
     trainer = Trainer(
-        config=ServerConfig(path=tmp_path), device="cpu", kept_to=[{}], children=Children(tmp_path, tmp_path)
+        config=ServerConfig(path=tmp_path),
+        device="cpu",
+        locations=[HereInstead(lambda _: [sys.executable, "-c", WORKER, "main"])],
+        aside=HereInstead(lambda _: [sys.executable, "-c", WORKER, "aside"]),
     )
     trainer.set_base(TINY_DIR)
-    settings = WorkerConfig.model_validate_json(trainer._aside._command[-1])
-    assert (settings.base_model, settings.device) == (str(TINY_DIR), "cpu")
-    trainer.ranks[0]._command = [sys.executable, "-c", WORKER, "main"]
-    trainer._aside._command = [sys.executable, "-c", WORKER, "aside"]
+    settings = trainer._aside.worker
+    assert settings is not None and (settings.base_model, settings.device) == (str(TINY_DIR), "cpu")
     init = InitTask(lora=LoRAConfig(), out_dir=str(tmp_path))
     check = CheckTask(lora=LoRAConfig(), folder=str(tmp_path))
     begun = asyncio.Event()

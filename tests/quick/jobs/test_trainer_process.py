@@ -19,7 +19,9 @@ from art_server.jobs.trainer_process import (
     worker_command,
     worker_environment,
 )
+from art_server.process.place import cpu_seconds
 from art_server.process.shared.trainer_messages import Batch, InitTask, Progress, TrainTask, WorkerConfig
+from tests.places import HereInstead
 from tests.processes import wait_until_gone
 from tests.waiting import wait_until
 
@@ -66,7 +68,10 @@ for line in sys.stdin:
 
 
 def make_trainer(tmp_path: Path, mode: str = "good") -> TrainerProcess:
-    return TrainerProcess([sys.executable, "-c", FAKE, mode], tmp_path / "logs" / "trainer.log")
+    location = HereInstead(lambda _: [sys.executable, "-c", FAKE, mode])
+    trainer = TrainerProcess(location=location, log_path=tmp_path / "logs" / "trainer.log", cache_dir=tmp_path)
+    trainer.use(WorkerConfig(base_model="base"))
+    return trainer
 
 
 def order(out_dir: str) -> InitTask:
@@ -306,7 +311,7 @@ def test_what_a_process_computes_is_also_what_its_children_compute() -> None:
     between = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}]); input()"
     waits = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {between!r}])"
     with subprocess.Popen([sys.executable, "-c", waits], stdin=subprocess.PIPE) as process:
-        wait_until(lambda: process_module.cpu_seconds(process.pid) >= 0.4)
+        wait_until(lambda: cpu_seconds(process.pid) >= 0.4)
         assert process.stdin is not None
         process.stdin.close()
-    assert process_module.cpu_seconds(process.pid) == 0.0
+    assert cpu_seconds(process.pid) == 0.0

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from art_cluster.host import parse as parse_host
 from art_server.flags import make_parser
+from art_server.machines.host import parse as parse_host
 from tests.dockerfiles import DOCKER, KEY_FILE, ROOT, argument, entrypoint, free_port, instructions
 
 DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")

@@ -1,6 +1,9 @@
 """The parts of a server as the composition root connects them: what each promises, without processes."""
 
 import asyncio
+import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -8,8 +11,8 @@ from typing import Any
 import pytest
 
 from art_server.engine.device.detection import Gpu, Machine
-from art_server.engine.engine import Engine
 from art_server.errors import Conflict, InvalidInput
+from art_server.process.place import Here
 from art_server.server import Server, build
 from art_server.settings import ApiKey, ServerConfig
 from tests.fakes import FakeEngine, FakeTrainer
@@ -76,11 +79,36 @@ async def test_a_download_of_the_base_model_counts_as_the_engine_s_start(tmp_pat
     server.close()
 
 
-def test_one_engine_is_no_fleet(tmp_path: Path) -> None:
+def test_one_engine_is_a_fleet_of_one_and_needs_no_name_of_its_own(tmp_path: Path) -> None:
     server = build(ServerConfig(path=tmp_path))
-    assert type(server.engine) is Engine and server.engine.replicas == (server.engine,)
+    assert [replica.name for replica in server.engine.replicas] == ["engine"]
     assert server.engine.log_path == tmp_path / "logs" / "engine.log" and server.status.health().replicas == []
     server.close()
+
+
+LOADED = """
+import json, sys
+from pathlib import Path
+from art_server.app import make_app
+from art_server.server import build
+from art_server.settings import ApiKey, ServerConfig
+keys = [ApiKey(key="k", scopes=frozenset({scope})) for scope in sys.argv[2:]]
+server = build(ServerConfig(path=Path(sys.argv[1]), api_keys=tuple(keys)))
+make_app(server, None)
+server.close()
+print(json.dumps([name for name in sys.modules if name.startswith(("art_server.machines", "art_cluster", "ray"))]))
+"""
+
+
+def test_a_server_loads_the_code_of_hosts_only_if_hosts_may_join(tmp_path: Path) -> None:
+    def loaded(*arguments: str) -> list[str]:
+        command = [sys.executable, "-c", LOADED, str(tmp_path), *arguments]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True)
+        return json.loads(ran.stdout)
+
+    assert loaded() == []
+    with_hosts = loaded("host")
+    assert "art_server.machines.hosts" in with_hosts and not {"art_cluster", "ray"} & {*with_hosts}
 
 
 def test_several_engines_divide_the_gpus_and_have_their_own_logs(
@@ -89,7 +117,8 @@ def test_several_engines_divide_the_gpus_and_have_their_own_logs(
     gpus = tuple(Gpu(index, f"GPU-{index}", "NVIDIA L4", 24 << 30, (8, 9)) for index in range(5))
     monkeypatch.setattr("art_server.server.detect", lambda: Machine("cuda", gpus, 64 << 30))
     server = build(ServerConfig(path=tmp_path, engines=2, serve_devices=(1, 2, 3, 4), train_devices=(0,)))
-    visible = [replica._kept_to["CUDA_VISIBLE_DEVICES"] for replica in server.engine.replicas]
+    locations = [replica.location for replica in server.engine.replicas]
+    visible = [location.variables["CUDA_VISIBLE_DEVICES"] for location in locations if isinstance(location, Here)]
     assert visible == ["GPU-1,GPU-2", "GPU-3,GPU-4"]
     assert [replica.log_path.name for replica in server.engine.replicas] == ["engine-0.log", "engine-1.log"]
     assert [replica.name for replica in server.status.health().replicas] == ["engine-0", "engine-1"]

@@ -15,10 +15,12 @@ from art_protocol.wire import TrainConfig
 from art_server.jobs import gang as server_side
 from art_server.jobs.budgets import Budgets
 from art_server.jobs.trainer_process import TrainerError, TrainerProcess
+from art_server.process.place import Here
 from art_server.process.shared.trainer_messages import Batch, LoadTask, WorkerConfig
 from art_server.trainer.gang import Gang
 from art_server.trainer.policy import Policy
 from tests.architectures import CONFIGS
+from tests.places import Elsewhere
 from tests.ranks import BUDGET, RATE, World, difference, running
 from tests.unlike_ranks import check_made_alike, check_refused
 
@@ -222,24 +224,10 @@ def test_ranks_that_cannot_be_made_alike_train_nothing(world: World, tmp_path: P
 
 
 def test_a_gang_of_a_cpu_and_a_gpu_is_refused_before_it_starts(tmp_path: Path) -> None:
-    gang = server_side.Gang(tmp_path, [os.environ])
+    gang = server_side.Gang(log_dir=tmp_path, locations=[Here(device="cpu")], cache_dir=tmp_path)
     gang.use(WorkerConfig(base_model="base", device="cpu"))
-
-    class RankOnGpu(TrainerProcess):
-        def use(self, config: WorkerConfig) -> None:
-            """Its device is its host's, whatever the server's own ranks have."""
-
-    rank = RankOnGpu((), tmp_path / "log")
-    rank.machine, rank.device = "host b", "cuda"
-
-    class Lender:
-        def ranks(self) -> list[TrainerProcess]:
-            return [rank]
-
-        async def meeting(self, first: TrainerProcess) -> str:
-            raise AssertionError("they do not meet")
-
-    gang.lender = Lender()
+    location = Elsewhere("host b", "cuda")
+    gang.add([TrainerProcess(location=location, log_path=tmp_path / "log", cache_dir=tmp_path)])
     with pytest.raises(TrainerError) as caught:
         asyncio.run(gang.run(LoadTask()))
     error = caught.value

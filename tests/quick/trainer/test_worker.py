@@ -436,12 +436,14 @@ def test_a_full_disk_is_no_fault_of_the_task(
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from art_server.jobs.trainer_process import TrainerProcess, worker_command
+from art_server.jobs.trainer_process import TrainerProcess
+from art_server.process.place import Here
 from art_server.process.shared.trainer_messages import InitTask, TrainTask, WorkerConfig
 
 async def main(base, folder):
     config = WorkerConfig(base_model=base, threads=1, max_tokens_per_micro_batch=32)
-    trainer = TrainerProcess(worker_command(config), folder / "log")
+    trainer = TrainerProcess(location=Here(device="cpu"), log_path=folder / "log", cache_dir=folder)
+    trainer.use(config)
     await trainer.run(InitTask.model_validate_json((folder / "init.json").read_text()))
     task = TrainTask.model_validate_json((folder / "train.json").read_text())
     async def on_progress(progress):

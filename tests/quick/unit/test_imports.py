@@ -36,6 +36,7 @@ FLOORS = [
     {"inference_proxy", "uploads", "registration", "status"},
     {"checkpoints"},
     {"base_loader"},
+    {"machines"},
     {"jobs"},
     {"ledger"},
     {"engine"},

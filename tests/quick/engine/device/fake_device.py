@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +18,13 @@ from typing import Any
 
 from aiohttp import web
 
-from art_server.engine.command import SOCKET_NAME
+from art_protocol.log_file import LogFile
 from art_server.engine.device.figures import read_figures
 from art_server.engine.device.plan import GIB, Card, Demand, MemoryPlan
-from art_server.engine.engine import Engine
 from art_server.jobs.trainer_process import TrainerDied
+from art_server.process.place import Counters, Endpoint, Here, Program
 from art_server.process.shared.trainer_messages import Done, InitTask, LoadTask, Progress, TrainTask
-from art_server.store.base_models import BaseModel
+from art_server.process.shared.work_counters import read_work
 from tests.fake_vllm import FakeVllm
 
 
@@ -118,6 +119,17 @@ class FakeProcess(FakeVllm):
         await self._site.setup()
         assert self._site.server is not None
         self._listening = await self._loop.create_unix_server(self._site.server, self._socket)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint("http://engine", self._socket)
+
+    def counters(self) -> Counters:
+        return Counters(read_work(self.work_file), 0.0, time.monotonic())
+
+    async def end(self) -> None:
+        self.kill()
+        await self.wait()
 
     def kill(self, status: int = -9) -> None:
         """Ends the process; may be called from any thread."""
@@ -239,32 +251,18 @@ class FakeProcess(FakeVllm):
         self.device.give(self.name, *parts)
 
 
-class FakeChildren:
-    """Has the interface of `Children`, with fake processes."""
+class OnFakeDevice(Here):
+    """This machine with a fake device, for an engine: starts fake processes."""
 
-    def __init__(self) -> None:
-        self.running: dict[int, FakeProcess] = {}
+    def __init__(self, world: "World"):
+        super().__init__(device="cuda")
+        self._world = world
 
-    def add(self, pid: int) -> None:
-        pass
-
-    def remove(self, pid: int) -> None:
-        self.running[pid].kill()
-
-    end = remove
-
-
-class EngineOnDevice(Engine):
-    """The real engine, with fake processes."""
-
-    world: "World"
-
-    async def _launch(self, base: BaseModel, run_dir: Path) -> Any:
-        del base
-        process = FakeProcess(self.world, run_dir / SOCKET_NAME, self._work_file)
-        self.world.children.running[process.pid] = process
-        self.world.process = process
-        return process
+    async def start(self, program: Program, log: LogFile) -> Any:
+        command = await program.prepare()
+        assert command.endpoint is not None and command.endpoint.socket is not None and command.work_file is not None
+        self._world.process = FakeProcess(self._world, command.endpoint.socket, command.work_file)
+        return self._world.process
 
 
 class TrainerOnDevice:
@@ -343,7 +341,6 @@ class World:
         self.device = FakeDevice(self.card)
         own = self.plan.training_card
         self.trainer_device = self.device if own is None else FakeDevice(own)
-        self.children = FakeChildren()
         self.process: FakeProcess | None = None
         self.seen: list[str] = []
         self.num_trainer_deaths = self.num_sampled = 0

@@ -38,7 +38,7 @@ from art_server.store.registry import Registry
 from tests.fakes import keep_all
 from tests.new_models import add_model
 from tests.quick.engine.device.cards import SIZES
-from tests.quick.engine.device.fake_device import EngineOnDevice, FakeProcess, TrainerOnDevice, World, write_adapter
+from tests.quick.engine.device.fake_device import FakeProcess, OnFakeDevice, TrainerOnDevice, World, write_adapter
 from tests.refusals import refused
 from tests.waiting import PATIENCE_SECONDS, until
 
@@ -79,7 +79,7 @@ class House:
             self._replica(number, world, owner, shared)
             for number, (world, owner) in enumerate(zip(worlds, owners, strict=True))
         ]
-        self.fleet = Fleet(self.replicas, config=ServerConfig(path=folder), **shared)
+        self.fleet = Fleet(replicas=self.replicas, config=ServerConfig(path=folder), **shared)
         self.registry = Registry(folder)
         for name in MODELS:
             add_model(self.registry, name, write=write_adapter)
@@ -96,20 +96,16 @@ class House:
         )
 
     def _replica(self, number: int, world: World, owner: DeviceOwner, shared: dict[str, Any]) -> Engine:
-        replica = EngineOnDevice(
+        return Engine(
+            location=OnFakeDevice(world),
             config=ServerConfig(path=self.folder),
-            device="cuda",
-            kept_to={},
             owner=owner,
-            children=world.children,  # type: ignore[arg-type]
             receiver=RecordReceiver(lambda *_: None, lambda _: None, lambda *_: None),
             is_busy=lambda: self.gate.num_inside > 0,
             background=self.background,
             name=f"engine-{number}",
             **shared,
         )
-        replica.world = world
-        return replica
 
     def start(self) -> None:
         self.fleet.start(BaseModel("base", TINY_DIR), {}, self.worlds[0].plan)
@@ -207,7 +203,7 @@ def held(world: World, phase: str) -> Iterator[asyncio.Event]:
 def test_a_fleet_without_replicas_has_a_length(tmp_path: Path, flag: int | None, requested: int | None) -> None:
     """Train calls are checked with it before a machine has joined."""
     config = ServerConfig(path=tmp_path, max_seq_length=flag)
-    fleet = Fleet([], progress=StartProgress(), changed=asyncio.Condition(), config=config)
+    fleet = Fleet(replicas=[], progress=StartProgress(), changed=asyncio.Condition(), config=config)
     assert fleet.max_seq_length is None
     base = BaseModel("base", TINY_DIR)
     fleet.start(base, {} if requested is None else {"max_seq_length": str(requested)})
@@ -242,7 +238,7 @@ async def test_what_one_replica_refuses_serves_from_none(
         with monkeypatch.context() as patch, contextlib.ExitStack() as block:
             patch.setattr(house.replicas[1], method, refuse)
             if "starts" in kind:
-                await house.replicas[0].load_adapter(name, folder, SECONDS, holds_device=True)
+                await house.replicas[0].load_paused(name, folder)
                 begun = block.enter_context(held(house.worlds[0], "engine starts"))
                 house.process(0).kill()
                 await begun.wait()

@@ -23,6 +23,7 @@ from art_server.engine.device.figures import read_figures
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.device.plan import GIB, Card, Demand, make_memory_plan
 from art_server.engine.engine import AdapterRefused, Engine, EngineDied
+from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Unavailable
 from art_server.jobs import backoff
@@ -34,6 +35,7 @@ from art_server.ledger.intake import RecordReceiver
 from art_server.ledger.ledger import Ledger
 from art_server.process import background as background_module
 from art_server.process.background import Background
+from art_server.process.progress import StartProgress
 from art_server.process.shared.trainer_messages import Batch, LoadTask
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR, BaseModel
@@ -41,11 +43,12 @@ from art_server.store.registry import Registry
 from tests.contracts import check_engine, check_vllm
 from tests.fakes import keep_all
 from tests.new_models import add_model
+from tests.quick.engine.device import fake_device
 from tests.quick.engine.device.cards import SIZES
 from tests.quick.engine.device.fake_device import (
-    EngineOnDevice,
     FakeProcess,
     Full,
+    OnFakeDevice,
     TrainerOnDevice,
     World,
     write_adapter,
@@ -105,17 +108,18 @@ class House:
         config = ServerConfig(path=folder)
         self.owner, self.gate = DeviceOwner(), PauseGate()
         self.background = Background()
-        self.engine: Engine = EngineOnDevice(
+        shared: dict[str, Any] = {"progress": StartProgress(), "changed": asyncio.Condition()}
+        self.engine = Engine(
+            location=OnFakeDevice(world),
             config=config,
-            device="cuda",
-            kept_to={},
             owner=self.owner,
-            children=world.children,  # type: ignore[arg-type]
             receiver=RecordReceiver(lambda *_: None, lambda _: None, lambda *_: None),
             is_busy=lambda: self.gate.num_inside > 0,
             background=self.background,
+            name="engine",
+            **shared,
         )
-        self.engine.world = world  # type: ignore[attr-defined]
+        self.fleet = Fleet(replicas=[self.engine], config=config, **shared)
         between = "stay" if world.plan.is_base_resident else "leave"
         self.trainer: Any = TrainerOnDevice(world, between)
         self.registry = Registry(folder)
@@ -125,7 +129,7 @@ class House:
         self.runner = JobRunner(
             queue=self.queue,
             registry=self.registry,
-            engine=self.engine,
+            engine=self.fleet,
             gate=self.gate,
             trainer=self.trainer,
             owner=self.owner if world.plan.training_card is None else None,
@@ -133,7 +137,7 @@ class House:
         )
 
     def start(self) -> None:
-        self.engine.start(BaseModel("base", TINY_DIR), {}, self.world.plan)
+        self.fleet.start(BaseModel("base", TINY_DIR), {}, self.world.plan)
         self.background.start("job runner", self.runner.run_forever)
         if self.world.plan.is_base_resident:
             self.world.background(self._warm())
@@ -144,7 +148,7 @@ class House:
 
     async def stop(self) -> None:
         await self.background.stop("job runner")
-        await self.engine.stop()
+        await self.fleet.stop()
         assert self.background.num_faults == {}
         await self.world.settle()
         self.queue.close()
@@ -162,8 +166,8 @@ class House:
                 await self.gate.wait_open(SECONDS)
                 adapter = model.adapter_name(model.step)
                 folder = model.folder.checkpoint_dir(model.step)
-                await self.engine.load_adapter(adapter, folder, SECONDS)
-                await self.engine.wait_ready(SECONDS)
+                await self.fleet.load_adapter(adapter, folder, SECONDS)
+                await self.fleet.wait_ready(SECONDS)
                 await self.gate.wait_open(SECONDS)
                 with self.gate.inside(adapter):
                     async with self.engine.http.post("/v1/completions", json={"model": adapter}) as response:
@@ -192,9 +196,9 @@ class Watch:
         self.num_looks = 0
         self.is_working = False
         """The engine computes something before each look."""
-        self._read = engine_module.read_work
-        patch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: 5.0 * self.num_looks))
-        patch.setattr(engine_module, "read_work", self._look)
+        self._read = fake_device.read_work
+        patch.setattr(fake_device, "time", SimpleNamespace(monotonic=lambda: 5.0 * self.num_looks))
+        patch.setattr(fake_device, "read_work", self._look)
 
     def _look(self, file: Path) -> bytes:
         self.num_looks += 1
@@ -278,6 +282,41 @@ async def test_an_engine_that_works_is_not_hung_and_one_that_does_not_is(
     assert_right(world)
 
 
+async def test_a_single_engine_gets_every_request_without_its_key(tmp_path: Path) -> None:
+    def read() -> bytes:
+        raise AssertionError("the key is a digest of the conversation, which nobody has to read")
+
+    async with running(make_world("none", {}), tmp_path) as house, asyncio.timeout(SECONDS):
+        folder = house.registry.get("p", "a").folder.checkpoint_dir(0)
+        for name, path in (("p/a@0", folder), ("base", None)):
+            with contextlib.ExitStack() as stack:
+                assert await house.fleet.reach(name, path, read, SECONDS, stack) is house.engine
+                assert house.engine.num_requests == 1
+        assert house.engine.num_requests == 0 and house.engine.holds("p/a@0")
+
+
+async def test_a_single_engine_that_does_not_load_an_adapter_in_time_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several it would be ended, so that the step serves from the others."""
+    world = make_world("none", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        await house.fleet.wait_ready(SECONDS)
+        reach = world.reach
+
+        async def hang_once(phase: str) -> str:
+            if phase == "adapter loads":
+                world.reach = reach  # type: ignore[method-assign]
+                await asyncio.Event().wait()
+            return await reach(phase)
+
+        world.reach = hang_once  # type: ignore[method-assign]
+        monkeypatch.setattr(engine_module, "LOAD_SECONDS", 0.3)
+        folder = house.registry.get("p", "a").folder.checkpoint_dir(0)
+        await house.fleet.load_adapter("p/a@0", folder, SECONDS)
+        assert house.engine.holds("p/a@0") and house.engine.num_starts == 1
+
+
 async def test_the_engine_wakes_while_the_step_is_written(tmp_path: Path) -> None:
     world = make_world("sleep", {})
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
@@ -328,16 +367,16 @@ async def test_a_disk_without_room_delays_an_engines_restart_and_no_more(
     world = make_world("none", {})
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
         assert await house.ask("a") == "p/a@0"
-        launch, num_full = house.engine._launch, 5
+        start, num_full = house.engine.location.start, 5
 
         async def full(*arguments: Any) -> Any:
             nonlocal num_full
             if num_full:
                 num_full -= 1
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return await launch(*arguments)
+            return await start(*arguments)
 
-        monkeypatch.setattr(house.engine, "_launch", full)
+        monkeypatch.setattr(house.engine.location, "start", full)
         assert world.process is not None
         world.process.kill()
         await until(lambda: house.background.faults)
@@ -373,7 +412,7 @@ async def test_an_adapter_that_does_not_load_at_a_restart_is_refused_alone(tmp_p
         assert house.engine.loaded_adapters() == ["p/b@0"]
         with refused(AdapterRefused, "adapter_refused"):
             folder = house.registry.get("p", "a").folder.checkpoint_dir(0)
-            await house.engine.load_adapter("p/a@0", folder, SECONDS)
+            await house.fleet.load_adapter("p/a@0", folder, SECONDS)
         assert house.engine.state == "ready"
 
 
@@ -385,7 +424,7 @@ async def test_a_step_that_is_made_again_is_loaded_again(tmp_path: Path) -> None
             registry=house.registry,
             queue=house.queue,
             gate=house.gate,
-            engine=house.engine,
+            engine=house.fleet,
             ledger=Ledger(tmp_path / "ledger.sqlite"),
             incoming=tmp_path / "incoming",
             keep_last=0,
@@ -415,11 +454,11 @@ async def test_a_caller_that_leaves_during_a_load_leaves_no_trace(tmp_path: Path
     world = make_world("none", {"adapter loads": ["slow"]})
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
         folder = house.registry.get("p", "a").folder.checkpoint_dir(0)
-        leaving = asyncio.create_task(house.engine.load_adapter("p/a@0", folder, SECONDS))
+        leaving = asyncio.create_task(house.fleet.load_adapter("p/a@0", folder, SECONDS))
         while "adapter loads" not in world.seen:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         leaving.cancel()
-        await asyncio.sleep(0)
+        await asyncio.wait({leaving})
         assert leaving.cancelled() and house.owner._lock.locked(), "the device is vLLM's until it has loaded"
         assert await house.ask("a") == "p/a@0"
         assert world.seen.count("adapter loads") == 1
@@ -530,7 +569,7 @@ async def test_the_fake_process_keeps_the_contract_of_vllm(tmp_path: Path) -> No
 async def test_the_engine_keeps_the_contract_of_its_fake(tmp_path: Path) -> None:
     async with running(make_world("none", {}), tmp_path) as house, asyncio.timeout(SECONDS):
         adapter = house.registry.get("p", "a").folder.checkpoint_dir(0)
-        await check_engine(house.engine, adapter, "p/b@0", SECONDS)
+        await check_engine(house.fleet, adapter, "p/b@0", SECONDS)
 
 
 # --- what the fake device detects ---

@@ -13,9 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from art_cluster.orders import Message
 from art_protocol.log_file import LogFile
 from art_server.errors import UsageError, missing_extra
+from art_server.machines.orders import Message
 from art_server.process.children import Children, kill_left, start_child
 from art_server.settings import ApiKey, ServerConfig
 from art_server.store import files

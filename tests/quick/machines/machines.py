@@ -13,13 +13,13 @@ import pytest
 import uvicorn
 
 import art
-from art_cluster import obeying
-from art_cluster.host import Host, Refused
-from art_cluster.obeying import Offer
 from art_server.app import make_app
+from art_server.engine import command as command_module
 from art_server.engine import engine as engine_module
 from art_server.engine.device.detection import detect
-from art_server.jobs import trainer_process
+from art_server.machines.host import Host, Refused
+from art_server.machines.obeying import Offer
+from art_server.process import place as place_module
 from art_server.process.children import Children
 from art_server.process.shared.trainer_messages import Done, Progress, Task
 from art_server.server import Server, build
@@ -175,25 +175,22 @@ class House:
         await until(lambda: states() == ["ready"] * num, lambda: f"{states()}, {self.server.engine.detail}")
 
     async def joined(self, num_ranks: int) -> None:
-        lender = self.server.trainer.lender
-        assert lender is not None
-        await until(lambda: len(lender.ranks()) == num_ranks)
+        await until(lambda: len(self.server.trainer.joined) == num_ranks)
 
     @property
     def backend(self) -> art.Backend:
         return art.Backend(self.url, api_key="user")
 
 
-def fake_command(settings: ServerConfig, base: Any, kind: str, run_dir: Path) -> list[str]:
+def fake_command(settings: ServerConfig, base: Any, kind: str, run_dir: Path, plan: None) -> list[str]:
     return [sys.executable, str(FAKE_ENGINE), str(run_dir / "records.sock")]
 
 
 @contextlib.asynccontextmanager
 async def house(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[House]:
     """A server without devices of its own, ready to be joined."""
-    monkeypatch.setattr(obeying, "engine_command", fake_command)
-    for module in (obeying, trainer_process):
-        monkeypatch.setattr(module, "start_child", forked.start_child)
+    monkeypatch.setattr(command_module, "engine_command", fake_command)
+    monkeypatch.setattr(place_module, "start_child", forked.start_child)
     monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.05)
     config = {"engines": 0, "ranks": 0, "api_keys": KEYS, "base_model": "art/tiny", "gap_limit": 0.0, **settings}
     server = build(ServerConfig(path=folder / "server", **config))

@@ -11,19 +11,19 @@ import pytest
 from safetensors.numpy import save_file
 
 import art
-from art_cluster.on_host import wait_for_removal
 from art_server.engine.device.detection import Gpu, Machine
-from art_server.engine.engine import Engine
 from art_server.errors import InvalidInput
 from art_server.jobs.mismatch_limits import mismatch_limits
+from art_server.machines.on_host import wait_for_removal
+from art_server.process.place import Here
 from art_server.process.shared.trainer_messages import MismatchLimits
 from art_server.server import Server, build
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR
-from plugins.cluster.tests.fake_host import FakeHost
-from plugins.cluster.tests.machines import KEYS, listening
 from tests.fakes import FakeTrainer
 from tests.new_models import add_model
+from tests.quick.machines.fake_host import FakeHost
+from tests.quick.machines.machines import KEYS, listening
 from tests.quick.server.served import sample_group
 from tests.refusals import refused
 from tests.toy_models import published_file
@@ -38,15 +38,13 @@ USER = {"authorization": "Bearer user"}
 GPU_ARGUMENT = {"gpu_memory_utilization": 0.5}
 
 
-class StartingEngine(Engine):
-    """Its vLLM starts for ever."""
-
-    async def _launch(self, base: Any, run_dir: Path) -> Any:
-        await wait_for_removal()
-
-
 class Trainer(FakeTrainer):
     def set_base(self, path: Path, plan: object) -> None: ...
+
+
+async def start_for_ever(*_: object) -> None:
+    """What a vLLM does that never answers."""
+    await wait_for_removal()
 
 
 def new_trainer(**_: object) -> Any:
@@ -124,8 +122,8 @@ async def test_a_server_of_gpu_machines_decides_as_a_server_with_gpus(
         await until_offered(server, 2)
         joined = await facts(server, url, models)
     monkeypatch.setattr("art_server.server.detect", lambda: Machine("cuda", GPUS, 64 << 30))
-    config = ServerConfig(path=tmp_path / "cuda", **of_both)
-    server = build(config, make_engine=StartingEngine, make_trainer=new_trainer)
+    monkeypatch.setattr(Here, "start", start_for_ever)
+    server = build(ServerConfig(path=tmp_path / "cuda", **of_both), make_trainer=new_trainer)
     async with listening(server) as url:
         own = await facts(server, url, models)
     assert joined == own
@@ -197,7 +195,7 @@ async def test_a_machine_offers_its_devices_when_it_has_the_base_model(tmp_path:
     server = build(config, make_trainer=new_trainer)
     async with listening(server) as url, joins(url, "one", "cuda", engines=1, ranks=1, has_base=False) as host:
         await until(lambda: len(host.orders) == 1)
-        assert server.trainer.lender is not None and server.trainer.lender.ranks() == []
+        assert server.trainer.joined == []
         assert server.devices.engines == server.devices.ranks == set()
 
 

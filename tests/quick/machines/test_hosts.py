@@ -11,21 +11,21 @@ import httpx
 import pytest
 
 import art
-from art_cluster import host as host_module
-from art_cluster import hosts as hosts_module
-from art_cluster import joined as joined_module
-from art_cluster import on_host as on_host_module
-from art_cluster import orders
-from art_cluster.on_host import EngineOnHost
 from art_server.cli import UVICORN
 from art_server.engine import engine as engine_module
-from art_server.engine.engine import HANG_SECONDS, AdapterRefused
+from art_server.engine.engine import HANG_SECONDS, AdapterRefused, Engine
 from art_server.jobs import backoff
 from art_server.jobs import gang as gang_module
+from art_server.machines import host as host_module
+from art_server.machines import hosts as hosts_module
+from art_server.machines import joined as joined_module
+from art_server.machines import orders
+from art_server.machines.joined import HostProcess
+from art_server.machines.on_host import OnHost
 from art_server.process.shared.main_memory import main_memory
 from art_server.store.base_models import TINY_DIR
 from art_server.trainer.token_budget import budget_key
-from plugins.cluster.tests.machines import House, house, house_with_an_engine
+from tests.quick.machines.machines import House, house, house_with_an_engine
 from tests.quick.server.served import sample_group
 from tests.waiting import until
 
@@ -151,7 +151,7 @@ async def test_a_lost_machine_is_no_death_of_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     """The attempt is repeated without it, and not counted against the job."""
-    monkeypatch.setattr(on_host_module.RankOnHost, "silence_seconds", 1.0)
+    monkeypatch.setattr(OnHost, "silence_seconds", 1.0)
     monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 0.0)
     async with house(tmp_path, monkeypatch) as here:
         here.host("kept", engines=1, ranks=1)
@@ -174,6 +174,13 @@ async def test_a_lost_machine_is_no_death_of_the_trainer(
         assert here.server.trainer.num_ranks == 1
 
 
+def pid_of(replica: Engine) -> int:
+    """The id of an engine's process on its host, which is in this process."""
+    process = replica._process
+    assert isinstance(process, HostProcess) and replica.pid is None
+    return process.host_pid
+
+
 async def test_a_job_is_taken_while_no_machine_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with house(tmp_path, monkeypatch) as here:
         here.host("one", engines=1, ranks=1)
@@ -194,9 +201,7 @@ async def test_an_engine_that_dies_is_started_again(tmp_path: Path, monkeypatch:
         async with backend:
             await sample_group(model)
             (replica,) = here.server.engine.replicas
-            process = replica._process
-            assert process is not None
-            os.kill(process.pid, signal.SIGKILL)
+            os.kill(pid_of(replica), signal.SIGKILL)
             await until(lambda: replica.num_starts == 2 and replica.state == "ready")
             assert replica.was_killed and replica.loaded_adapters() == ["p/m@0"]
             await sample_group(model)
@@ -221,9 +226,8 @@ async def test_an_engine_gets_the_files_of_its_adapter_only_and_keeps_one_copy(
         (replica,) = here.server.engine.replicas
 
         async def start_again() -> None:
-            process, num_starts = replica._process, replica.num_starts
-            assert process is not None
-            os.kill(process.pid, signal.SIGKILL)
+            num_starts = replica.num_starts
+            os.kill(pid_of(replica), signal.SIGKILL)
             await until(lambda: replica.num_starts > num_starts and replica.state == "ready")
 
         for _ in range(2):
@@ -267,29 +271,29 @@ async def test_a_delivery_that_takes_too_long_costs_the_engine_and_not_the_machi
         _, backend = await register(here)
         await backend.close()
         (replica,) = here.server.engine.replicas
-        assert isinstance(replica, EngineOnHost)
+        assert isinstance(replica.location, OnHost)
+        host = replica.location.host
         folder = here.server.registry.get("p", "m").folder.checkpoint_dir(0)
         copies = folders_of(tmp_path / "slow")
-        monkeypatch.setattr(on_host_module, "LOAD_SECONDS", 0.05)
+        monkeypatch.setattr(engine_module, "LOAD_SECONDS", 0.05)
         network.stall()
         assert not await replica.try_load("p/m@0-again", folder)
         network.resume()
-        await replica._host.free_port()
+        await host.free_port()
         await until(lambda: folders_of(tmp_path / "slow") == copies)
-        assert replica._host.reason == "" and replica.num_starts == 1
+        assert host.reason == "" and replica.num_starts == 1
 
 
 async def test_a_machine_that_is_silent_is_lost_and_joins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with house_with_an_engine(tmp_path, monkeypatch) as here:
         first = here.server.engine.replicas[0]
-        ended = first._process
+        ended = pid_of(first)
         with monkeypatch.context() as silent:
             silent.setattr(joined_module, "SILENCE_SECONDS", 0.0)
             await until(lambda: first not in here.server.engine.replicas)
-        assert ended is not None
         await here.ready(1)
         assert here.server.engine.replicas[0] is not first
-        await until(lambda: not Path(f"/proc/{ended.pid}").exists())
+        await until(lambda: not Path(f"/proc/{ended}").exists())
 
 
 async def test_a_machine_whose_server_is_silent_ends_its_children(
@@ -297,11 +301,10 @@ async def test_a_machine_whose_server_is_silent_ends_its_children(
 ) -> None:
     async with house_with_an_engine(tmp_path, monkeypatch) as here:
         first = here.server.engine.replicas[0]
-        process = first._process
-        assert process is not None
+        pid = pid_of(first)
         with monkeypatch.context() as silent:
             silent.setattr(host_module, "SILENCE_SECONDS", 0.001)
-            await until(lambda: not Path(f"/proc/{process.pid}").exists())
+            await until(lambda: not Path(f"/proc/{pid}").exists())
         await here.ready(1)
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from art_cluster.host import main, make_offer, parse, read_token
-from art_cluster.obeying import check_path
 from art_server.engine.device.detection import Gpu, Machine
 from art_server.errors import InvalidInput, UsageError
+from art_server.machines.host import main, make_offer, parse, read_token
+from art_server.machines.obeying import check_path
 
 CPU = Machine("cpu", (), 64 << 30, (0, 1))
 CARDS = tuple(Gpu(index, f"GPU-{index}", "NVIDIA L4", 24 << 30, (8, 9)) for index in range(4))

@@ -1,4 +1,4 @@
-"""A machine that has joined, on the server's side: the connection, the orders, and the machine's children and folders."""
+"""A machine that has joined, on the server's side: the connection, the orders, and the machine's processes and folders."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,13 @@ from pathlib import Path
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from art_cluster.orders import (
+from art_protocol.log_file import LogFile
+from art_server.engine.command import Receiver
+from art_server.engine.device.computing import ComputingDevices
+from art_server.errors import InvalidInput
+from art_server.jobs.replay_record import base_digests
+from art_server.jobs.trainer_process import MAX_ANSWER_BYTES
+from art_server.machines.orders import (
     BEAT_SECONDS,
     FROM_HOST,
     REPLY_SECONDS,
@@ -34,19 +40,11 @@ from art_cluster.orders import (
     Refusal,
     Reply,
     Send,
-    StartEngine,
-    StartRank,
     UseBase,
     Write,
 )
-from art_protocol.log_file import LogFile
-from art_server.engine.device.computing import ComputingDevices
-from art_server.errors import InvalidInput
-from art_server.jobs.replay_record import base_digests
-from art_server.jobs.trainer_process import MAX_ANSWER_BYTES
 from art_server.process.children import END_SECONDS
-from art_server.process.shared.trainer_messages import WorkerConfig
-from art_server.settings import ServerConfig
+from art_server.process.place import Counters, Endpoint, PlaceFailed, PlaceLost
 from art_server.store import files
 from art_server.store.base_models import BaseModel
 
@@ -54,72 +52,82 @@ logger = logging.getLogger(__name__)
 
 FILES_SECONDS = 1800.0
 """Limit for an order that moves files: a base model may have to be downloaded."""
-NOT_SENT = {
-    *("host", "port", "inference_port", "path", "base_model", "chat_template", "api_keys", "api_key_file", "trackers"),
-    *("serve_devices", "train_devices", "ranks", "gangs", "engines", "cluster", "shares", "shard", "handover"),
-}
-"""Settings that concern the server only, or its own devices."""
 KILLED = -9
 """The status of a process that SIGKILL has ended."""
 
 
-class HostLost(Exception):
+class HostLost(PlaceLost):
     """The machine is lost, or its connection."""
 
 
-class OrderFailed(Exception):
+class OrderFailed(PlaceFailed):
     """The machine could not obey an order, and says why."""
 
 
-@dataclass(eq=False)
-class RemoteChild:
-    """A process on a host, with the interface of `asyncio.subprocess.Process`."""
+@dataclass(eq=False, kw_only=True)
+class HostProcess:
+    """A process on a host (`process/place.py:Process`): the host reports its output, its counters and its end."""
 
     name: str
-    _host: "JoinedHost"
-    _log: LogFile
-    pid: int = 0
+    host: "JoinedHost"
+    log: LogFile
+    receiver: Receiver | None = None
+    """Takes the records of an engine; a rank has none."""
+    endpoint: Endpoint | None = None
+    host_pid: int = 0
     """The process's id on the host."""
-    stdout: asyncio.StreamReader = field(default_factory=lambda: asyncio.StreamReader(limit=MAX_ANSWER_BYTES))
-    work: bytes = b""
-    cpu_seconds: float = 0.0
-    read_at: float = 0.0
-    """When `work` and `cpu_seconds` were read, on the host's clock."""
+    _lines: asyncio.StreamReader = field(default_factory=lambda: asyncio.StreamReader(limit=MAX_ANSWER_BYTES))
+    _counters: Counters = field(default_factory=lambda: Counters(b"", 0.0, 0.0))
     _status: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    pid = None
+    """The process has no id on this machine."""
 
     @property
     def returncode(self) -> int | None:
         return self._status.result() if self._status.done() else None
 
-    @property
-    def stdin(self) -> "RemoteChild":
-        """This object: its `write` and `drain` send lines to the process."""
-        return self
-
-    def write(self, data: bytes) -> None:
-        self._host.tell(Write(child=self.name, line=data.decode()))
-
-    async def drain(self) -> None:
-        """Waits for nothing: the connection's queue holds the lines that are not sent yet."""
-
-    def send_signal(self, signal: int) -> None:
-        del signal  # SIGUSR1, the only signal that the trainer sends
-        self._host.tell(Cancel(child=self.name))
-
     async def wait(self) -> int:
         return await asyncio.shield(self._status)
 
-    def take(self, output: Output) -> None:
-        """Takes text that the process has written."""
+    async def send(self, line: bytes) -> None:
+        self.host.tell(Write(child=self.name, line=line.decode()))
+
+    async def read_line(self) -> bytes:
+        return await self._lines.readline()
+
+    def cancel(self) -> None:
+        self.host.tell(Cancel(child=self.name))
+
+    def counters(self) -> Counters:
+        return self._counters
+
+    async def end(self) -> None:
+        """Kills the process with all processes that it spawned. A host whose connection is lost does so itself."""
+        if self.returncode is None:
+            with contextlib.suppress(HostLost, OrderFailed):
+                await self.host.order(End(child=self.name), END_SECONDS + REPLY_SECONDS)
+        self.host.processes.pop(self.name, None)
+        self.note_end(KILLED)
+
+    # --- the host's reports ---
+
+    def note_output(self, output: Output) -> None:
         if not output.is_log:
-            self.stdout.feed_data(output.text.encode())
+            self._lines.feed_data(output.text.encode())
             return
-        with contextlib.suppress(OSError), open(self._log.path, "ab") as log:
+        with contextlib.suppress(OSError), open(self.log.path, "ab") as log:
             log.write(output.text.encode())
 
-    def end(self, status: int) -> None:
+    def note_beat(self, beat: Beat) -> None:
+        if self.name in beat.work:
+            self._counters = Counters(bytes.fromhex(beat.work[self.name]), 0.0, beat.at)
+        elif self.name in beat.cpu_seconds:
+            self._counters = Counters(b"", beat.cpu_seconds[self.name], beat.at)
+
+    def note_end(self, status: int) -> None:
         if not self._status.done():
-            self.stdout.feed_eof()
+            self._lines.feed_eof()
             self._status.set_result(status)
 
 
@@ -147,7 +155,8 @@ class JoinedHost:
         """Folders that hosts may fill."""
         self.reason = ""
         """Why the machine was lost; empty while the machine is connected."""
-        self._children: dict[str, RemoteChild] = {}
+        self.processes: dict[str, HostProcess] = {}
+        """The processes on the machine, by the names that the server gave them."""
         self._outgoing: asyncio.Queue[Message] = asyncio.Queue()
         self._numbers = itertools.count(1)
         self._replies: dict[int, asyncio.Future[Reply]] = {}
@@ -160,7 +169,7 @@ class JoinedHost:
     # --- the connection ---
 
     async def serve(self) -> None:
-        """Passes messages until the machine is lost or dismissed. Afterwards all children of the machine have ended."""
+        """Passes messages until the machine is lost or dismissed. Afterwards all processes on the machine have ended."""
         sending = asyncio.create_task(self._send())
         try:
             while not self.reason:
@@ -186,13 +195,13 @@ class JoinedHost:
         self.lose(reason)
 
     def lose(self, reason: str) -> None:
-        """Marks the machine as lost: its children count as killed, and its open orders fail."""
+        """Marks the machine as lost: its processes count as killed, and its open orders fail."""
         if self.reason:
             return
         self.reason = reason
         logger.warning("host %s is lost: %s", self.name, reason)
-        for child in self._children.values():
-            child.end(KILLED)
+        for process in self.processes.values():
+            process.note_end(KILLED)
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(HostLost(f"host {self.name} was lost: {reason}"))
@@ -221,20 +230,14 @@ class JoinedHost:
                 if (reply := self._replies.pop(message.number, None)) is not None and not reply.done():
                     reply.set_result(message)
             case Beat():
-                self._take_beat(message)
+                for process in self.processes.values():
+                    process.note_beat(message)
             case Output():
-                if (child := self._children.get(message.child)) is not None:
-                    child.take(message)
+                if (process := self.processes.get(message.child)) is not None:
+                    process.note_output(message)
             case Ended():
-                if (child := self._children.get(message.child)) is not None:
-                    child.end(message.status)
-
-    def _take_beat(self, beat: Beat) -> None:
-        for name, child in self._children.items():
-            if name in beat.work:
-                child.work, child.read_at = bytes.fromhex(beat.work[name]), beat.at
-            elif name in beat.cpu_seconds:
-                child.cpu_seconds, child.read_at = beat.cpu_seconds[name], beat.at
+                if (process := self.processes.get(message.child)) is not None:
+                    process.note_end(message.status)
 
     def tell(self, message: Message) -> None:
         """Sends a message that has no reply."""
@@ -264,7 +267,7 @@ class JoinedHost:
             raise OrderFailed(f"host {self.name}: {answer.error}")
         return answer
 
-    # --- base models and children ---
+    # --- base models and processes ---
 
     async def use_base(self, base: BaseModel) -> None:
         """Has the machine find a base model, and compare its own files with the server's. Dismisses the machine if this fails.
@@ -290,61 +293,28 @@ class JoinedHost:
         template = await asyncio.to_thread(base.template.read_text) if base.template is not None else None
         await self.order(UseBase(name=base.name, digests=digests, template=template), FILES_SECONDS)
 
-    async def start_engine(
-        self, slot: int, base: BaseModel, config: ServerConfig, log: LogFile, secret: str
-    ) -> tuple[RemoteChild, int]:
-        """Starts vLLM. Returns the process, and the port at which vLLM will answer.
-
-        Raises:
-            OrderFailed, HostLost: vLLM was not started.
-        """
-        await self.use_base(base)
-        child = self._new_child(log)
-        settings = config.model_dump(mode="json", exclude=NOT_SENT)
-        order = StartEngine(child=child.name, slot=slot, base=base.name, settings=settings, secret=secret)
-        reply = await self.order(order)
-        child.pid = reply.pid
-        return child, reply.port
-
-    async def start_rank(self, slot: int, base: BaseModel, worker: WorkerConfig, log: LogFile) -> RemoteChild:
-        """Starts a rank of the trainer.
-
-        Raises:
-            OrderFailed, HostLost: the rank was not started.
-        """
-        await self.use_base(base)
-        child = self._new_child(log)
-        reply = await self.order(StartRank(child=child.name, slot=slot, base=base.name, worker=worker))
-        child.pid = reply.pid
-        return child
-
-    def _new_child(self, log: LogFile) -> RemoteChild:
-        log.open().close()  # notes that the child's output begins here
+    def new_process(self, log: LogFile, receiver: Receiver | None = None) -> HostProcess:
+        """A process that the host is to start."""
+        log.open().close()  # notes that the process's output begins here
         name = uuid.uuid4().hex
-        child = self._children[name] = RemoteChild(name, self, log)
-        return child
+        process = self.processes[name] = HostProcess(name=name, host=self, log=log, receiver=receiver)
+        return process
 
-    def has_child(self, name: str) -> bool:
-        return name in self._children and not self.reason
-
-    async def end(self, child: RemoteChild) -> None:
-        """Kills a child with all processes that it spawned. A host whose connection is lost ends its children itself."""
-        if child.returncode is None:
-            with contextlib.suppress(HostLost, OrderFailed):
-                await self.order(End(child=child.name), END_SECONDS + REPLY_SECONDS)
-        self._children.pop(child.name, None)
-        child.end(KILLED)
+    def receiver_of(self, name: str) -> Receiver | None:
+        """The receiver of an engine's records; None if no such engine runs on the machine."""
+        process = self.processes.get(name)
+        return process.receiver if process is not None and not self.reason else None
 
     # --- files ---
 
-    async def put(self, folder: Path | None = None, names: Collection[str] = ()) -> tuple[str, str]:
-        """Has the machine keep a copy of a folder, with only the files that `names` lists. Without `folder` the copy is an empty
+    async def put(self, folder: Path, names: Collection[str]) -> tuple[str, str]:
+        """Has the machine keep a copy of a folder, with only the files that `names` lists. Without names the copy is an empty
         folder. Returns the copy's number, and its path on the machine. After a failure or a cancellation the machine keeps nothing.
 
         Raises:
             OrderFailed, HostLost: the machine cannot take the files.
         """
-        digests = await asyncio.to_thread(folder_digests, folder, names) if folder is not None else {}
+        digests = await asyncio.to_thread(folder_digests, folder, names) if names else {}
         number = uuid.uuid4().hex
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as offers:
             undo.callback(self.tell, Drop(folder=number))

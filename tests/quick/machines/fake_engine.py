@@ -1,7 +1,7 @@
 """An engine's process with a fake vLLM (`tests/fake_vllm.py`): it listens as the real one does on a host, checks the secret and
 records what it samples.
 
-    python plugins/cluster/tests/fake_engine.py RECORDS_SOCKET
+    python tests/quick/machines/fake_engine.py RECORDS_SOCKET
 """
 
 import asyncio

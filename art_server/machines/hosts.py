@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import anyio
@@ -15,11 +15,20 @@ from fastapi.responses import FileResponse
 from pydantic import ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from art_cluster.host import NAME_SECONDS, versions
-from art_cluster.joined import HostLost, JoinedHost, OrderFailed
-from art_cluster.obeying import check_path, listen
-from art_cluster.on_host import EngineOnHost, RankOnHost
-from art_cluster.orders import (
+from art_server.engine.device.assignment import check_bfloat16
+from art_server.engine.device.computing import ComputingDevices
+from art_server.engine.device.owner import DeviceOwner
+from art_server.engine.engine import Engine
+from art_server.engine.fleet import Fleet
+from art_server.errors import InvalidInput, NotFound
+from art_server.jobs.trainer import Trainer
+from art_server.jobs.trainer_process import TrainerProcess
+from art_server.ledger.intake import Intake
+from art_server.machines.host import NAME_SECONDS, versions
+from art_server.machines.joined import HostLost, JoinedHost, OrderFailed
+from art_server.machines.obeying import check_path
+from art_server.machines.on_host import OnHost
+from art_server.machines.orders import (
     DIGEST_HEADER,
     FILES,
     FOLDERS,
@@ -31,14 +40,7 @@ from art_cluster.orders import (
     Refusal,
     Welcome,
 )
-from art_cluster.placing import RayProcess
-from art_server.engine.device.assignment import check_bfloat16
-from art_server.engine.device.computing import ComputingDevices
-from art_server.engine.device.owner import DeviceOwner
-from art_server.engine.fleet import Fleet
-from art_server.errors import InvalidInput, NotFound
-from art_server.jobs.trainer_process import TrainerError, TrainerProcess
-from art_server.ledger.intake import Intake
+from art_server.machines.placing import RayProcess
 from art_server.process.background import Background
 from art_server.process.children import Children
 from art_server.process.shared.trainer_messages import MismatchLimits
@@ -60,6 +62,7 @@ class Hosts:
         *,
         config: ServerConfig,
         fleet: Fleet,
+        trainer: Trainer,
         devices: ComputingDevices,
         mismatch_limits_of: Callable[[BaseModel], MismatchLimits | None],
         intake: Intake,
@@ -70,6 +73,7 @@ class Hosts:
     ):
         self._config = config
         self._fleet = fleet
+        self._trainer = trainer
         self._devices = devices
         self._mismatch_limits_of = mismatch_limits_of
         self._intake = intake
@@ -79,7 +83,6 @@ class Hosts:
         self._ray = RayProcess(config, children) if config.cluster is not None else None
         self.keys = (self._ray.key,) if self._ray is not None else ()
         self._joined: list[JoinedHost] = []
-        self._ranks: dict[JoinedHost, list[TrainerProcess]] = {}
         self._offered: defaultdict[str, list[Path]] = defaultdict(list)
         self._tickets: dict[str, Path] = {}
         self.router = APIRouter()
@@ -107,23 +110,6 @@ class Hosts:
             host.lose("the server ends")
         async with self._changed:
             await self._changed.wait_for(lambda: not self._joined)
-
-    # --- ranks (`jobs/gang.Lender`) ---
-
-    def ranks(self) -> Sequence[TrainerProcess]:
-        return [rank for host in self._joined for rank in self._ranks.get(host, ())]
-
-    async def meeting(self, first: TrainerProcess) -> str:
-        try:
-            if isinstance(first, RankOnHost):
-                return f"tcp://{first.host.greeting.address}:{await first.host.free_port()}"
-        except (HostLost, OrderFailed) as error:
-            raise TrainerError("host_failed", str(error), retryable=True) from error
-        if not self._joined:
-            raise TrainerError("host_failed", "the last host was lost before the ranks could meet", retryable=True)
-        address = self._joined[0].own_address
-        with listen(address) as trial:
-            return f"tcp://{address}:{trial.getsockname()[1]}"
 
     # --- joining ---
 
@@ -153,25 +139,16 @@ class Hosts:
         self._joined.append(host)
         await connection.send_text(Welcome().model_dump_json())
         serving = asyncio.create_task(host.serve())
-        replicas: list[EngineOnHost] = []
-        has_offered = False
         try:
             if (base := self._fleet.base) is not None:
                 await host.use_base(base)
-            self._devices.join(greeting)
-            has_offered = True
-            self._add(host, replicas)
-            await asyncio.shield(serving)
+            async with self._offered_devices(host):
+                await asyncio.shield(serving)
         except (OrderFailed, HostLost):  # the host was dismissed, or its connection is lost
             pass
         finally:
             host.lose("the server ends")
             self._joined.remove(host)
-            self._ranks.pop(host, None)
-            if has_offered:
-                self._devices.leave(greeting)
-            for replica in replicas:
-                await self._fleet.remove(replica)
             await serving
             async with self._changed:
                 self._changed.notify_all()
@@ -206,53 +183,66 @@ class Hosts:
             await asyncio.sleep(1.0)
         return None
 
-    def _add(self, host: JoinedHost, replicas: list[EngineOnHost]) -> None:
-        greeting, config = host.greeting, self._config
-        for slot in range(greeting.engines):
-            replica = EngineOnHost(
-                host,
-                slot,
-                config=config,
-                device=greeting.device,
-                kept_to={},
-                owner=DeviceOwner(),
-                children=None,
-                receiver=self._intake.receiver(),
-                is_busy=self._is_busy,
-                background=self._background,
-                mismatch_limits_of=self._mismatch_limits_of,
-                name=f"engine-{greeting.name}-{slot}",
-                progress=self._fleet.progress,
-                changed=self._changed,
-            )
-            replicas.append(replica)
-            self._fleet.add(replica)
+    @contextlib.asynccontextmanager
+    async def _offered_devices(self, host: JoinedHost) -> AsyncIterator[None]:
+        """During the block the host's engines belong to the fleet, and its ranks to the trainer."""
+        greeting = host.greeting
+        self._devices.join(greeting)
+        engines = [self._engine(host, slot) for slot in range(greeting.engines)]
+        ranks = [self._rank(host, slot) for slot in range(greeting.ranks)]
+        self._trainer.add(ranks)
+        for engine in engines:
+            self._fleet.add(engine)
+        try:
             if self._fleet.base is not None:
-                replica.start(self._fleet.base, self._fleet.requested)
-        self._ranks[host] = [
-            RankOnHost(
-                host,
-                slot,
-                log_path=config.log_dir / f"trainer-{greeting.name}-{slot}.log",
-                config=config,
-                base=lambda: self._fleet.base,
-            )
-            for slot in range(greeting.ranks)
-        ]
-        offers = f"{greeting.engines} engines, {greeting.ranks} ranks"
-        self._fleet.progress.note(f"host {greeting.name} joined from {greeting.address} with {offers}")
+                for engine in engines:
+                    engine.start(self._fleet.base, self._fleet.requested)
+            offers = f"{greeting.engines} engines, {greeting.ranks} ranks"
+            self._fleet.progress.note(f"host {greeting.name} joined from {greeting.address} with {offers}")
+            yield
+        finally:
+            host.lose("the server ends")
+            self._trainer.remove(ranks)
+            self._devices.leave(greeting)
+            for engine in engines:
+                await self._fleet.remove(engine)
+
+    def _engine(self, host: JoinedHost, slot: int) -> Engine:
+        return Engine(
+            location=self._location(host, slot),
+            config=self._config,
+            owner=DeviceOwner(),
+            receiver=self._intake.receiver(),
+            is_busy=self._is_busy,
+            background=self._background,
+            name=f"engine-{host.name}-{slot}",
+            progress=self._fleet.progress,
+            changed=self._changed,
+            mismatch_limits_of=self._mismatch_limits_of,
+        )
+
+    def _rank(self, host: JoinedHost, slot: int) -> TrainerProcess:
+        return TrainerProcess(
+            location=self._location(host, slot),
+            log_path=self._config.log_dir / f"trainer-{host.name}-{slot}.log",
+            cache_dir=self._config.server_dir / "unsloth",
+        )
+
+    def _location(self, host: JoinedHost, slot: int) -> OnHost:
+        return OnHost(host=host, slot=slot, config=self._config, base=lambda: self._fleet.base)
 
     # --- records and files ---
 
     async def _take_records(self, connection: WebSocket, child: str) -> None:
-        """Passes an engine's records to the ledger, through the `RecordReceiver` that also reads a local engine's socket."""
-        if not any(host.has_child(child) for host in self._joined):
+        """Passes an engine's records to the engine's receiver, as the socket of an engine on this machine does."""
+        receiver = next((receiver for host in self._joined if (receiver := host.receiver_of(child)) is not None), None)
+        if receiver is None:
             await connection.close()
             return
         await connection.accept()
         reader = asyncio.StreamReader()
         answers: asyncio.Queue[bytes] = asyncio.Queue()
-        reading = asyncio.create_task(self._intake.receiver().read(reader, answers.put_nowait))
+        reading = asyncio.create_task(receiver.read(reader, answers.put_nowait))
         sending = asyncio.create_task(send_all(connection, answers))
         try:
             while True:

@@ -21,8 +21,13 @@ from pathlib import Path
 
 import aiohttp
 
-from art_cluster.obeying import Machinery, Offer, listen
-from art_cluster.orders import (
+from art_server import __version__
+from art_server.engine.device.assignment import gpu_without_bfloat16
+from art_server.engine.device.detection import Machine, detect
+from art_server.errors import ServerError, UsageError
+from art_server.image_operators import installed_versions
+from art_server.machines.obeying import Machinery, Offer, listen
+from art_server.machines.orders import (
     BEAT_SECONDS,
     FROM_SERVER,
     JOIN,
@@ -35,11 +40,6 @@ from art_cluster.orders import (
     Refusal,
     Welcome,
 )
-from art_server import __version__
-from art_server.engine.device.assignment import gpu_without_bfloat16
-from art_server.engine.device.detection import Machine, detect
-from art_server.errors import ServerError, UsageError
-from art_server.image_operators import installed_versions
 from art_server.process.children import PARENT_VARIABLE, Children, be_child
 from art_server.process.installation import check_builds, check_system, installed_builds
 from art_server.store import files

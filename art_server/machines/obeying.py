@@ -1,13 +1,13 @@
-"""A host at work for its server: starts engines and ranks, keeps their files, and reports their output and their end."""
+"""A host at work for its server: starts engines and ranks, keeps their files, and reports their output and their end. The server's
+side of a start is `on_host.py`.
+"""
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import os
 import re
 import shutil
-import signal
 import socket
 import tempfile
 import time
@@ -18,7 +18,14 @@ from pathlib import Path
 import aiohttp
 import anyio
 
-from art_cluster.orders import (
+from art_protocol.log_file import LogFile
+from art_server.engine.command import EngineProgram
+from art_server.engine.device.assignment import device_environment
+from art_server.engine.device.detection import Machine
+from art_server.errors import ServerError
+from art_server.jobs.replay_record import base_digests
+from art_server.jobs.trainer_process import RankProgram
+from art_server.machines.orders import (
     DIGEST_HEADER,
     FILES,
     FOLDERS,
@@ -41,16 +48,8 @@ from art_cluster.orders import (
     UseBase,
     Write,
 )
-from art_protocol.log_file import LogFile
-from art_server.engine.command import engine_command, engine_environment
-from art_server.engine.device.assignment import device_environment
-from art_server.engine.device.detection import Machine
-from art_server.errors import ServerError
-from art_server.jobs.replay_record import base_digests
-from art_server.jobs.trainer_process import MAX_ANSWER_BYTES, cpu_seconds, worker_command, worker_environment
-from art_server.process.children import Children, start_child
-from art_server.process.shared.switches import PORT_SWITCH, SECRET_SWITCH
-from art_server.process.shared.work_counters import FILE_VARIABLE, make_file, read_work
+from art_server.process.children import Children
+from art_server.process.place import Here, ProcessHere
 from art_server.settings import ServerConfig
 from art_server.store import files
 from art_server.store.base_facts import CACHE_DIR
@@ -84,13 +83,45 @@ class Offer:
 class Child:
     """A process that an order has started."""
 
-    process: asyncio.subprocess.Process
+    process: ProcessHere
     log: LogFile
-    end: Callable[[], None]
-    """Called after the process has ended."""
-    work_file: Path | None = None
-    """The work counters of an engine; a rank has none."""
+    undo: contextlib.AsyncExitStack
+    """Closed after the process has ended."""
     watch: asyncio.Task[None] | None = None
+
+
+class Relay:
+    """Passes an engine's records to the server, and the ledger's answers back (`engine/command.py:Receiver`)."""
+
+    def __init__(self, session: aiohttp.ClientSession, child: str):
+        self._session = session
+        self._child = child
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, socket_path: Path) -> None:
+        if self._server is None:
+            self._server = await asyncio.start_unix_server(self._serve, path=socket_path)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            await self.read(reader, writer.write)
+
+    async def read(self, reader: asyncio.StreamReader, write: Callable[[bytes], None]) -> None:
+        """Returns when one side closes. The other side is then closed, too, and vLLM ends itself."""
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            async with self._session.ws_connect(f"{RECORDS}/{self._child}", max_msg_size=0) as connection:
+                up = asyncio.create_task(send_up(reader, connection))
+                try:
+                    async for message in connection:
+                        if message.type is aiohttp.WSMsgType.BINARY:
+                            write(message.data)
+                finally:
+                    up.cancel()
 
 
 class Machinery:
@@ -126,12 +157,11 @@ class Machinery:
         """Obeys an order, in a task if the order takes time. An error becomes the order's reply."""
         child = self._children.get(order.child) if isinstance(order, Write | Cancel) else None
         if isinstance(order, Write):
-            if child is not None and child.process.stdin is not None:
-                child.process.stdin.write(order.line.encode())
+            if child is not None:
+                child.process.write(order.line.encode())
         elif isinstance(order, Cancel):
             if child is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    child.process.send_signal(signal.SIGUSR1)  # cancels the job (`art_server/trainer/worker.py`)
+                child.process.cancel()
         elif not isinstance(order, Alive):
             task = tasks.create_task(self._obey(order))
             if isinstance(order, Put):
@@ -175,14 +205,12 @@ class Machinery:
 
     def beat(self) -> Beat:
         """The present work counters of engines and processor time of ranks."""
-        work = {
-            name: read_work(child.work_file).hex()
-            for name, child in self._children.items()
-            if child.work_file is not None
-        }
-        ranks = {name: child.process.pid for name, child in self._children.items() if child.work_file is None}
-        used = {name: cpu_seconds(pid) for name, pid in ranks.items()}
-        return Beat(work=work, cpu_seconds=used, at=time.monotonic())
+        readings = {name: child.process.counters() for name, child in self._children.items()}
+        return Beat(
+            work={name: reading.work.hex() for name, reading in readings.items() if reading.work},
+            cpu_seconds={name: reading.cpu_seconds for name, reading in readings.items() if not reading.work},
+            at=time.monotonic(),
+        )
 
     async def end_all(self) -> None:
         """Ends all children."""
@@ -209,29 +237,27 @@ class Machinery:
     # --- children ---
 
     async def _start_engine(self, order: StartEngine) -> Reply:
-        base = self._bases[order.base]
         devices = self._offer.serving[order.slot]
         settings = ServerConfig.model_validate(order.settings).model_copy(update={"serve_devices": devices})
-        machine = self._offer.machine
         log = LogFile(self._folder / "logs" / f"engine-{order.slot}.log")
-        with contextlib.ExitStack() as undo, contextlib.closing(listen(self._address)) as port:
+        relay = Relay(self._session, order.child)
+        async with contextlib.AsyncExitStack() as undo:
             run_dir = Path(tempfile.mkdtemp(prefix="art-"))
             undo.callback(shutil.rmtree, run_dir, ignore_errors=True)
-            work_file = run_dir / "work"
-            make_file(work_file)
-            relay = functools.partial(self._relay, order.child)
-            undo.callback((await asyncio.start_unix_server(relay, path=run_dir / "records.sock")).close)
-            environment = engine_environment(settings, base, machine.kind, os.environ) | {
-                FILE_VARIABLE: str(work_file),
-                PORT_SWITCH: str(port.fileno()),
-                SECRET_SWITCH: order.secret,
-                **device_environment(devices, machine),
-            }
-            # In a thread: the first command for a model reads the model's files.
-            command = await asyncio.to_thread(engine_command, settings, base, machine.kind, run_dir)
-            process = await start_child(command, log, environment, inherited=[port.fileno()])
-            self._keep(order.child, Child(process, log, undo.pop_all().close, work_file))
-            return Reply(pid=process.pid, port=port.getsockname()[1])
+            undo.push_async_callback(relay.close)
+            with contextlib.closing(listen(self._address)) as port:
+                program = EngineProgram(
+                    config=settings,
+                    base=self._bases[order.base],
+                    device=self._offer.machine.kind,
+                    run_dir=run_dir,
+                    receiver=relay,
+                    port=port.fileno(),
+                    secret=order.secret,
+                )
+                process = await self._here(devices).start(program, log)
+                self._keep(order.child, Child(process, log, undo.pop_all()))
+                return Reply(pid=process.pid, port=port.getsockname()[1])
 
     async def _start_rank(self, order: StartRank) -> Reply:
         machine, (_, ranks) = self._offer.machine, self._offer.numbers
@@ -243,15 +269,17 @@ class Machinery:
                 "threads": max(1, cores // ranks) if not machine.gpus and ranks > 1 else None,
             }
         )
-        environment = worker_environment(self._folder / "unsloth", os.environ)
-        environment |= device_environment(self._offer.training[order.slot], machine)
         log = LogFile(self._folder / "logs" / f"trainer-{order.slot}.log")
-        process = await start_child(worker_command(worker), log, environment, MAX_ANSWER_BYTES)
-        self._keep(order.child, Child(process, log, lambda: None))
+        program = RankProgram(worker, self._folder / "unsloth")
+        process = await self._here(self._offer.training[order.slot]).start(program, log)
+        self._keep(order.child, Child(process, log, contextlib.AsyncExitStack()))
         return Reply(pid=process.pid)
 
+    def _here(self, devices: tuple[int, ...]) -> Here:
+        machine = self._offer.machine
+        return Here(device=machine.kind, children=self._list, variables=device_environment(devices, machine))
+
     def _keep(self, name: str, child: Child) -> None:
-        self._list.add(child.process.pid)
         self._children[name] = child
         child.watch = asyncio.create_task(self._watch(name, child))
 
@@ -259,9 +287,9 @@ class Machinery:
         """Reports a child's output, and the child's end after all output."""
         position, process = child.log.start, child.process
         exited = asyncio.create_task(process.wait())
-        lines = asyncio.create_task(self._read_lines(name, process.stdout))
-        with contextlib.ExitStack() as at_end:
-            at_end.callback(child.end)
+        lines = asyncio.create_task(self._read_lines(name, process))
+        async with contextlib.AsyncExitStack() as at_end:
+            at_end.push_async_callback(child.undo.aclose)
             at_end.callback(self._children.pop, name, None)
             while True:
                 done, _ = await asyncio.wait({exited}, timeout=LOG_SECONDS)
@@ -271,31 +299,18 @@ class Machinery:
                 if done:
                     break
             await lines
-            await asyncio.to_thread(self._list.end, process.pid)
+            await process.end()  # what is left of its session
             self._report(Ended(child=name, status=exited.result()))
 
-    async def _read_lines(self, name: str, lines: asyncio.StreamReader | None) -> None:
-        while lines is not None and (line := await lines.readline()):
+    async def _read_lines(self, name: str, process: ProcessHere) -> None:
+        while line := await process.read_line():
             self._report(Output(child=name, text=line.decode(errors="replace"), is_log=False))
 
     async def _end(self, name: str) -> None:
         if (child := self._children.get(name)) is not None:
-            await asyncio.to_thread(self._list.end, child.process.pid)
+            await child.process.end()
             assert child.watch is not None, "set with the child"
             await child.watch
-
-    async def _relay(self, child: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Passes an engine's records to the server, and the ledger's answers back. When one side closes, the other side is closed
-        too: vLLM then ends itself."""
-        with contextlib.closing(writer), contextlib.suppress(aiohttp.ClientError, OSError):
-            async with self._session.ws_connect(f"{RECORDS}/{child}", max_msg_size=0) as connection:
-                up = asyncio.create_task(send_up(reader, connection))
-                try:
-                    async for message in connection:
-                        if message.type is aiohttp.WSMsgType.BINARY:
-                            writer.write(message.data)
-                finally:
-                    up.cancel()
 
     # --- files ---
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import aiohttp
 
-from art_cluster.host import versions
-from art_cluster.orders import (
+from art_server.machines.host import versions
+from art_server.machines.orders import (
     FROM_SERVER,
     JOIN,
     Alive,

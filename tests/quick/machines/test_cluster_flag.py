@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from art_cluster import placing as placing_module
-from art_cluster.placing import RayProcess, check_answers
 from art_server.app import make_app
 from art_server.errors import UsageError
 from art_server.flags import parse
+from art_server.machines import placing as placing_module
+from art_server.machines.placing import RayProcess, check_answers
 from art_server.process.children import Children
 from art_server.server import build
 from art_server.settings import ApiKey, ServerConfig
