@@ -282,9 +282,7 @@ def build(
         ledger=ledger,
         queue=queue,
     )
-    registration = Registration(
-        registry=registry, base=base, engine=engine, trainer=trainer, max_lora_rank=config.max_lora_rank
-    )
+    registration = Registration(registry=registry, base=base, engine=engine, max_lora_rank=config.max_lora_rank)
     checkpoints = Checkpoints(
         registry=registry,
         queue=queue,
@@ -297,7 +295,6 @@ def build(
     uploads = Uploads(
         registry=registry,
         engine=engine,
-        trainer=trainer,
         checkpoints=checkpoints,
         incoming=incoming,
         max_lora_rank=config.max_lora_rank,

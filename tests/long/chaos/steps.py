@@ -29,8 +29,8 @@ from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Registry
-from art_server.trainer.checkpoint import write_first_checkpoint
 from tests.fakes import FakeEngine, keep_all
+from tests.first_steps import write_first_checkpoint
 from tests.long.chaos.server import VARIABLE, arm
 
 POLICY = TrainConfig(learning_rate=1e-3, mini_batches=2, passes=2)
