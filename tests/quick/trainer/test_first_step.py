@@ -15,7 +15,6 @@ from art_protocol.wire import LoRAConfig
 from art_server.engine.inspection_process.adapter import read_adapter_config
 from art_server.store.adapter_layers import UnknownLayers
 from art_server.store.adapter_tensors import check_checkpoint
-from art_server.store.base_facts import Facts
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.first_step import fresh_tensors, write_first_step
 from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE
@@ -23,6 +22,7 @@ from art_server.trainer.base import adapter_tensors, find_class, peft_config
 from art_server.trainer.layers import find_layers
 from art_server.trainer.policy import Policy
 from tests.architectures import ARCHITECTURES
+from tests.first_steps import known_base
 from tests.toy_models import FAMILIES, PUBLISHED, toy_config
 
 SEEDS = (0, 1, 3, 12_345, 2**32 - 1)
@@ -48,11 +48,16 @@ def test_numbers_are_those_of_torch(seed: int) -> None:
         assert bits(numbers) == bits(drawn(shapes[name], bound, chance)), name
 
 
-def expected_step(config: Any, lora: LoRAConfig, seed: int, folder: Path) -> dict[str, Any]:
-    """Writes ADAPTER_FILE as torch and safetensors do, for the layers to which PEFT gives an adapter. Returns PEFT's
-    configuration. Any: transformers has a class of configurations for each family."""
+def outline(config: Any) -> Any:
+    """A model without weights. Any: transformers has classes for each family."""
     with torch.device("meta"):
-        model = find_class(config)._from_config(config)
+        return find_class(config)._from_config(config)
+
+
+def expected_step(model: Any, lora: LoRAConfig, seed: int, folder: Path) -> dict[str, Any]:
+    """Writes ADAPTER_FILE as torch and safetensors do, for the layers to which PEFT gives an adapter. Returns PEFT's
+    configuration."""
+    with torch.device("meta"):
         adapted = get_peft_model(model, peft_config(lora, model))
     chance = torch.Generator().manual_seed(seed)
     tensors = {
@@ -64,17 +69,6 @@ def expected_step(config: Any, lora: LoRAConfig, seed: int, folder: Path) -> dic
     adapted.peft_config["default"].inference_mode = True
     adapted.peft_config["default"].save_pretrained(str(folder))
     return json.loads((folder / CONFIG_FILE).read_text())
-
-
-def known_base(config: Any, path: Path) -> BaseModel:
-    """A base model whose record is made without its files."""
-    with torch.device("meta"):
-        model = find_class(config)._from_config(config)
-    layers = find_layers(model)
-    facts = Facts(model_type="toy", layers=layers, adapter_config=read_adapter_config(model, layers))
-    base = BaseModel("toy", path)
-    vars(base)["facts"] = Facts.model_validate_json(facts.model_dump_json())
-    return base
 
 
 def unordered(config: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +87,7 @@ def config_of(name: str) -> Any:
 @pytest.mark.parametrize("name", ["gpt2", *{**ARCHITECTURES, **FAMILIES, **PUBLISHED}])
 def test_step_0_is_the_one_of_torch_and_peft(name: str, tmp_path: Path) -> None:
     config = config_of(name)
-    base = known_base(config, tmp_path)
+    base = known_base(outline(config), tmp_path)
     layers = base.facts.layers
     paths = list(layers.shapes)
     adapters = [
@@ -102,7 +96,7 @@ def test_step_0_is_the_one_of_torch_and_peft(name: str, tmp_path: Path) -> None:
         LoRAConfig(rank=16, target_modules=paths[1::2]),
     ]
     for number, lora in enumerate(adapters):
-        expected = expected_step(config, lora, number, tmp_path / f"torch{number}")
+        expected = expected_step(outline(config), lora, number, tmp_path / f"torch{number}")
         folder = tmp_path / f"ours{number}"
         write_first_step(base, lora, folder, number)
         assert (folder / ADAPTER_FILE).read_bytes() == (tmp_path / f"torch{number}" / ADAPTER_FILE).read_bytes()
