@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from art_protocol.wire import LoRAConfig
 from art_server.engine.inspection_process.adapter import read_adapter_config
+from art_server.store import files
 from art_server.store.adapter_layers import UnknownLayers
 from art_server.store.adapter_tensors import check_checkpoint
 from art_server.store.base_models import TINY_DIR, BaseModel
@@ -119,6 +120,14 @@ def test_the_trainer_loads_the_step_and_starts_at_the_base(tmp_path: Path) -> No
         assert (again / ADAPTER_FILE).read_bytes() == (tmp_path / f"{number}" / ADAPTER_FILE).read_bytes()
         configs = [json.loads((folder / CONFIG_FILE).read_text()) for folder in (again, tmp_path / f"{number}")]
         assert unordered(configs[0]) == unordered(configs[1])
+
+
+def test_step_0_of_art_tiny_never_changes(tmp_path: Path) -> None:
+    """Whatever a later torch draws."""
+    write_first_step(BaseModel("art/tiny", TINY_DIR), LoRAConfig(), tmp_path)
+    assert (
+        files.file_digest(tmp_path / ADAPTER_FILE) == "59d250abfeaaff2e970f5387618316332e67fe4f99af99a201bed23793c206bf"
+    )
 
 
 def test_names_of_other_layers_write_nothing(tmp_path: Path) -> None:
