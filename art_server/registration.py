@@ -9,13 +9,13 @@ from pathlib import Path
 from art_protocol.wire import LoRAConfig, ModelInfo, RegisterRequest
 from art_server.base_loader import BaseLoader
 from art_server.engine.fleet import Fleet
-from art_server.errors import Conflict
+from art_server.errors import Conflict, InvalidInput
 from art_server.jobs.token_sources import Limits
-from art_server.jobs.trainer import Trainer
-from art_server.jobs.trainer_process import TrainerError
 from art_server.process.shared import clock
-from art_server.process.shared.trainer_messages import InitTask
 from art_server.store import files
+from art_server.store.adapter_layers import UnknownLayers
+from art_server.store.base_models import BaseModel
+from art_server.store.first_step import write_first_step
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import RegisteredModel, Registry, check_lora, check_rank
 
@@ -25,11 +25,10 @@ logger = logging.getLogger(__name__)
 class Registration:
     """Registers models, and compares them with the loaded base model."""
 
-    def __init__(self, *, registry: Registry, base: BaseLoader, engine: Fleet, trainer: Trainer, max_lora_rank: int):
+    def __init__(self, *, registry: Registry, base: BaseLoader, engine: Fleet, max_lora_rank: int):
         self._registry = registry
         self._base = base
         self._engine = engine
-        self._trainer = trainer
         self._max_lora_rank = max_lora_rank
 
     async def register(
@@ -45,7 +44,9 @@ class Registration:
         set once it is set.
 
         Raises:
-            InvalidInput: the base model is unknown, or the rank is above the engine's maximum.
+            InvalidInput: the base model is unknown, the rank is above the engine's maximum, or `lora` names something else than
+                layers that take an adapter.
+            StorageFull: the disk has no room.
             Conflict: the base model is not the loaded one, or the model has another base model or adapter shape.
         """
         folder = self._registry.folder(request.project, request.name)
@@ -67,7 +68,7 @@ class Registration:
                 lora=request.lora or LoRAConfig(),
                 created_at=clock.now(),
             )
-            model = await self._create(folder, record)
+            model = await self._create(folder, record, base)
             check_lora(model.record.lora, request.lora, model.id)
         if always_logprobs and not model.record.always_logprobs:
             async with self._registry.models_lock:
@@ -77,13 +78,13 @@ class Registration:
                     model.record = record
         return self.info(model).model_copy(update={"notes": list(base.facts.notes)})
 
-    async def _create(self, folder: ModelFolder, record: ModelRecord) -> RegisteredModel:
+    async def _create(self, folder: ModelFolder, record: ModelRecord, base: BaseModel) -> RegisteredModel:
         """Creates a model with its step 0. If another request has created it meanwhile, that model is returned."""
         content: Path | None = None
         try:
             if await asyncio.to_thread(lacks_first_step, folder):
                 content = await asyncio.to_thread(folder.new_first_checkpoint_dir)
-                await self._write_first_step(record, content)
+                await asyncio.to_thread(new_first_step, base, record.lora, content)
             async with self._registry.models_lock:
                 model = self._registry.find(record.project, record.name)
                 if model is None:
@@ -118,13 +119,6 @@ class Registration:
             code="base_model_differs",
             param="base_model",
         )
-
-    async def _write_first_step(self, record: ModelRecord, content: Path) -> None:
-        try:
-            await self._trainer.run(InitTask(lora=record.lora, out_dir=str(content)))
-        except TrainerError as error:
-            what = f"cannot create an adapter of this shape for '{record.base_model}'"
-            raise error.for_client(what, "lora") from error
 
     def info(self, model: RegisteredModel) -> ModelInfo:
         return ModelInfo(
@@ -161,6 +155,21 @@ class Registration:
         base, length = self._engine.base, self._engine.max_seq_length
         assert base is not None and length is not None, "known with the base"
         return Limits(vocab_size=base.facts.vocabulary, max_seq_length=length)
+
+
+def new_first_step(base: BaseModel, lora: LoRAConfig, content: Path) -> None:
+    """Writes a model's step 0 into the folder `content`.
+
+    Raises:
+        InvalidInput: `lora` names something else than layers that take an adapter.
+        StorageFull: the disk has no room.
+    """
+    try:
+        write_first_step(base, lora, content)
+    except UnknownLayers as error:
+        raise InvalidInput(
+            f"cannot create an adapter of this shape for '{base.name}': {error}", code="unknown_layers", param="lora"
+        ) from error
 
 
 def lacks_first_step(folder: ModelFolder) -> bool:

@@ -209,8 +209,7 @@ def build(
         replicas=replicas, progress=progress, changed=changed, config=config, mismatch_limits_of=limits_of
     )
     locations = [here(numbers) for numbers in rank_devices(config, machine)]
-    aside = locations[0] if locations else Here(device=machine.kind, children=children)
-    trainer = make_trainer(config=config, device=machine.kind, locations=locations, aside=aside)
+    trainer = make_trainer(config=config, device=machine.kind, locations=locations)
     hosts: Hosts | None = None
     if config.takes_hosts:
         from art_server.machines import hosts as machines  # only a server that takes hosts loads their code
@@ -245,9 +244,7 @@ def build(
         ledger=ledger,
         queue=queue,
     )
-    registration = Registration(
-        registry=registry, base=base, engine=engine, trainer=trainer, max_lora_rank=config.max_lora_rank
-    )
+    registration = Registration(registry=registry, base=base, engine=engine, max_lora_rank=config.max_lora_rank)
     checkpoints = Checkpoints(
         registry=registry,
         queue=queue,
@@ -260,7 +257,6 @@ def build(
     uploads = Uploads(
         registry=registry,
         engine=engine,
-        trainer=trainer,
         checkpoints=checkpoints,
         incoming=incoming,
         max_lora_rank=config.max_lora_rank,

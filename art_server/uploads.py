@@ -1,7 +1,7 @@
 """Receives checkpoint uploads: one request with one tar becomes a step of a model, or changes nothing.
 
-The tar is written to a file and unpacked into a temporary folder. The digests and the adapter's configuration are checked,
-and the trainer checks that the tensors fit the base model. One rename then makes the folder a step.
+The tar is written to a file and unpacked into a temporary folder. The digests, the adapter's configuration and its tensors are
+checked. One rename then makes the folder a step.
 """
 
 import asyncio
@@ -13,13 +13,11 @@ from pathlib import Path
 from art_server.checkpoints import Checkpoints
 from art_server.engine.fleet import Fleet
 from art_server.errors import InvalidInput, TooLarge
-from art_server.jobs.trainer import Trainer
-from art_server.jobs.trainer_process import TrainerError
-from art_server.process.shared.trainer_messages import CheckTask
 from art_server.store import files
 from art_server.store.archive import (
     MAX_CHECKPOINT_BYTES,
     Description,
+    check_on_base,
     place_checkpoint,
     read_tar,
 )
@@ -35,7 +33,6 @@ class Uploads:
         *,
         registry: Registry,
         engine: Fleet,
-        trainer: Trainer,
         checkpoints: Checkpoints,
         incoming: Path,
         max_lora_rank: int,
@@ -44,7 +41,6 @@ class Uploads:
         """`incoming` is the folder for unfinished checkpoints; empty at start."""
         self._registry = registry
         self._engine = engine
-        self._trainer = trainer
         self._checkpoints = checkpoints
         self._incoming = incoming
         self._max_lora_rank = max_lora_rank
@@ -79,26 +75,16 @@ class Uploads:
                     param="step",
                 )
             model = await self._registry.find_whole(project, name)
-            base = base_model or (model.record.base_model if model else description.base_model)
-            description = description.model_copy(update={"base_model": (await self._load_base(base)).name})
-            description = await self._check_on_base(description, content, model)
+            base = await self._load_base(
+                base_model or (model.record.base_model if model is not None else description.base_model)
+            )
+            check_rank(description.lora, self._max_lora_rank)
+            known = None if model is None else model.record.lora
+            description = await asyncio.to_thread(check_on_base, description, base, content, known)
             async with self._checkpoints.changed(f"{project}/{name}"):
                 return await self._store(project, name, description, content)
         finally:
             await asyncio.to_thread(clear, tar, content)
-
-    async def _check_on_base(
-        self, description: Description, content: Path, model: RegisteredModel | None
-    ) -> Description:
-        """Checks the adapter. Returns the description with the layers as the model names them."""
-        check_rank(description.lora, self._max_lora_rank)
-        known = None if model is None else model.record.lora
-        try:
-            done = await self._trainer.run(CheckTask(lora=description.lora, folder=str(content), known=known))
-        except TrainerError as error:
-            what = f"the adapter does not fit base model '{description.base_model}'"
-            raise error.for_client(what, "adapter") from error
-        return description.model_copy(update={"lora": done.lora or description.lora})
 
     async def _store(self, project: str, name: str, description: Description, content: Path) -> RegisteredModel:
         model = self._registry.find(project, name)

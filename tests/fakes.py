@@ -17,7 +17,6 @@ from art_server.jobs.trainer_process import TrainerError
 from art_server.process.progress import StartProgress
 from art_server.process.shared.trainer_messages import (
     Done,
-    InitTask,
     LayersTask,
     MismatchLimits,
     Probe,
@@ -213,13 +212,12 @@ class FakeTrainer:
             for kind in self.layer_probes:
                 (Path(task.out_dir) / kind).mkdir()
             return Done(metrics={}, layer_probes=self.layer_probes)
-        if isinstance(task, InitTask | TrainTask):
-            folder = Path(task.out_dir)
-            (folder / "adapter_config.json").write_text("{}")
-            (folder / "adapter_model.safetensors").write_bytes(b"weights")
         if not isinstance(task, TrainTask):
             return Done(metrics={"loss/train": 0.5})
-        (Path(task.out_dir) / "optimizer.safetensors").write_bytes(b"moments")
+        folder = Path(task.out_dir)
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_model.safetensors").write_bytes(b"weights")
+        (folder / "optimizer.safetensors").write_bytes(b"moments")
         return Done(
             metrics={"loss/train": 0.5},
             optimizer_steps=(task.optimizer_steps or 0) + 1,

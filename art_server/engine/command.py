@@ -195,7 +195,7 @@ def engine_command(
     for key, value in arguments.items():
         flags += [f"--{key}", value]
     if facts.is_mixture:
-        flags += ["--lora-target-modules", *facts.lora_modules]
+        flags += ["--lora-target-modules", *facts.layers.last_names]
     return [
         sys.executable,
         "-m",

@@ -11,9 +11,7 @@ from art_server.jobs.trainer_process import RankLost, TrainerDied, TrainerError,
 from art_server.process.place import Place, PlaceFailed, PlaceLost
 from art_server.process.shared.trainer_messages import (
     UNLIKE_RANKS,
-    CheckTask,
     Done,
-    InitTask,
     Progress,
     Task,
     TrainTask,
@@ -173,7 +171,7 @@ class Gang:
             await self._gather()
             if isinstance(task, TrainTask) and self._budgets is not None:
                 task = task.model_copy(update={"budgets": await asyncio.to_thread(self._budgets.read)})
-            if self.num_ranks == 1 or isinstance(task, InitTask | CheckTask):
+            if self.num_ranks == 1:
                 return await self.ranks[0].run(task, on_progress, batch)
             return await self._run_together(task, on_progress, batch)
 

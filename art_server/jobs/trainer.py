@@ -1,24 +1,14 @@
 """The trainer process for the server's base model."""
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from art_server.engine.device.plan import MemoryPlan
 from art_server.jobs.budgets import Budgets
 from art_server.jobs.gang import Gang
-from art_server.jobs.trainer_process import TrainerProcess
 from art_server.process.place import Place
-from art_server.process.shared.trainer_messages import (
-    BetweenSteps,
-    CheckTask,
-    Done,
-    InitTask,
-    LoadTask,
-    Progress,
-    Task,
-    WorkerConfig,
-)
+from art_server.process.shared.trainer_messages import BetweenSteps, WorkerConfig
 from art_server.settings import Device, ServerConfig
 
 MIN_TOKENS = 64
@@ -27,15 +17,10 @@ MIN_TOKENS = 64
 
 class Trainer(Gang):
     """The worker processes that train adapters of the server's base model: a gang of one process, or of as many as `--ranks`.
-    With `--gangs` there are several gangs, which train jobs of different models at the same time.
+    With `--gangs` there are several gangs, which train jobs of different models at the same time."""
 
-    A task without a device (init, check) never waits for a step, nor for another machine: a second process runs the task, and
-    ends when no such task is left. The task does wait while the first process starts and loads the base model, because a
-    second process would slow this down.
-    """
-
-    def __init__(self, *, config: ServerConfig, device: Device, locations: Sequence[Place], aside: Place):
-        """`locations` has a place for each rank of each gang; `aside` is the place of the second process."""
+    def __init__(self, *, config: ServerConfig, device: Device, locations: Sequence[Place]):
+        """`locations` has a place for each rank of each gang."""
         cache_dir = config.server_dir / "unsloth"
         num, meeting = config.num_ranks(device), config.server_dir / "ranks"
         budgets = Budgets(config.server_dir / "budgets.json")
@@ -56,10 +41,6 @@ class Trainer(Gang):
         """The other gangs."""
         self._config = config
         self._device: Device = device
-        self._aside = TrainerProcess(location=aside, log_path=config.log_dir / "trainer.log", cache_dir=cache_dir)
-        self._num_aside = 0
-        self._num_steps = 0
-        """Tasks that train, running or waiting."""
 
     def set_base(self, path: Path, plan: MemoryPlan | None = None) -> None:
         """Sets the base model's folder and the GPU's memory plan (None on a CPU); the first task starts the process."""
@@ -82,9 +63,6 @@ class Trainer(Gang):
         )
         for gang in (self, *self.more):
             gang.use(worker)
-        # Unsloth needs a GPU, and takes longer to import.
-        deviceless = WorkerConfig(base_model=str(path), trainer="peft", device="cpu", threads=1)
-        self._aside.use(deviceless)
 
     def _num_threads(self) -> int | None:
         """Threads of each rank; None is torch's choice."""
@@ -107,31 +85,6 @@ class Trainer(Gang):
         await super().stop()
         for gang in self.more:
             await gang.stop()
-
-    async def run(
-        self,
-        task: Task,
-        on_progress: Callable[[Progress], Awaitable[None]] | None = None,
-        batch: bytes | None = None,
-    ) -> Done:
-        if isinstance(task, InitTask | CheckTask) and (self._num_steps or not self._own):
-            return await self._run_aside(task)
-        if isinstance(task, InitTask | CheckTask | LoadTask):
-            return await super().run(task, on_progress, batch)
-        self._num_steps += 1
-        try:
-            return await super().run(task, on_progress, batch)
-        finally:
-            self._num_steps -= 1
-
-    async def _run_aside(self, task: InitTask | CheckTask) -> Done:
-        self._num_aside += 1
-        try:
-            return await self._aside.run(task)
-        finally:
-            self._num_aside -= 1
-            if not self._num_aside:
-                await self._aside.stop()
 
 
 def _between_steps(plan: MemoryPlan | None) -> BetweenSteps:

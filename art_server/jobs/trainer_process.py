@@ -23,7 +23,6 @@ from typing import NamedTuple, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from art_protocol.log_file import LogFile
-from art_server.errors import InvalidInput, ServerError, Unavailable
 from art_server.jobs.budgets import Budgets
 from art_server.process.place import Command, Place, PlaceFailed, PlaceLost, Process
 from art_server.process.shared.trainer_messages import (
@@ -65,13 +64,6 @@ class TrainerError(Exception):
         self.code = code
         self.message = message
         self.retryable = retryable
-
-    def for_client(self, what: str, param: str) -> ServerError:
-        """The error for the client whose request caused the task. `what` failed, because of the request's field `param`; or for
-        the moment, if the error is retryable."""
-        if self.retryable:
-            return Unavailable(self.message, code=self.code)
-        return InvalidInput(f"{what}: {self.message}", code=self.code, param=param)
 
 
 class TrainerDied(TrainerError):

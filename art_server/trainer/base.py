@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model_state_dict
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,7 +18,8 @@ from transformers import (
 )
 
 from art_protocol.wire import LoRAConfig
-from art_server.trainer.layers import find_targets
+from art_server.store.adapter_layers import find_targets
+from art_server.trainer.layers import find_layers
 
 
 def load_base(base_model: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -111,13 +113,18 @@ def peft_config(lora: LoRAConfig, model: PreTrainedModel) -> PeftLoraConfig:
     """PEFT's configuration of an adapter of this model.
 
     Raises:
-        ValueError: `target_modules` names something else than layers that take an adapter.
+        UnknownLayers: `target_modules` names something else than layers that take an adapter.
     """
     return PeftLoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # PEFT declares int but only divides it by r
-        target_modules=find_targets(lora.target_modules, model),
+        target_modules=find_targets(lora.target_modules, find_layers(model)),
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
     )
+
+
+def adapter_tensors(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The adapter of a model, by the names of PEFT's files."""
+    return get_peft_model_state_dict(model, save_embedding_layers=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
+from art_server.store.adapter_tensors import STATE_KEYS
 
 
 def make_optimizer(parameters: Mapping[str, torch.nn.Parameter], learning_rate: float) -> torch.optim.AdamW:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -21,7 +21,7 @@ from art_server.trainer.attention import (
     default_kind,
     flex_padding,
 )
-from art_server.trainer.base import load_base, meta_model, peft_config, usual_attention
+from art_server.trainer.base import adapter_tensors, load_base, peft_config, usual_attention
 from art_server.trainer.batches import MicroBatch
 from art_server.trainer.distributions import RAW, cut_pieces
 from art_server.trainer.gang import ALONE, Gang
@@ -386,43 +386,6 @@ class Policy:
 def usual_dtype(device: torch.device) -> torch.dtype:
     """The number type of a base model on this device if none is requested."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def write_fresh_adapter(base_model: str, lora: LoRAConfig, seed: int, folder: Path) -> None:
-    """Writes an adapter that changes nothing: A is random by seed, B is zero. Loads no base and uses no device.
-
-    Source: Hu et al. 2021, arXiv:2106.09685, section 4.1; A is uniform within 1 / sqrt(inputs), as in PEFT.
-    """
-    model = outline_adapter(base_model, lora)
-    chance = torch.Generator().manual_seed(seed)
-
-    def fresh(name: str, like: torch.Tensor) -> torch.Tensor:
-        matrix = torch.zeros(like.shape)
-        if "lora_embedding_B" in name:  # of an embedding's adapter, PEFT makes B random and A zero
-            return matrix.normal_(generator=chance)
-        bound = like.shape[-1] ** -0.5 if "lora_A" in name else 0.0
-        return matrix.uniform_(-bound, bound, generator=chance)
-
-    tensors = {name: fresh(name, tensor) for name, tensor in adapter_tensors(model).items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    _save(model, tensors, folder)
-
-
-def outline_adapter(base_model: str, lora: LoRAConfig) -> PeftModel:
-    """The base with an adapter, both without weights, for names and shapes.
-
-    Raises:
-        ValueError: the base lacks layers that `lora` names, or these layers take no adapter.
-    """
-    base = meta_model(base_model)
-    with torch.device("meta"):
-        model = get_peft_model(base, peft_config(lora, base))
-    assert isinstance(model, PeftModel)
-    return model
-
-
-def adapter_tensors(model: PeftModel) -> dict[str, torch.Tensor]:
-    return get_peft_model_state_dict(model, save_embedding_layers=False)
 
 
 def _save(model: PeftModel, tensors: dict[str, torch.Tensor], folder: Path) -> None:

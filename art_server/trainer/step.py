@@ -11,10 +11,10 @@ import torch
 
 from art_protocol.wire import TrainConfig
 from art_server.process.shared.trainer_messages import Progress, TrainTask
+from art_server.store.adapter_layers import layer_kind
 from art_server.trainer.batches import MicroBatch, SampledTokens, TrainBatch
 from art_server.trainer.checking import make_checked_micro_batches
 from art_server.trainer.gang import Gang
-from art_server.trainer.layers import layer_kind
 from art_server.trainer.loss import TokenLoss, needs_whole_trajectories, policy_loss
 from art_server.trainer.old_logprobs import NOTHING_OLD, OldLogprobs, compute_logprobs
 from art_server.trainer.policy import Policy

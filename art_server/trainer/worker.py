@@ -33,7 +33,6 @@ from art_server.process.shared.trainer_messages import (
 )
 from art_server.store import files
 from art_server.trainer.agreement import own_facts
-from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint, write_first_checkpoint
 from art_server.trainer.gang import ALONE, Gang, OtherRankFailed, UnlikeRanks, is_lost_connection
 from art_server.trainer.gap import GapTooLarge
 from art_server.trainer.job import train
@@ -104,15 +103,12 @@ class Worker:
             )
         # A step that did not end is still on the device, which the engine needs.
         is_dropped = task.kind in ("train", "layers") and self._config.between_steps != "stay"
-        uses_policy = task.kind in ("load", "layers", "train")
         try:
             return self._run(task)
         except FloatingPointError as error:
             failed = Failed(code="non_finite", message=str(error))
         except GapTooLarge as error:
             failed = Failed(code="gap_too_large", message=str(error))
-        except BadCheckpoint as error:
-            failed = Failed(code="bad_checkpoint", message=str(error))
         except Cancelled:
             failed = Failed(code="cancelled", message="the job was cancelled", retryable=True)
         except TryAgainWithLess as error:
@@ -124,9 +120,9 @@ class Worker:
         except Exception as error:
             if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
                 raise  # no later call on the device would succeed; the server starts another process
-            # The process's outermost handler: the server decides whether the job is retried. The state of a model that
+            # The process's outermost handler: the server decides whether the job is retried. The state of the model that
             # was in use is unknown, so the next task loads the base again.
-            is_dropped = uses_policy
+            is_dropped = True
             traceback.print_exc()
             if is_lost_connection(error):
                 failed = Failed(code="other_rank_failed", message=f"another rank is lost: {error}", retryable=True)
@@ -144,12 +140,6 @@ class Worker:
         return failed
 
     def _run(self, task: Task) -> Done:
-        if task.kind == "init":
-            write_first_checkpoint(self._config.base_model, task.lora, task.seed, Path(task.out_dir))
-            return Done(metrics={})
-        if task.kind == "check":
-            lora = check_checkpoint(self._config.base_model, task.lora, Path(task.folder), task.known)
-            return Done(metrics={}, lora=lora)
         policy = self._load_policy()
         if task.kind == "load":
             return Done(metrics={"num_parameters": float(policy.num_parameters)})

@@ -104,7 +104,8 @@ def make_model(root: Path, settings: dict) -> None:
     from transformers import AutoModelForCausalLM
 
     from art_protocol.wire import LoRAConfig
-    from art_server.trainer.policy import ADAPTER_FILE, write_fresh_adapter
+    from art_server.store.model_folder import ADAPTER_FILE
+    from tests.first_steps import write_first_checkpoint
 
     torch.manual_seed(0)
     with torch.device(settings.get("device", "cpu")):
@@ -114,7 +115,7 @@ def make_model(root: Path, settings: dict) -> None:
     model.save_pretrained(root / "base")
     del model
     file = root / "adapter" / ADAPTER_FILE
-    write_fresh_adapter(str(root / "base"), LoRAConfig(), 1, root / "adapter")
+    write_first_checkpoint(str(root / "base"), LoRAConfig(), 1, root / "adapter")
     chance = torch.Generator().manual_seed(2)
     tensors = load_file(file)
     for name, tensor in tensors.items():

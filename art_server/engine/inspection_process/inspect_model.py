@@ -8,6 +8,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedModel
 
+from art_server.engine.inspection_process.adapter import read_adapter_config
 from art_server.engine.inspection_process.engine_classes import engine_problem
 from art_server.engine.inspection_process.parsers import seen_parsers
 from art_server.engine.inspection_process.quantization import find_quantization
@@ -16,7 +17,6 @@ from art_server.engine.inspection_process.sizes import (
     kv_heads,
     kv_per_token,
     state_per_sequence,
-    weight_shape,
 )
 from art_server.engine.inspection_process.template import find_notes, find_rules, read_templates
 from art_server.engine.inspection_process.tested import TESTED, UNTESTED
@@ -33,6 +33,8 @@ UNREADABLE = (
     StrictDataclassError,
 )
 """What transformers raises for a configuration that it does not understand."""
+UNADAPTABLE = (ValueError, TypeError, AttributeError, ImportError, RuntimeError)
+"""What PEFT raises for layers of which it makes no adapter."""
 NO_LANGUAGE_MODELS = ("Classification", "QuestionAnswering", "MaskedLM", "RewardModel")
 """Parts of the names of classes for other tasks, which published models have."""
 
@@ -61,9 +63,15 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
     if not architecture and (problem := engine_problem(type(model).__name__)):
         return _refused(facts, problem)
     try:
-        return _with_model(facts, folder, template, config, model)
+        facts = _with_model(facts, folder, template, config, model)
     except (AttributeError, KeyError, TypeError) as error:
         return _refused(facts, f"its layers are of an unknown kind: {str(error)[:300]}")
+    if facts.problem is not None or quantization not in (None, "bitsandbytes"):
+        return facts
+    try:
+        return facts.model_copy(update={"adapter_config": read_adapter_config(model, facts.layers)})
+    except UNADAPTABLE as error:
+        return _refused(facts, f"PEFT makes no adapter of its layers: {str(error)[:300]}")
 
 
 def _refused(facts: Facts, problem: str) -> Facts:
@@ -110,7 +118,7 @@ def _with_model(facts: Facts, folder: Path, template: Path | None, config: Any, 
         problem = "its configuration does not say how many positions it has (max_position_embeddings)"
         return _refused(facts, problem)
     layers = find_layers(model)
-    if not layers.takes:
+    if not layers.shapes:
         return _refused(facts, "none of its layers takes an adapter")
     family = facts.model_type
     templates = read_templates(folder, template)
@@ -129,11 +137,9 @@ def _with_model(facts: Facts, folder: Path, template: Path | None, config: Any, 
         kv_per_token=kv_per_token(model, text),
         state_per_sequence=state_per_sequence(model),
         kv_heads=1 if has_latent_attention else kv_heads(text),
-        is_mixture=layers.is_mixture,
         has_latent_attention=has_latent_attention,
         has_delta_rule=bool(getattr(text, "linear_num_key_heads", None)),
-        lora_width=sum(sum(weight_shape(model.get_submodule(path))) for path in layers.takes),
-        lora_modules=tuple(sorted({path.rpartition(".")[2] for path in layers.takes})),
+        layers=layers,
         stop_ids=find_stop_ids(folder, config),
         overrides=find_overrides(config),
         notes=find_notes(templates, folder) + untested,

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from art_server.trainer.layers import Layers
+from art_server.store.adapter_layers import Layers
 
 FUSED = ("qkv_proj", "kv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "att_proj")
 """Layers that compute keys and values at once, and most also queries."""
@@ -27,7 +27,7 @@ def intermediate(model: PreTrainedModel, text: Any, layers: Layers) -> int:
     """The inner width of a layer's feed-forward network; in a mixture of experts, of the active experts together."""
     inner = _largest(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     if not layers.is_mixture:
-        widest = max(max(weight_shape(model.get_submodule(path))) for path in layers.takes)
+        widest = max(map(max, layers.shapes.values()))
         return min(inner, widest)  # LFM2's layers are narrower than its file says
     counts = [getattr(text, name, None) for name in ACTIVE_EXPERTS]
     active = next(filter(None, counts), 1)

@@ -135,26 +135,6 @@ class Batch(TrainerMessage):
     """Number of groups in the request. None: the number of groups here."""
 
 
-class InitTask(TrainerMessage):
-    """Writes a fresh adapter into out_dir (step 0: the policy equals the base model)."""
-
-    kind: Literal["init"] = "init"
-    lora: LoRAConfig
-    out_dir: str
-    seed: int = 0
-
-
-class CheckTask(TrainerMessage):
-    """Checks that a folder's adapter, and its optimizer state if there is one, fit the base and `lora`. Fails with
-    "bad_checkpoint" otherwise."""
-
-    kind: Literal["check"] = "check"
-    lora: LoRAConfig
-    known: LoRAConfig | None = None
-    """The configuration of the model that gets the adapter, if there is one."""
-    folder: str
-
-
 class LoadTask(TrainerMessage):
     """Loads the base model, so that the first step does not wait for it."""
 
@@ -259,7 +239,7 @@ class TrainTask(TrainerMessage):
     """Token budgets that fitted after memory ran out in earlier jobs, by key (`trainer/token_budget.py`)."""
 
 
-Task = Annotated[InitTask | CheckTask | LoadTask | LayersTask | TrainTask, Field(discriminator="kind")]
+Task = Annotated[LoadTask | LayersTask | TrainTask, Field(discriminator="kind")]
 
 
 class Ready(TrainerMessage):
@@ -294,9 +274,6 @@ class Done(TrainerMessage):
     """Decisions and observations of the trainer, as sentences for the job's report."""
     probe: Probe | None = None
     """After a train task with limits: what the engine must reproduce before the step serves."""
-    lora: LoRAConfig | None = None
-    """After a check task: the task's configuration, in which layers listed by path have the names of `known`, or
-    shorter names."""
     layer_probes: dict[str, Probe] = {}
     """After a layers task: what the engine must reproduce with each adapter, by kind of layer."""
     environment: dict[str, str] = {}

@@ -24,11 +24,12 @@ from art_server.store.archive import (
     MAX_DESCRIPTION_BYTES,
     Description,
     check_content,
+    check_on_base,
     describe_step,
     place_checkpoint,
     read_description,
 )
-from art_server.store.base_models import find_base_model
+from art_server.store.base_models import check_trainable, find_base_model
 from art_server.store.model_folder import (
     ADAPTER_FILE,
     DESCRIPTION_FILE,
@@ -171,20 +172,14 @@ def store_model(flags: argparse.Namespace, text: str, content: Path, description
 
 
 def store_in_folder(root: Path, folder: ModelFolder, content: Path, description: Description) -> None:
-    # Imported here, because torch and the server's parts take seconds to load.
+    # Imported here, because the server's parts take seconds to load.
     from art_server.settings import ServerConfig
-    from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint
 
     check_case(list_model_folders(root.absolute()), folder)
-    base = find_base_model(description.base_model, base_models.CACHE_DIR)
-    try:
-        known = folder.read().lora if folder.exists() else None
-        lora = check_checkpoint(str(base.path), description.lora, content, known)
-    except BadCheckpoint as error:
-        raise InvalidInput(
-            f"the adapter does not fit base model '{base.name}': {error}", code="bad_checkpoint"
-        ) from error
-    description = description.model_copy(update={"lora": lora})
+    base = find_base_model(description.base_model, base_models.CACHE_DIR, needs_weights=False)
+    check_trainable(base)
+    known = folder.read().lora if folder.exists() else None
+    description = check_on_base(description, base, content, known)
     config = ServerConfig(path=root)
     try:
         lock = files.lock_folder(config.server_dir)

@@ -27,9 +27,9 @@ from art_server.store.model_folder import (
     DESCRIPTION_FILE,
     OPTIMIZER_FILE,
 )
-from art_server.trainer.policy import write_fresh_adapter
 from art_transfer import http_transfer
 from art_transfer.export import public_name
+from tests.first_steps import write_first_checkpoint
 from tests.quick.checkpoints.house import TINY_LORA, add_model
 from tests.quick.checkpoints.transfers import model, run, same_weights, serving
 from tests.toy_models import make_model
@@ -270,7 +270,7 @@ def test_an_adapter_that_does_not_fit_makes_no_model(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_model("qwen3", tmp_path / "base")
-    write_fresh_adapter(str(tmp_path / "base"), TINY_LORA, 0, tmp_path / "other")
+    write_first_checkpoint(str(tmp_path / "base"), TINY_LORA, 0, tmp_path / "other")
     import_it = ("import", tmp_path / "other", "--path", path, "--model")
     said = refused(capsys, *import_it, "q/b", "--base-model", "art/tiny")
     assert "does not fit base model 'art/tiny'" in said
@@ -327,7 +327,7 @@ def test_the_key_is_that_of_the_environment(
 def test_a_server_s_refusal_is_reported_in_its_words(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_fresh_adapter(str(TINY_DIR), TINY_LORA, 0, tmp_path / "out")
+    write_first_checkpoint(str(TINY_DIR), TINY_LORA, 0, tmp_path / "out")
     import_it = ("import", tmp_path / "out", "--base-model", "art/tiny", "--model", "p/a")
     with serving(path) as (url, _):
         said = refused(capsys, *import_it, "--url", url)

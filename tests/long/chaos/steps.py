@@ -30,8 +30,8 @@ from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Registry
-from art_server.trainer.checkpoint import write_first_checkpoint
 from tests.fakes import FakeEngine, keep_all
+from tests.first_steps import write_first_checkpoint
 from tests.long.chaos.server import VARIABLE, arm
 
 POLICY = TrainConfig(learning_rate=1e-3, mini_batches=2, passes=2)
@@ -91,7 +91,7 @@ async def main(folder: Path, num_jobs: int) -> None:
     children = Children(config.server_dir, config.log_dir)
     children.reap()
     here = Here(device="cpu", children=children)
-    trainer = Trainer(config=config, device="cpu", locations=[here], aside=here)
+    trainer = Trainer(config=config, device="cpu", locations=[here])
     trainer.set_base(TINY_DIR)
     add_model(registry, folder / "engine.log")
     for index in range(num_jobs):

@@ -24,7 +24,6 @@ from art_server.process.place import Here
 from art_server.process.shared.main_memory import main_memory
 from art_server.process.shared.trainer_messages import (
     Batch,
-    InitTask,
     TokenSequence,
     TrainableGroup,
     TrainableTrajectory,
@@ -36,6 +35,7 @@ from art_server.store.registry import Registry
 from art_server.trainer.token_budget import budget_key
 from scripts import replay
 from tests.fakes import FakeEngine, keep_all
+from tests.first_steps import write_first_checkpoint
 from tests.waiting import PATIENCE_SECONDS
 
 LORA = LoRAConfig(rank=4, target_modules=["q_proj", "v_proj"])
@@ -72,7 +72,7 @@ async def train_two_steps(path: Path) -> ModelFolder:
     trainer.use(config)
     folder = registry.folder("p", "a")
     first = folder.new_checkpoint_dir()
-    await trainer.run(InitTask(lora=LORA, out_dir=str(first)))
+    write_first_checkpoint(str(TINY_DIR), LORA, 0, first)
     folder.commit_checkpoint(first, CheckpointRecord(step=0))
     record = ModelRecord(name="a", project="p", base_model="art/tiny", lora=LORA)
     folder.create(record, path / "engine.log")

@@ -37,9 +37,9 @@ from art_server.settings import NumberType, ServerConfig
 from art_server.store.base_facts import read_facts
 from art_server.store.base_models import BaseModel, check_on_cpu, check_trainable, weight_files
 from art_server.trainer.base import load_base
-from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
+from tests.first_steps import write_first_checkpoint
 from tests.toy_models import make_model
 
 LORA = LoRAConfig(rank=8)
@@ -129,7 +129,7 @@ def start_engine(family: str, base: Path, number_type: NumberType) -> Any:
         str(base),
         enable_lora=True,
         max_lora_rank=LORA.rank,
-        lora_target_modules=list(facts.lora_modules) if facts.is_mixture else None,
+        lora_target_modules=list(facts.layers.last_names) if facts.is_mixture else None,
         dtype=number_type,
         max_model_len=MAX_LENGTH,
         hf_overrides=facts.overrides,

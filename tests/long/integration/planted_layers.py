@@ -2,6 +2,7 @@
 the model with the engine, as the check of layers does before a base's first job. Then it changes one of the adapters that
 agree, and compares it again. It prints two JSON objects: what is wrong with each kind, and with each change."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from art_server.engine.probe_check import find_fault
 from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.process.shared.trainer_messages import Probe
-from art_server.trainer import layers
+from art_server.store.adapter_layers import Layers
+from art_server.trainer import base as trainer_base
 from art_server.trainer.policy import Policy
 from art_server.trainer.probe import write_layer_probes
 from tests.long.integration.family_engine import LORA, score, start_engine
@@ -30,13 +33,14 @@ LIMITS = mismatch_limits(("float32", "float32"))
 
 def main() -> None:
     family = sys.argv[1]
-    find_layers = layers.find_layers
+    find_layers = trainer_base.find_layers
 
-    def with_folded(model: layers.PreTrainedModel) -> layers.Layers:
+    def with_folded(model: PreTrainedModel) -> Layers:
         family_layers = find_layers(model)
-        return layers.Layers(family_layers.takes | family_layers.folded, frozenset(), family_layers.is_mixture)
+        shapes = family_layers.shapes | dict.fromkeys(family_layers.folded, (0, 0))
+        return dataclasses.replace(family_layers, shapes=shapes, folded=())
 
-    layers.find_layers = with_folded
+    trainer_base.find_layers = with_folded
     with tempfile.TemporaryDirectory() as folder:
         base, adapters = make_model(family, Path(folder) / "base"), Path(folder) / "adapters"
         adapters.mkdir()

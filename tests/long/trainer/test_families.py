@@ -7,10 +7,10 @@ import pytest
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.process.shared.trainer_messages import TrainTask
 from art_server.trainer.base import meta_model
-from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.job import train
 from art_server.trainer.layers import find_layers
 from art_server.trainer.policy import Policy
+from tests.first_steps import write_first_checkpoint
 from tests.quick.trainer.conftest import MakeBatch
 from tests.toy_models import FAMILIES, WITHOUT_TREES, make_model
 

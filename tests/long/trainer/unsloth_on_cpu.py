@@ -58,9 +58,9 @@ from art_server.trainer.batches import (  # noqa: E402
     make_micro_batches,
     make_train_batch,
 )
-from art_server.trainer.checkpoint import write_first_checkpoint  # noqa: E402
 from art_server.trainer.job import train  # noqa: E402
 from art_server.trainer.unsloth_policy import UnslothPolicy  # noqa: E402
+from tests.first_steps import write_first_checkpoint  # noqa: E402
 
 SERVERS_LENGTH = 32_768
 CPU = torch.device("cpu")

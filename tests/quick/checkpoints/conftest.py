@@ -11,10 +11,9 @@ def tiny_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from safetensors.torch import load_file, save_file
 
+    from art_server.store.adapter_tensors import STATE_KEYS
     from art_server.store.base_models import TINY_DIR
-    from art_server.trainer.checkpoint import write_first_checkpoint
-    from art_server.trainer.optimizer import STATE_KEYS
-    from art_server.trainer.policy import outline_adapter
+    from tests.first_steps import write_first_checkpoint
     from tests.quick.checkpoints.house import TINY_LORA
 
     folder = tmp_path_factory.mktemp("adapter")
@@ -25,12 +24,11 @@ def tiny_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, tensor in tensors.items():
         tensors[name] = torch.randn(tensor.shape, generator=chance) * 0.05
     save_file(tensors, file, metadata={"format": "pt"})
-    model = outline_adapter(str(TINY_DIR), TINY_LORA)
     state: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            values = torch.tensor(3.0), torch.ones(parameter.shape), torch.ones(parameter.shape)
-            state |= {f"{name}.{key}": value for key, value in zip(STATE_KEYS, values, strict=True)}
+    for name, tensor in tensors.items():
+        parameter = name.removesuffix(".weight") + ".default.weight"
+        values = torch.tensor(3.0), torch.ones(tensor.shape), torch.ones(tensor.shape)
+        state |= {f"{parameter}.{key}": value for key, value in zip(STATE_KEYS, values, strict=True)}
     save_file(state, folder / "optimizer.safetensors")
     return folder
 

@@ -1,9 +1,8 @@
 """A server's parts around checkpoints: real folders, registry, queue, gate and routes; an engine and a trainer that hold
 nothing."""
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from art_protocol.history import history_row
 from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
 from art_server.app import make_app
 from art_server.jobs.job_row import Payload
-from art_server.jobs.trainer_process import TrainerError
-from art_server.process.shared.trainer_messages import Batch, CheckTask, Done, Task
+from art_server.process.shared.trainer_messages import Batch
 from art_server.server import build
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR, BaseModel
@@ -25,7 +23,6 @@ from art_server.store.model_folder import (
     ModelRecord,
     copy_content,
 )
-from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint
 from tests.asgi_client import client
 from tests.fakes import FakeEngine, FakeTrainer
 
@@ -55,35 +52,16 @@ def commit(folder: ModelFolder, adapter: Path, step: int, **fields: Any) -> None
     folder.commit_checkpoint(content, described)
 
 
-class CheckingTrainer(FakeTrainer):
-    """Checks as the trainer's process does, one at a time: a model is built under torch's global default type."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = asyncio.Lock()
-
-    async def run(self, task: Task, on_progress: Any = None, batch: bytes | None = None) -> Done:
-        if not isinstance(task, CheckTask):
-            return await super().run(task, on_progress, batch)
-        folder = Path(task.folder)
-        try:
-            async with self._lock:
-                lora = await asyncio.to_thread(check_checkpoint, str(TINY_DIR), task.lora, folder, task.known)
-        except BadCheckpoint as error:
-            raise TrainerError("bad_checkpoint", str(error)) from error
-        return Done(metrics={}, lora=lora)
-
-
 class House:
     """A server that runs no process."""
 
-    def __init__(self, root: Path, **settings: Any):
+    def __init__(self, root: Path, make_trainer: Callable[..., Any] | None = None, **settings: Any):
         config = ServerConfig(path=root, **settings)
         self.engine = FakeEngine()
         self.engine.base = BaseModel("art/tiny", TINY_DIR)
         engine: Any = self.engine
-        trainer: Any = CheckingTrainer()
-        self.server = build(config, make_engine=lambda **_: engine, make_trainer=lambda **_: trainer)
+        trainer: Any = FakeTrainer()
+        self.server = build(config, make_engine=lambda **_: engine, make_trainer=make_trainer or (lambda **_: trainer))
         self.checkpoints, self.uploads = self.server.checkpoints, self.server.uploads
         self.registry = self.server.registry
         self.gate, self.queue = self.server.gate, self.server.queue

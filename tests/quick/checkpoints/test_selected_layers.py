@@ -12,15 +12,16 @@ from peft.tuners.lora import LoraLayer
 
 from art_protocol.wire import LoRAConfig
 from art_server.store.adapter import read_lora
+from art_server.store.adapter_tensors import check_checkpoint
 from art_server.store.archive import Description, write_tar
-from art_server.store.base_models import TINY_DIR
+from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import CONFIG_FILE, content_digests
 from art_server.store.selected_layers import BadPattern, not_selected
 from art_server.trainer.base import load_base
-from art_server.trainer.checkpoint import check_checkpoint
 from art_server.trainer.policy import Policy
 from tests.quick.checkpoints.house import house
 
+TINY = BaseModel("art/tiny", TINY_DIR)
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 UNSLOTH = (
     r"(?:.*?(?:language|text).*?)?model\.layers\.[\d]{1,}\.(?:self_attn|mlp)\."
@@ -72,13 +73,13 @@ def changes(model: PeftModel) -> dict[str, torch.Tensor]:
 def test_an_adapter_is_the_function_that_peft_makes_of_it(name: str, tmp_path: Path) -> None:
     expected = changes(saved(tmp_path, **CONFIGS[name]))
     lora, _ = read_lora(tmp_path)
-    lora = check_checkpoint(str(TINY_DIR), lora, tmp_path)
+    lora = check_checkpoint(TINY.facts.layers, lora, tmp_path)
     policy = Policy(str(TINY_DIR))
     policy.load_adapter(lora, tmp_path)
     (tmp_path / "again").mkdir()
     policy.save_adapter(tmp_path / "again")
     again, _ = read_lora(tmp_path / "again")
-    policy.load_adapter(check_checkpoint(str(TINY_DIR), again, tmp_path / "again"), tmp_path / "again")
+    policy.load_adapter(check_checkpoint(TINY.facts.layers, again, tmp_path / "again"), tmp_path / "again")
     actual = changes(policy.model)
     assert actual.keys() == expected.keys() and actual
     for layer, change in expected.items():
@@ -88,7 +89,7 @@ def test_an_adapter_is_the_function_that_peft_makes_of_it(name: str, tmp_path: P
 def test_layers_have_their_shortest_names(tmp_path: Path) -> None:
     def names(known: LoRAConfig | None = None, **fields: Any) -> list[str] | None:
         saved(tmp_path, **fields)
-        return check_checkpoint(str(TINY_DIR), read_lora(tmp_path)[0], tmp_path, known).target_modules
+        return check_checkpoint(TINY.facts.layers, read_lora(tmp_path)[0], tmp_path, known).target_modules
 
     assert names(target_modules=UNSLOTH) is None
     assert names(LoRAConfig(target_modules=ALL), target_modules=UNSLOTH) == ALL

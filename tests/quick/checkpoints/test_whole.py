@@ -12,12 +12,12 @@ from art_protocol.history import history_row
 from art_protocol.wire import JobReport, LoRAConfig, RegisterRequest, TrainConfig
 from art_server.errors import NotFound, StorageFull
 from art_server.jobs.job_row import Payload
-from art_server.process.shared.trainer_messages import Batch, Done, InitTask
+from art_server.process.shared.trainer_messages import Batch
 from art_server.store import files
+from art_server.store.adapter_tensors import check_checkpoint
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE, OPTIMIZER_FILE, ModelFolder
 from art_server.store.registry import Registry
-from art_server.trainer.checkpoint import check_checkpoint, write_first_checkpoint
 from art_watch.runs import Runs
 from tests.quick.checkpoints.house import House, add_model, commit, house
 
@@ -189,13 +189,7 @@ async def test_every_use_of_a_model_verifies_it(tmp_path: Path, tiny_adapter: Pa
 async def test_a_registration_that_was_cut_off_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its step 0 may have another adapter shape."""
 
-    class Trainer:
-        async def run(self, task: InitTask) -> Done:
-            write_first_checkpoint(str(TINY_DIR), task.lora, task.seed, Path(task.out_dir))
-            return Done(metrics={})
-
     async def register(here: House, rank: int) -> None:
-        here.server.registration._trainer = Trainer()  # type: ignore[assignment]
         shape = LoRAConfig(rank=rank)
         request = RegisterRequest(project="p", name="a", base_model="art/tiny", lora=shape)
         await here.server.registration.register(request, {})
@@ -211,7 +205,7 @@ async def test_a_registration_that_was_cut_off_begins_anew(tmp_path: Path, monke
                 await register(here, rank=16)
         await register(here, rank=4)
         folder = here.registry.get("p", "a").folder
-        check_checkpoint(str(TINY_DIR), LoRAConfig(rank=4), folder.checkpoint_dir(0))
+        check_checkpoint((await _tiny()).facts.layers, LoRAConfig(rank=4), folder.checkpoint_dir(0))
 
 
 async def _tiny(*_: object) -> BaseModel:

@@ -1,20 +1,16 @@
-"""What the trainer's process is told of the memory plan, and which of two processes runs a task."""
+"""What the trainer's process is told of the memory plan."""
 
-import asyncio
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.engine.device.plan import MemoryPlan, make_memory_plan
 from art_server.jobs.trainer import MIN_TOKENS, Trainer
 from art_server.process.place import Here
-from art_server.process.shared.trainer_messages import CheckTask, InitTask, LoadTask, Progress, TrainTask, WorkerConfig
+from art_server.process.shared.trainer_messages import WorkerConfig
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR
-from tests.places import HereInstead
 from tests.quick.engine.device.cards import FIGURES, card, demand
 
 
@@ -22,7 +18,7 @@ def worker_config(plan: MemoryPlan | None, folder: Path, **settings: int) -> Wor
     """The settings of the process."""
     device = "cpu" if plan is None else "cuda"
     config = ServerConfig(path=folder, **settings)  # type: ignore[arg-type]
-    trainer = Trainer(config=config, device=device, locations=[Here(device=device)], aside=Here(device=device))
+    trainer = Trainer(config=config, device=device, locations=[Here(device=device)])
     trainer.set_base(TINY_DIR, plan)
     (rank,) = trainer.ranks
     assert rank.worker is not None
@@ -62,49 +58,3 @@ def test_on_a_cpu_the_worker_chooses_its_tokens(tmp_path: Path) -> None:
     config = worker_config(None, tmp_path)
     assert config.device == "cpu" and config.between_steps == "stay"
     assert config.max_tokens_per_micro_batch is None and config.checkpointing_factor is None
-
-
-WORKER = """
-import json, sys, time
-print('{"event":"ready"}', flush=True)
-for line in sys.stdin:
-    task = json.loads(line)
-    print(json.dumps({"event": "progress", "phase": sys.argv[1], "completed": 0, "total": 1}), flush=True)
-    if task["kind"] == "train":
-        time.sleep(1000)
-    print(json.dumps({"event": "done", "metrics": {}, "notes": [sys.argv[1]]}), flush=True)
-"""
-
-
-@pytest.mark.anyio
-async def test_a_task_without_a_device_never_waits_for_a_step(tmp_path: Path) -> None:
-    trainer = Trainer(
-        config=ServerConfig(path=tmp_path),
-        device="cpu",
-        locations=[HereInstead(lambda _: [sys.executable, "-c", WORKER, "main"])],
-        aside=HereInstead(lambda _: [sys.executable, "-c", WORKER, "aside"]),
-    )
-    trainer.set_base(TINY_DIR)
-    settings = trainer._aside.worker
-    assert settings is not None and (settings.base_model, settings.device) == (str(TINY_DIR), "cpu")
-    init = InitTask(lora=LoRAConfig(), out_dir=str(tmp_path))
-    check = CheckTask(lora=LoRAConfig(), folder=str(tmp_path))
-    begun = asyncio.Event()
-    load = LoadTask()
-    step = TrainTask(lora=LoRAConfig(), in_dir="0", out_dir="1", config=TrainConfig())
-    async with asyncio.timeout(100):
-        done = await asyncio.gather(trainer.run(load), trainer.run(init), trainer.run(check))
-        assert [result.notes for result in done] == [["main"]] * 3, "no step runs: no second process slows the start"
-        assert trainer._aside.pid is None
-
-        async def note(_: Progress) -> None:
-            begun.set()
-
-        training = asyncio.create_task(trainer.run(step, note))
-        await begun.wait()
-        done = await asyncio.gather(trainer.run(init), trainer.run(check), trainer.run(init))
-        assert [result.notes for result in done] == [["aside"]] * 3
-        assert trainer._aside.pid is None, "it ended with its last task"
-        assert not training.done() and trainer.ranks[0].pid is not None
-    training.cancel()
-    await asyncio.wait([training])

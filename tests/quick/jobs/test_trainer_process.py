@@ -20,7 +20,14 @@ from art_server.jobs.trainer_process import (
     worker_environment,
 )
 from art_server.process.place import cpu_seconds
-from art_server.process.shared.trainer_messages import Batch, InitTask, Progress, TrainTask, WorkerConfig
+from art_server.process.shared.trainer_messages import (
+    Batch,
+    LayersTask,
+    MismatchLimits,
+    Progress,
+    TrainTask,
+    WorkerConfig,
+)
 from tests.places import HereInstead
 from tests.processes import wait_until_gone
 from tests.waiting import wait_until
@@ -74,8 +81,9 @@ def make_trainer(tmp_path: Path, mode: str = "good") -> TrainerProcess:
     return trainer
 
 
-def order(out_dir: str) -> InitTask:
-    return InitTask(lora=LoRAConfig(), out_dir=out_dir)
+def order(out_dir: str) -> LayersTask:
+    """A task that trains nothing."""
+    return LayersTask(lora=LoRAConfig(), out_dir=out_dir, mismatch_limits=MismatchLimits(high=1.0, wrong=1.0))
 
 
 def training(out_dir: str) -> TrainTask:

@@ -1,48 +1,50 @@
-"""Registering, forking, deleting and uploading while a step trains: none of them waits for it."""
+"""Registering, forking, deleting and uploading: none waits for another, nor for a step, and none needs a trainer's process."""
 
 import asyncio
 import contextlib
+import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from art_protocol.wire import ForkRequest, LoRAConfig, RegisterRequest
-from art_server.errors import Conflict
-from art_server.process.shared.trainer_messages import Done, InitTask
+from art_protocol.wire import ForkRequest, LoRAConfig, RegisterRequest, TrainConfig
+from art_server import registration
+from art_server.errors import Conflict, InvalidInput
+from art_server.jobs.trainer import Trainer
+from art_server.process.shared.trainer_messages import Progress, TrainTask
 from art_server.store.base_models import TINY_DIR, BaseModel
+from art_server.store.first_step import write_first_step
 from art_server.store.registry import RegisteredModel
-from art_server.trainer.checkpoint import write_first_checkpoint
 from tests.new_models import add_model
 from tests.quick.checkpoints.house import TINY_LORA, House, house
-from tests.waiting import until
+from tests.registering import counted_starts, make_models
+from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = pytest.mark.anyio
 
 
-class SlowTrainer:
-    """Writes a step 0 once `aside` is set, as behind a running step or the start of a second process."""
+class SlowDisk:
+    """Takes a step 0 once `may_write` is set."""
 
     def __init__(self) -> None:
-        self.aside = asyncio.Event()
-        self._lock = asyncio.Lock()
+        self.may_write = threading.Event()
         self.shapes: list[LoRAConfig] = []
 
-    async def run(self, task: InitTask) -> Done:
-        self.shapes.append(task.lora)
-        await self.aside.wait()
-        # A process does one task at a time: a model is built under torch's global default type.
-        async with self._lock:
-            await asyncio.to_thread(write_first_checkpoint, str(TINY_DIR), task.lora, 0, Path(task.out_dir))
-        return Done(metrics={})
+    def write_first_step(self, base: BaseModel, lora: LoRAConfig, folder: Path) -> None:
+        self.shapes.append(lora)
+        assert self.may_write.wait(PATIENCE_SECONDS)
+        write_first_step(base, lora, folder)
 
 
 @contextlib.asynccontextmanager
-async def slow_house(root: Path) -> AsyncIterator[tuple[House, SlowTrainer]]:
-    async with house(root) as here:
-        trainer = SlowTrainer()
-        here.server.registration._trainer = trainer  # type: ignore[assignment]
-        yield here, trainer
+async def slow_house(root: Path) -> AsyncIterator[tuple[House, SlowDisk]]:
+    disk = SlowDisk()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registration, "write_first_step", disk.write_first_step)
+        async with house(root) as here:
+            yield here, disk
 
 
 async def register(here: House, name: str, lora: LoRAConfig = TINY_LORA) -> RegisteredModel:
@@ -52,18 +54,18 @@ async def register(here: House, name: str, lora: LoRAConfig = TINY_LORA) -> Regi
 
 
 async def test_nothing_waits_for_the_step_0_of_another_model(tmp_path: Path) -> None:
-    async with slow_house(tmp_path) as (here, trainer):
-        trainer.aside.set()
+    async with slow_house(tmp_path) as (here, disk):
+        disk.may_write.set()
         known = await register(here, "known")
-        trainer.aside.clear()
+        disk.may_write.clear()
         new = asyncio.create_task(register(here, "new"))
-        await until(lambda: len(trainer.shapes) == 2)
+        await until(lambda: len(disk.shapes) == 2)
         assert await register(here, "known") is known
         fork = await here.server.checkpoints.fork(known, ForkRequest(project="p", name="fork"))
         assert fork.folder.steps() == [0]
         await here.server.checkpoints.delete_model(known)
         assert here.registry.find("p", "new") is None and not new.done()
-        trainer.aside.set()
+        disk.may_write.set()
         assert (await new).step == 0
 
 
@@ -77,11 +79,11 @@ async def test_another_base_for_an_existing_model_is_answered_with_its_own(tmp_p
 
 
 async def test_two_registrations_of_one_name_make_one_model(tmp_path: Path) -> None:
-    async with slow_house(tmp_path) as (here, trainer):
+    async with slow_house(tmp_path) as (here, disk):
         loras = (TINY_LORA, TINY_LORA, LoRAConfig(rank=8))
         tasks = [asyncio.create_task(register(here, "a", lora)) for lora in loras]
-        await until(lambda: len(trainer.shapes) == 3)
-        trainer.aside.set()
+        await until(lambda: len(disk.shapes) == 3)
+        disk.may_write.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         model = here.registry.get("p", "a")
         for lora, result in zip(loras, results, strict=True):  # any of them can be the first
@@ -94,10 +96,10 @@ async def test_two_registrations_of_one_name_make_one_model(tmp_path: Path) -> N
 
 
 async def test_of_names_that_differ_by_case_the_first_is_registered(tmp_path: Path) -> None:
-    async with slow_house(tmp_path) as (here, trainer):
+    async with slow_house(tmp_path) as (here, disk):
         tasks = [asyncio.create_task(register(here, name)) for name in ("Agent", "agent")]
-        await until(lambda: len(trainer.shapes) == 2)
-        trainer.aside.set()
+        await until(lambda: len(disk.shapes) == 2)
+        disk.may_write.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         (refused,) = (result for result in results if isinstance(result, Conflict))
         (model,) = here.registry.all()
@@ -114,11 +116,48 @@ async def test_a_loaded_base_model_is_known_while_the_loader_is_busy(tmp_path: P
 
 
 async def test_a_registration_says_what_the_chat_template_does_not_take(tmp_path: Path) -> None:
-    async with slow_house(tmp_path) as (here, trainer):
-        trainer.aside.set()
+    async with slow_house(tmp_path) as (here, disk):
+        disk.may_write.set()
         base = BaseModel("art/tiny", TINY_DIR)
         vars(base)["facts"] = base.facts.model_copy(update={"notes": ("a note",)})
         here.engine.base = base
         request = RegisterRequest(project="p", name="told", base_model="art/tiny", lora=TINY_LORA)
         assert (await here.server.registration.register(request)).notes == ["a note"]
         assert here.server.registration.info(here.registry.get("p", "told")).notes == []
+
+
+async def test_layers_that_the_model_lacks_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    async with house(tmp_path) as here:
+        with pytest.raises(InvalidInput, match=r"target_modules names nothing, but .* choose from .*q_proj") as refused:
+            await register(here, "a", LoRAConfig(target_modules=["q_proj", "nothing"]))
+        assert (refused.value.code, refused.value.param) == ("unknown_layers", "lora")
+        assert here.registry.find("p", "a") is None and not here.registry.folder("p", "a").steps()
+
+
+TRAINS_FOR_EVER = """
+import sys, time
+print('{"event":"ready"}', flush=True)
+sys.stdin.readline()
+print('{"event":"progress","phase":"train","completed":1,"total":2}', flush=True)
+time.sleep(1000)
+"""
+
+
+async def test_beside_a_step_no_trainer_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = counted_starts(monkeypatch)
+    begun = asyncio.Event()
+
+    async def note(_: Progress) -> None:
+        begun.set()
+
+    async with house(tmp_path, make_trainer=Trainer) as here, here.client() as http:
+        trainer = here.server.trainer
+        trainer.ranks[0]._command = [sys.executable, "-c", TRAINS_FOR_EVER]
+        task = TrainTask(lora=LoRAConfig(), in_dir="0", out_dir="1", config=TrainConfig())
+        training = asyncio.create_task(trainer.run(task, note))
+        await begun.wait()
+        await make_models(http)
+        assert not training.done() and len(starts) == 1, "only the step's own process"
+        await trainer.stop()
+        await asyncio.wait([training])
+        assert {model.record.name for model in here.registry.all()} == {"registered", "uploaded", "forked"}

@@ -211,7 +211,7 @@ def test_each_published_layout_is_interpreted(toy: str, tmp_path: Path) -> None:
     facts = read_facts(tmp_path)
     assert (facts.problem, facts.vocabulary, facts.max_positions) == (None, 1408, 1024)
     assert facts.kv_heads == {"gemma4 whose keys are values": 1}.get(toy, 1 if facts.has_latent_attention else 2)
-    assert facts.lora_modules
+    assert facts.layers.shapes and facts.adapter_config["peft_type"] == "LORA"
 
 
 USELESS = {

@@ -17,8 +17,8 @@ from transformers import (
 from art_protocol.wire import LoRAConfig
 from art_server.store.base_models import TINY_DIR
 from art_server.trainer.base import find_class, load_base
-from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.policy import Policy
+from tests.first_steps import write_first_checkpoint
 from tests.toy_models import make_model
 
 

@@ -88,7 +88,7 @@ def test_layers_that_vllm_folds_into_others_take_none() -> None:
     latent, values = outline("glm4_moe_lite"), outline("gemma4 whose keys are values")
     assert {path.rpartition(".")[2] for path in find_layers(latent).folded} == {"kv_b_proj"}
     folded = "model.language_model.layers.1.self_attn.k_proj"
-    assert find_layers(values).folded == {folded}
+    assert find_layers(values).folded == (folded,)
     assert folded.replace("1", "0") in find_layers(values).takes
     for model, name in ((latent, "kv_b_proj"), (values, "k_proj"), (values, folded)):
         with pytest.raises(ValueError, match=f"target_modules .*{re.escape(name)},"):

@@ -21,7 +21,6 @@ from art_server.process.shared.trainer_messages import (
     TrainTask,
 )
 from art_server.trainer.batches import make_train_batch
-from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.job import train
 from art_server.trainer.layers import layer_kind
 from art_server.trainer.policy import ADAPTER_FILE, Policy
@@ -35,6 +34,7 @@ from art_server.trainer.probe import (
     is_due,
     write_layer_probes,
 )
+from tests.first_steps import write_first_checkpoint
 
 WIDE = MismatchLimits(high=100.0, wrong=100.0)
 """The batches' log-probabilities are random numbers."""

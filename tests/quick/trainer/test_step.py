@@ -35,7 +35,7 @@ from art_server.process.shared.trainer_messages import (
 )
 from art_server.trainer.attention import ForestAttention
 from art_server.trainer.batches import MicroBatch, TrainSequence, make_train_batch
-from art_server.trainer.checkpoint import OPTIMIZER_FILE, write_first_checkpoint
+from art_server.trainer.checkpoint import OPTIMIZER_FILE
 from art_server.trainer.gap import GapTooLarge
 from art_server.trainer.job import train
 from art_server.trainer.mini_batches import split_mini_batches
@@ -44,6 +44,7 @@ from art_server.trainer.step import compute_gradient
 from art_server.trainer.step_metrics import merge_steps
 from art_server.trainer.token_budget import budget_key
 from art_server.trainer.tree import MIN_SHARED_TOKENS, Forest
+from tests.first_steps import write_first_checkpoint
 
 BUDGET = 4096
 

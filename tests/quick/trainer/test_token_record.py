@@ -16,9 +16,9 @@ from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.process.shared.advantages import group_advantages
 from art_server.process.shared.trainer_messages import Batch, TrainableGroup, TrainableTrajectory, TrainTask
 from art_server.store.model_folder import TOKENS_FILE
-from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
+from tests.first_steps import write_first_checkpoint
 
 
 def record(policy: Policy, folder: Path, batch: Batch, **config: Any) -> tuple[dict, dict]:

@@ -20,10 +20,8 @@ from art_server.jobs.trainer_process import worker_command
 from art_server.process.shared.trainer_messages import (
     Batch,
     BetweenSteps,
-    CheckTask,
     Done,
     Failed,
-    InitTask,
     LayersTask,
     Learned,
     LoadTask,
@@ -39,6 +37,7 @@ from art_server.process.shared.trainer_messages import (
 from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
 from art_server.trainer.worker import Worker, find_device
+from tests.first_steps import write_first_checkpoint
 from tests.processes import is_alive
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -106,31 +105,22 @@ def test_worker_answers_each_line_and_ends_with_its_stdin(
     ready = json.loads(answers.readline())
     assert ready == {"event": "ready"}
     (loaded,) = ask(LoadTask())
-    assert loaded["metrics"] == {"num_parameters": policy.num_parameters}
-
-    (done,) = ask(InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
-    assert done == {
+    assert loaded == {
         "event": "done",
-        "metrics": {},
+        "metrics": {"num_parameters": policy.num_parameters},
         "unchanged": False,
         "notes": [],
         "environment": {},
         "optimizer_steps": None,
         "layer_probes": {},
         "probe": None,
-        "lora": None,
     }
 
+    write_first_checkpoint(str(base_dir), LORA, 0, tmp_path / "0")
     *progress, done = ask(train_task(tmp_path / "0", tmp_path / "1", make_batch(1)))
     assert done["event"] == "done"
     counted = [report["completed"] for report in progress if report["phase"] == "train"]
     assert counted == list(range(1, progress[0]["total"] + 1))
-
-    (done,) = ask(CheckTask(lora=LORA, folder=str(tmp_path / "1")))
-    assert done["event"] == "done"
-    wide = LORA.model_copy(update={"rank": 8})
-    (failed,) = ask(CheckTask(lora=wide, folder=str(tmp_path / "1")))
-    assert (failed["event"], failed["code"]) == ("failed", "bad_checkpoint")
 
     for line in (b"{", b"[]", b'{"kind":"train"}', b'{"kind":"dance"}', b""):
         (failed,) = ask(line)
@@ -187,15 +177,17 @@ def test_wherever_the_base_is_between_steps_they_are_the_same(
 ) -> None:
     for way in ("stay", between_steps):
         folder = tmp_path / way
-        tasks: list[Task] = [InitTask(lora=LORA, out_dir=str(folder / "0"))]
-        tasks += [train_task(folder / f"{index}", folder / f"{index + 1}", make_batch(index)) for index in range(3)]
+        write_first_checkpoint(str(base_dir), LORA, 0, folder / "0")
+        tasks: list[Task] = [
+            train_task(folder / f"{index}", folder / f"{index + 1}", make_batch(index)) for index in range(3)
+        ]
         (folder / "layers").mkdir(parents=True)
         limits = MismatchLimits(high=1.0, wrong=1.0)
         layers = LayersTask(lora=LORA, out_dir=str(folder / "layers"), mismatch_limits=limits)
-        tasks.insert(2, layers)  # it leaves nothing behind for the steps after it
+        tasks.insert(1, layers)  # it leaves nothing behind for the steps after it
         _, *ended = serve(Worker, base_dir, *tasks, between_steps=way)  # type: ignore[arg-type]
-        assert [answer["event"] for answer in ended] == ["done"] * 5
-        assert set(ended[2]["layer_probes"]) == {path.name for path in (folder / "layers").iterdir()}
+        assert [answer["event"] for answer in ended] == ["done"] * 4
+        assert set(ended[1]["layer_probes"]) == {path.name for path in (folder / "layers").iterdir()}
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
         weights = [(tmp_path / way / "3" / name).read_bytes() for way in ("stay", between_steps)]
         assert weights[0] == weights[1]
@@ -208,10 +200,8 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         find_device("cuda:0")
 
 
-def test_unsloth_that_cannot_be_imported_is_said_in_one_sentence(base_dir: Path, tmp_path: Path) -> None:
-    init = InitTask(lora=LORA, out_dir=str(tmp_path / "0"))
-    _, done, *refused = serve(Worker, base_dir, init, LoadTask(), LoadTask(), trainer="unsloth")
-    assert done["event"] == "done"
+def test_unsloth_that_cannot_be_imported_is_said_in_one_sentence(base_dir: Path) -> None:
+    _, *refused = serve(Worker, base_dir, LoadTask(), LoadTask(), trainer="unsloth")
     for answer in refused:
         assert (answer["event"], answer["code"]) == ("failed", "trainer_error")
         assert "--trainer unsloth" in answer["message"] and "\n" not in answer["message"]
@@ -223,47 +213,20 @@ def test_auto_is_peft(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded["event"] == "done"
 
 
-def test_without_unsloth_its_worker_starts_and_makes_step_0(base_dir: Path, tmp_path: Path) -> None:
+def test_without_unsloth_its_worker_starts_and_answers(base_dir: Path, tmp_path: Path) -> None:
     """Unsloth is imported before the first task. If that fails, the process must not end."""
-    folder = tmp_path / "hidden"
-    folder.mkdir()
-    (folder / "unsloth.py").write_text("raise ImportError('no GPU')")
+    (tmp_path / "unsloth.py").write_text("raise ImportError('no GPU')")
     command = worker_command(WorkerConfig(base_model=str(base_dir), trainer="unsloth"))
-    tasks = [InitTask(lora=LORA, out_dir=str(tmp_path / "0")), LoadTask()]
     done = subprocess.run(
         command,
-        input="".join(task.model_dump_json() + "\n" for task in tasks),
-        env=os.environ | {"PYTHONPATH": str(folder)},
+        input=LoadTask().model_dump_json() + "\n",
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         check=True,
     )
-    ready, init_done, failed = map(json.loads, done.stdout.splitlines())
-    assert (ready["event"], init_done["event"], failed["event"]) == ("ready", "done", "failed")
-    assert (tmp_path / "0" / "adapter_model.safetensors").exists()
-
-
-def test_adapter_that_peft_refuses_half_way_leaves_nothing_behind(base_dir: Path, tmp_path: Path, make_batch) -> None:
-    half = LoRAConfig(rank=4, target_modules=["q_proj", "input_layernorm"])
-    unknown = LoRAConfig(rank=4, target_modules=["nowhere_proj"])
-    _, refused, missing, done, trained = serve(
-        Worker,
-        base_dir,
-        InitTask(lora=half, out_dir=str(tmp_path / "half")),
-        InitTask(lora=unknown, out_dir=str(tmp_path / "unknown")),
-        InitTask(lora=LORA, out_dir=str(tmp_path / "0")),
-        train_task(tmp_path / "0", tmp_path / "1", make_batch(1)),
-    )
-    assert (refused["event"], refused["code"]) == ("failed", "trainer_error")
-    assert (missing["event"], missing["code"]) == ("failed", "trainer_error")
-    assert "nowhere_proj" in missing["message"]
-    assert done["event"] == trained["event"] == "done"
-    assert not (tmp_path / "half").exists()
-
-    _, alone = serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "alone")))
-    assert alone["event"] == "done"
-    names = "adapter_model.safetensors"
-    assert (tmp_path / "alone" / names).read_bytes() == (tmp_path / "0" / names).read_bytes()
+    ready, failed = map(json.loads, done.stdout.splitlines())
+    assert (ready["event"], failed["event"]) == ("ready", "failed")
 
 
 class ExhaustedPolicy(Policy):
@@ -292,7 +255,7 @@ class ExhaustedWorker(Worker):
 
 
 def test_out_of_memory_says_what_to_reduce_and_frees_the_policy(base_dir: Path, tmp_path: Path, make_batch) -> None:
-    serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
+    write_first_checkpoint(str(base_dir), LORA, 0, tmp_path / "0")
     task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1))
     _, first, second = serve(ExhaustedWorker, base_dir, task, task)
     assert (first["event"], first["code"]) == ("failed", "out_of_memory")
@@ -313,7 +276,7 @@ class RefusedWorker(Worker):
 
 
 def test_memory_that_the_driver_refuses_does_not_end_the_process(base_dir: Path, tmp_path: Path, make_batch) -> None:
-    serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
+    write_first_checkpoint(str(base_dir), LORA, 0, tmp_path / "0")
     task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1))
     _, failed = serve(RefusedWorker, base_dir, task)
     assert (failed["event"], failed["code"]) == ("failed", "out_of_memory")
@@ -332,16 +295,14 @@ class CancelledWorker(Worker):
 def test_a_cancelled_task_writes_nothing_and_gives_the_device_up(
     base_dir: Path, tmp_path: Path, make_batch, between_steps: BetweenSteps
 ) -> None:
-    serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
+    write_first_checkpoint(str(base_dir), LORA, 0, tmp_path / "0")
     task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1, num_groups=20))
     _, first, second = serve(CancelledWorker, base_dir, task, task, between_steps=between_steps)
     assert (first["event"], first["code"], first["retryable"]) == ("failed", "cancelled", True)
     assert second == first and not (tmp_path / "1").exists()
 
 
-def test_a_signal_for_an_earlier_task_and_a_bad_first_checkpoint_leave_the_next_task_alone(
-    base_dir: Path, tmp_path: Path, make_batch
-) -> None:
+def test_a_signal_for_an_earlier_task_leaves_the_next_task_alone(base_dir: Path, tmp_path: Path, make_batch) -> None:
     loaded: list[Policy] = []
 
     class SignalledWorker(Worker):
@@ -350,12 +311,10 @@ def test_a_signal_for_an_earlier_task_and_a_bad_first_checkpoint_leave_the_next_
             self._cancel()
             return loaded[-1]
 
-    first = InitTask(lora=LORA, out_dir=str(tmp_path / "0"))
-    bad = InitTask(lora=LoRAConfig(target_modules=["none_such"]), out_dir=str(tmp_path / "bad"))
+    write_first_checkpoint(str(base_dir), LORA, 0, tmp_path / "0")
     task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1))
-    answers = serve(SignalledWorker, base_dir, first, LoadTask(), bad, task)
-    ends = [answer["event"] for answer in answers if answer["event"] in ("done", "failed")]
-    assert ends == ["done", "done", "failed", "done"] and len(loaded) == 1
+    _, *answers = serve(SignalledWorker, base_dir, LoadTask(), task)
+    assert [answer["event"] for answer in answers] == ["done", "done"] and len(loaded) == 1
 
 
 def kept_in(workers: list[Worker]) -> type[Worker]:
@@ -372,7 +331,7 @@ def kept_in(workers: list[Worker]) -> type[Worker]:
 def test_a_step_that_fails_does_not_stay_on_a_device_that_the_engine_wants(
     base_dir: Path, tmp_path: Path, make_batch
 ) -> None:
-    serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
+    write_first_checkpoint(str(base_dir), LORA, 0, tmp_path / "0")
     workers: list[Worker] = []
     bad = train_task(tmp_path / "0", tmp_path / "1", with_nan(make_batch(1)))
     _, failed = serve(kept_in(workers), base_dir, bad, between_steps="leave")
@@ -382,11 +341,8 @@ def test_a_step_that_fails_does_not_stay_on_a_device_that_the_engine_wants(
 
 def test_no_gradient_stays_between_steps(base_dir: Path, tmp_path: Path, make_batch) -> None:
     workers: list[Worker] = []
-    tasks = (
-        InitTask(lora=LORA, out_dir=str(tmp_path / "0")),
-        train_task(tmp_path / "0", tmp_path / "1", make_batch(1)),
-    )
-    *_, done = serve(kept_in(workers), base_dir, *tasks)
+    write_first_checkpoint(str(base_dir), LORA, 0, tmp_path / "0")
+    *_, done = serve(kept_in(workers), base_dir, train_task(tmp_path / "0", tmp_path / "1", make_batch(1)))
     assert done["event"] == "done"
     policy = workers[0]._policy
     assert policy is not None and all(parameter.grad is None for parameter in policy.parameters.values())
@@ -397,7 +353,7 @@ def test_the_memory_of_a_step_that_fails_is_free_before_the_answer(
     base_dir: Path, tmp_path: Path, make_batch, between_steps: BetweenSteps
 ) -> None:
     """Adapted layers are reference cycles with their weights, and the exception's traceback holds the policy."""
-    serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
+    write_first_checkpoint(str(base_dir), LORA, 0, tmp_path / "0")
     weights: list[weakref.ref[torch.Tensor]] = []
 
     class SeenWorker(Worker):
@@ -423,7 +379,7 @@ def test_the_memory_of_a_step_that_fails_is_free_before_the_answer(
 def test_a_full_disk_is_no_fault_of_the_task(
     base_dir: Path, tmp_path: Path, make_batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
+    write_first_checkpoint(str(base_dir), LORA, 0, tmp_path / "0")
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -438,13 +394,12 @@ import asyncio, sys
 from pathlib import Path
 from art_server.jobs.trainer_process import TrainerProcess
 from art_server.process.place import Here
-from art_server.process.shared.trainer_messages import InitTask, TrainTask, WorkerConfig
+from art_server.process.shared.trainer_messages import TrainTask, WorkerConfig
 
 async def main(base, folder):
     config = WorkerConfig(base_model=base, threads=1, max_tokens_per_micro_batch=32)
     trainer = TrainerProcess(location=Here(device="cpu"), log_path=folder / "log", cache_dir=folder)
     trainer.use(config)
-    await trainer.run(InitTask.model_validate_json((folder / "init.json").read_text()))
     task = TrainTask.model_validate_json((folder / "train.json").read_text())
     async def on_progress(progress):
         if progress.completed == 1:
@@ -457,7 +412,7 @@ asyncio.run(main(sys.argv[1], Path(sys.argv[2])))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 def test_worker_dies_with_its_parent_in_the_middle_of_a_task(base_dir: Path, tmp_path: Path, make_batch) -> None:
-    (tmp_path / "init.json").write_text(InitTask(lora=LORA, out_dir=str(tmp_path / "0")).model_dump_json())
+    write_first_checkpoint(str(base_dir), LORA, 0, tmp_path / "0")
     task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1, num_groups=400))
     (tmp_path / "train.json").write_text(task.model_dump_json())
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(base_dir), str(tmp_path)], stdout=subprocess.PIPE)

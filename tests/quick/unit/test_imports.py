@@ -52,8 +52,8 @@ FLOORS = [
 ]
 """From the roof down: a room imports what lies below it."""
 OTHER_PROCESSES = {"engine/inspection_process", "trainer", "engine/vllm_process"}
-COMMANDS = {"art_transfer.export", "art_transfer.transfer"}
-"""Of `art export` and `art import`: they run in a process of their own, and load the trainer's code when they need it."""
+COMMANDS = {"art_transfer.export"}
+"""Of `art export`: it runs in a process of its own, and loads the trainer's code when it needs it."""
 OF_A_SERVER = {"cluster", "transfer"}
 """Annexes that need the packages of the server."""
 EXTRAS = {"pydantic_core", "sky", "polars", "matplotlib", "verifiers", "ruamel", "nat", "ray"}

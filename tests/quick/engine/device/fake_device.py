@@ -23,8 +23,9 @@ from art_server.engine.device.figures import read_figures
 from art_server.engine.device.plan import GIB, Card, Demand, MemoryPlan
 from art_server.jobs.trainer_process import TrainerDied
 from art_server.process.place import Counters, Endpoint, Here, Program
-from art_server.process.shared.trainer_messages import Done, InitTask, LoadTask, Progress, TrainTask
+from art_server.process.shared.trainer_messages import Done, LoadTask, Progress, TrainTask
 from art_server.process.shared.work_counters import read_work
+from art_server.store.base_models import BaseModel
 from tests.fake_vllm import FakeVllm
 
 
@@ -276,16 +277,13 @@ class TrainerOnDevice:
 
     async def run(
         self,
-        task: InitTask | LoadTask | TrainTask,
+        task: LoadTask | TrainTask,
         on_progress: Callable[[Progress], Awaitable[None]] | None = None,
         batch: bytes | None = None,
     ) -> Done:
         del batch
         async with self.lock:
             lines = {line.what: line.training for line in self.plan.lines}
-            if isinstance(task, InitTask):
-                write_adapter(Path(task.out_dir))
-                return Done(metrics={})
             try:
                 self._take("context", lines["trainer: context"])
                 if not self.is_loaded:
