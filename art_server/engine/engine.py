@@ -68,13 +68,11 @@ SLEEP_SECONDS = 300.0
 """Limit for vLLM's sleep. The first sleep allocates locked main memory for all weights, at about 2 GiB a second (vllm #48337)."""
 PAUSE: dict[Handover, tuple[str, ...]] = {
     "none": ("/pause?mode=keep&clear_cache=false",),
-    "kv_cache": ("/pause?mode=keep&clear_cache=false", "/release_kv_cache_memory"),
     "sleep": ("/sleep?level=1&mode=keep",),
 }
-"""vLLM's routes for the start of a step, by handover. Frozen requests stay; without KV cache they are recomputed."""
+"""vLLM's routes for the start of a step, by handover. Frozen requests stay; after a sleep they are recomputed."""
 WAKE: dict[Handover, tuple[str, ...]] = {
     "none": ("/resume",),
-    "kv_cache": ("/wake_up?tags=kv_cache",),
     "sleep": ("/wake_up?tags=kv_cache",),
 }
 """vLLM's routes for the end of a step. After `sleep`, `wake_weights` restores the weights first."""
