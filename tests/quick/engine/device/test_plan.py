@@ -23,7 +23,6 @@ from tests.refusals import refused
 
 LARGEST = {"16 GB": "4B", "24 GB": "8B", "48 GB": "14B", "80 GB": "32B", "141 GB": "32B"}
 
-
 GPU_PAGE = Path(__file__).parents[4] / "docs" / "gpu.md"
 
 
