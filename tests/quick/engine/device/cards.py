@@ -1,7 +1,5 @@
-"""Cards and models, as the device's plan sees them.
-
-    .venv/bin/python -m tests.quick.engine.device.cards     prints the table of docs/gpu.md
-"""
+"""Cards and models, as the device's plan sees them. `.venv/bin/python -m tests.quick.engine.device.cards` prints the table of
+docs/gpu.md."""
 
 from art_server.engine.device.model_size import ModelSize
 from art_server.engine.device.plan import GIB, Card, Demand, make_memory_plan
