@@ -13,7 +13,6 @@ from art_server.engine.command import check_seq_length
 from art_server.engine.device.assignment import engine_devices
 from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.device.detection import Machine
-from art_server.engine.device.figures import read_figures
 from art_server.engine.device.model_size import read_model_size
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.device.plan import Card, Demand, MemoryPlan, make_memory_plan
@@ -273,8 +272,8 @@ class BaseLoader:
             num_ranks=config.num_ranks("cuda"),
             shard=config.shard,
         )
-        plan = make_memory_plan(card, demand, read_figures())
-        logger.info("%s", plan.table(card))
+        plan = make_memory_plan(card, demand)
+        logger.info("%s", plan.summary(card))
         return plan
 
     async def _unload_base(self, loaded: BaseModel, wanted: str) -> None:

@@ -14,7 +14,7 @@ from art_protocol.wire import Name
 
 KeyScope = Literal["infer", "train", "host"]
 Device = Literal["cpu", "cuda"]
-Handover = Literal["none", "kv_cache", "sleep"]
+Handover = Literal["none", "sleep"]
 NumberType = Literal["auto", "float32", "bfloat16", "float16"]
 
 ENGINE_ARGS = frozenset(
@@ -202,9 +202,10 @@ class ServerConfig(BaseModel):
         ),
     ] = None
     handover: Annotated[
-        Literal["auto", "none", "kv_cache", "sleep"],
+        Literal["auto", "none", "sleep"],
         Flag(
-            "memory that the engine releases for a step, on a GPU that the trainer uses too (auto: as little as fits)"
+            "whether the engine gives up its memory for a step, on a GPU that the trainer uses too (auto: sleep where both do "
+            "not fit)"
         ),
     ] = "auto"
     max_tokens_per_micro_batch: Annotated[

@@ -15,7 +15,7 @@ METRICS = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 3.0
 PROMPT, ANSWER, TEXT = [5, 6, 7], [8, 9], "a private answer"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 """What an answer of /v1/responses has behind its text."""
-CONTROLS = ("pause", "resume", "sleep", "release_kv_cache_memory", "reset_prefix_cache", "wake_up")
+CONTROLS = ("pause", "resume", "sleep", "reset_prefix_cache", "wake_up")
 
 
 class FakeVllm:

@@ -16,7 +16,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,18 +65,16 @@ PAUSE_SECONDS, WAKE_SECONDS = 30.0, 120.0
 """Limits for each request of PAUSE and WAKE. An engine that takes longer is killed, and restarts unpaused."""
 SLEEP_SECONDS = 300.0
 """Limit for vLLM's sleep. The first sleep allocates locked main memory for all weights, at about 2 GiB a second (vllm #48337)."""
-PAUSE: dict[Handover, tuple[str, ...]] = {
-    "none": ("/pause?mode=keep&clear_cache=false",),
-    "kv_cache": ("/pause?mode=keep&clear_cache=false", "/release_kv_cache_memory"),
-    "sleep": ("/sleep?level=1&mode=keep",),
+PAUSE: dict[Handover, str] = {
+    "none": "/pause?mode=keep&clear_cache=false",
+    "sleep": "/sleep?level=1&mode=keep",
 }
-"""vLLM's routes for the start of a step, by handover. Frozen requests stay; without KV cache they are recomputed."""
-WAKE: dict[Handover, tuple[str, ...]] = {
-    "none": ("/resume",),
-    "kv_cache": ("/wake_up?tags=kv_cache",),
-    "sleep": ("/wake_up?tags=kv_cache",),
+"""vLLM's route for the start of a step, by handover. Frozen requests stay; after a sleep they are recomputed."""
+WAKE: dict[Handover, str] = {
+    "none": "/resume",
+    "sleep": "/wake_up?tags=kv_cache",
 }
-"""vLLM's routes for the end of a step. After `sleep`, `wake_weights` restores the weights first."""
+"""vLLM's route for the end of a step. After `sleep`, `wake_weights` restores the weights first."""
 CONNECT_SECONDS = 10.0
 """Limit for a connection to vLLM, where the network cannot be silent for longer."""
 LOAD_SECONDS = 300.0
@@ -580,7 +578,7 @@ class Engine:
         """Restores the weights, so that adapters can be loaded. The caller holds the device, free of the trainer."""
         if not self._has_weights:
             self._has_weights = True
-            await self._post_control(("/wake_up?tags=weights",), WAKE_SECONDS)
+            await self._post_control("/wake_up?tags=weights", WAKE_SECONDS)
 
     async def resume(self) -> None:
         """Restores the weights and the KV cache, where they were released, and continues requests."""
@@ -588,20 +586,19 @@ class Engine:
         await self._post_control(WAKE[self._handover], WAKE_SECONDS)
         self._paused = False
 
-    async def _post_control(self, paths: Sequence[str], timeout_seconds: float) -> None:
-        """Posts to control routes of vLLM, if it is ready. If a request fails, vLLM is killed and restarts unpaused."""
-        for path in paths:
-            if self.state != "ready":
+    async def _post_control(self, path: str, timeout_seconds: float) -> None:
+        """Posts to a control route of vLLM, if it is ready. If the request fails, vLLM is killed and restarts unpaused."""
+        if self.state != "ready":
+            return
+        try:
+            status, text = await self._post(path, timeout_seconds=timeout_seconds + self.silence_seconds)
+        except LOST as error:
+            reason = f"{path} failed ({error!r})"
+        else:
+            if status == 200:
                 return
-            try:
-                status, text = await self._post(path, timeout_seconds=timeout_seconds + self.silence_seconds)
-            except LOST as error:
-                reason = f"{path} failed ({error!r})"
-            else:
-                if status == 200:
-                    continue
-                reason = f"vLLM refused {path}: {text[:500]}"
-            await self.end(reason)
+            reason = f"vLLM refused {path}: {text[:500]}"
+        await self.end(reason)
 
     async def end(self, reason: str) -> None:
         """Kills a failing vLLM. `reason` is the failure, for log and state. The supervisor starts vLLM again."""
@@ -719,7 +716,7 @@ class Engine:
                 await self.location.forget(folder)
         if self._has_stale_prompts and self.state == "ready":
             self._has_stale_prompts = False
-            await self._post_control(("/reset_prefix_cache?reset_running_requests=true",), PAUSE_SECONDS)
+            await self._post_control("/reset_prefix_cache?reset_running_requests=true", PAUSE_SECONDS)
 
     async def tidy(self) -> None:
         """Has vLLM unload at once what `unload_adapter` left, as soon as the device is free."""

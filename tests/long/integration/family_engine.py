@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.engine import command
-from art_server.engine.device.figures import read_figures
 from art_server.engine.device.model_size import read_model_size
 from art_server.engine.device.plan import GIB, Card, Demand, make_memory_plan
 from art_server.errors import InvalidInput
@@ -71,7 +70,7 @@ def measure(family: str, folder: Path, token_ids: list[int]) -> Iterator[dict[st
     number_type, _ = ServerConfig().number_types("cpu", has_delta_rule=facts.has_delta_rule)
     size = read_model_size(base, facts)
     demand = Demand(family, size, engine_itemsize=2, trainer_itemsize=2, lora_rank=8, max_loras=4)
-    planned = make_memory_plan(Card("a card", 16 * GIB, 64 * GIB), demand, read_figures())
+    planned = make_memory_plan(Card("a card", 16 * GIB, 64 * GIB), demand)
     policy, grad_norm = take_step(base, folder, after)
     policy.use_context(MAX_LENGTH)
     yield {

@@ -14,7 +14,7 @@ from art_server.process.shared import switches
 from art_server.settings import ServerConfig
 from art_server.store.base_facts import Facts
 from art_server.store.base_models import TINY_DIR, BaseModel
-from tests.quick.engine.device.cards import FIGURES, card, demand
+from tests.quick.engine.device.cards import card, demand
 from tests.toy_models import make_model
 
 TINY = BaseModel("art/tiny", TINY_DIR)
@@ -81,14 +81,14 @@ def test_on_cuda_the_context_is_what_the_cache_holds_unless_it_is_given() -> Non
     assert value_of(arguments, "--max-model-len") == "2048"
 
 
-@pytest.mark.parametrize("case", ["none", "kv_cache", "sleep"])
+@pytest.mark.parametrize("case", ["none", "sleep"])
 def test_vllm_gets_its_share_of_the_plan_and_can_sleep_if_it_must(case: str) -> None:
-    model, on = {"none": ("4B", "80 GB"), "kv_cache": ("14B", "80 GB"), "sleep": ("8B", "24 GB")}[case]
-    plan = make_memory_plan(card(on), demand(model), FIGURES)
+    model, on = {"none": ("4B", "80 GB"), "sleep": ("8B", "24 GB")}[case]
+    plan = make_memory_plan(card(on), demand(model))
     assert plan.handover == case and 0.05 < plan.utilization < 0.95
     arguments = engine_command(ServerConfig(path=Path("x")), TINY, "cuda", Path("y"), plan)
     assert float(value_of(arguments, "--gpu-memory-utilization")) == plan.utilization
-    assert ("--enable-sleep-mode" in arguments) == (case != "none")
+    assert ("--enable-sleep-mode" in arguments) == (case == "sleep")
 
 
 def test_of_a_mixture_only_attention_is_adapted(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from art_server.process.place import Here
 from art_server.process.shared.trainer_messages import WorkerConfig
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR
-from tests.quick.engine.device.cards import FIGURES, card, demand
+from tests.quick.engine.device.cards import card, demand
 
 
 def worker_config(plan: MemoryPlan | None, folder: Path, **settings: int) -> WorkerConfig:
@@ -26,7 +26,7 @@ def worker_config(plan: MemoryPlan | None, folder: Path, **settings: int) -> Wor
 
 
 def planned(model: str, on: str) -> MemoryPlan:
-    return make_memory_plan(card(on), demand(model), FIGURES)
+    return make_memory_plan(card(on), demand(model))
 
 
 def test_micro_batches_are_as_large_as_the_plan_says(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from art_server.store.base_facts import read_facts
 from art_server.store.base_models import find_base_model
 from art_server.store.registry import Registry, check_lora, check_name, check_rank
 from tests.new_models import add_model
-from tests.quick.engine.device.cards import FIGURES, card, demand
+from tests.quick.engine.device.cards import card, demand
 from tests.quick.jobs.queued_jobs import add, request_digest
 from tests.resolving import LIMITS, bare, choice, resolve, sources
 
@@ -262,7 +262,7 @@ SENTENCES: list[tuple[str, Callable[[Path], Any], str]] = [
     ),
     (
         "does_not_fit",
-        lambda _: make_memory_plan(card("24 GB"), demand("32B"), FIGURES),
+        lambda _: make_memory_plan(card("24 GB"), demand("32B")),
         "base model '32B' (61.0 GiB of weights) does not fit 24 GB with 23.6 GiB: handover sleep: the engine's "
         "share of 21.7 GiB leaves 0 tokens of KV cache, and 8,192 are needed; handover sleep: training has room "
         "for 0 tokens at a time, and a sequence has 4,096. Use a smaller base model or a 4-bit one, a lower "

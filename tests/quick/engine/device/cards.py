@@ -1,10 +1,9 @@
-"""Cards and models, as the device's plan sees them."""
+"""Cards and models, as the device's plan sees them. `.venv/bin/python -m tests.quick.engine.device.cards` prints the table of
+docs/gpu.md."""
 
-from art_server.engine.device.figures import read_figures
 from art_server.engine.device.model_size import ModelSize
-from art_server.engine.device.plan import GIB, Card, Demand
-
-FIGURES = read_figures()
+from art_server.engine.device.plan import GIB, Card, Demand, make_memory_plan
+from art_server.errors import InvalidInput
 
 
 def size(billions: float, layers: int, hidden: int, inner: int, heads: int) -> ModelSize:
@@ -35,3 +34,22 @@ def card(name: str, host_gib: float = 256) -> Card:
 
 def demand(name: str) -> Demand:
     return Demand(name, SIZES[name], 2, 2, lora_rank=16, max_loras=4)
+
+
+def table() -> str:
+    """Which model fits which card, and how: handover, tokens of KV cache, and tokens trained at a time with checkpointing."""
+    lines = [f"| card | {' | '.join(SIZES)} |", "|---" * (len(SIZES) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(_cell(name, model) for model in SIZES)} |" for name in CARDS]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(name: str, model: str) -> str:
+    try:
+        plan = make_memory_plan(card(name), demand(model))
+    except InvalidInput:
+        return "no"
+    return f"{plan.handover}; {plan.kv_tokens // 1000}k; {plan.checkpointed_tokens // 1000}k"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

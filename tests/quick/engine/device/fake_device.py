@@ -1,9 +1,7 @@
-"""A fake GPU that counts bytes, and fake processes that allocate on it what vLLM and the trainer would. Tests run the real
-owner, plan, supervisor, pause gate and job runner on it.
+"""A fake GPU that knows who is on it, and fake processes that enter and leave it as vLLM and the trainer do. Tests run the
+real owner, supervisor, pause gate and job runner on it.
 
-The fakes imitate vLLM 0.32.0 and torch: vLLM does not start when less than utilization x total is free; its KV cache
-takes the rest of that share, and is restored as a whole or not at all; loading an adapter into unmapped weights kills
-the process; torch keeps freed memory reserved until its cache is emptied.
+As in vLLM 0.32.0, loading an adapter into unmapped weights kills the process.
 """
 
 import asyncio
@@ -19,50 +17,44 @@ from typing import Any
 from aiohttp import web
 
 from art_protocol.log_file import LogFile
-from art_server.engine.device.figures import read_figures
-from art_server.engine.device.plan import GIB, Card, Demand, MemoryPlan
+from art_server.engine.device.plan import MemoryPlan
 from art_server.jobs.trainer_process import TrainerDied
 from art_server.process.place import Counters, Endpoint, Here, Program
 from art_server.process.shared.trainer_messages import Done, LoadTask, Progress, TrainTask
 from art_server.process.shared.work_counters import read_work
-from art_server.store.base_models import BaseModel
+from art_server.settings import Handover
 from tests.fake_vllm import FakeVllm
 
 
-class Full(Exception):
-    """The device has not enough free memory."""
+class Clash(Exception):
+    """Two processes do not fit the device together."""
 
 
 @dataclass
 class FakeDevice:
-    """The bytes that each process holds, and what went wrong."""
+    """Which part of which process is on the device, and what went wrong."""
 
-    card: Card
-    held: dict[tuple[str, str], float] = field(default_factory=dict)
+    handover: Handover
+    present: set[tuple[str, str]] = field(default_factory=set)
     wrongs: list[str] = field(default_factory=list)
-    highest: float = 0.0
 
-    @property
-    def used(self) -> float:
-        return sum(self.held.values())
+    def enter(self, who: str, part: str) -> None:
+        """Adds an engine's "start", "weights" or "kv", or the trainer's "base" or "step"."""
+        for other, other_part in sorted(self.present):
+            if other != who and self._clash(part, other_part):
+                self.wrongs.append(f"{who}'s {part} comes beside {other}'s {other_part}")
+                raise Clash(self.wrongs[-1])
+        self.present.add((who, part))
 
-    @property
-    def free(self) -> float:
-        return self.card.total - self.used
+    def _clash(self, part: str, other_part: str) -> bool:
+        if self.handover == "sleep":
+            return True
+        # Both fit. While vLLM starts it measures the memory that is free, and counts with a base that is there already.
+        return "start" in (part, other_part) and (part, other_part) != ("start", "base")
 
-    def take(self, who: str, part: str, size: float) -> None:
-        if size > self.free + 1:
-            self.wrongs.append(
-                f"{who} needs {size / GIB:.1f} GiB for {part}, {self.free / GIB:.1f} are free: "
-                f"{ {key: round(value / GIB, 1) for key, value in self.held.items()} }"
-            )
-            raise Full(self.wrongs[-1])
-        self.held[who, part] = size
-        self.highest = max(self.highest, self.used)
-
-    def give(self, who: str, *parts: str) -> None:
-        for key in [key for key in self.held if key[0] == who and (not parts or key[1] in parts)]:
-            del self.held[key]
+    def leave(self, who: str, *parts: str) -> None:
+        """Removes these parts of a process; without `parts` the whole process."""
+        self.present -= {pair for pair in self.present if pair[0] == who and (not parts or pair[1] in parts)}
 
 
 TURNS = 10
@@ -70,7 +62,7 @@ TURNS = 10
 
 
 class FakeProcess(FakeVllm):
-    """A process of the fake vLLM, and the bytes that it holds: what the supervisor uses of the process."""
+    """A process of the fake vLLM on the fake device: what the supervisor uses of a process."""
 
     numbers = itertools.count(1000)
 
@@ -79,7 +71,7 @@ class FakeProcess(FakeVllm):
         self.work_file = work_file
         self.pid = next(self.numbers)
         self.returncode: int | None = None
-        self.world, self.device, self.plan = world, world.device, world.plan
+        self.world, self.device = world, world.device
         self.name = f"engine {self.pid}"
         self.gave_up: set[str] = set()
         self._ended = asyncio.Event()
@@ -93,25 +85,14 @@ class FakeProcess(FakeVllm):
     # --- life ---
 
     async def _start(self) -> None:
-        lines = {line.what: line.sampling for line in self.plan.lines}
-        share = self.plan.utilization * self.device.card.total
-        # vLLM takes its graphs from its share. They stay when it sleeps.
-        self.graphs = read_figures().graphs_gib * GIB
-        self.fixed = sum(lines[f"engine: {part}"] for part in ("weights", "LoRA slots", "largest batch"))
         try:
-            context = lines["engine: context, CUDA graphs"] - self.graphs
-            self.device.take(self.name, "context", context)
             await self.world.reach("engine starts")
-            if self.device.free < share:
-                self.device.wrongs.append(
-                    f"vLLM is started with {self.device.free / GIB:.1f} GiB free, it needs {share / GIB:.1f}"
-                )
-                raise Full
-            self.device.take(self.name, "weights", self.fixed)
+            self.device.enter(self.name, "start")
+            self.device.enter(self.name, "weights")
             await self.world.reach("engine loads")
-            self.device.take(self.name, "graphs", self.graphs)
-            self.device.take(self.name, "kv", share - self.fixed - self.graphs)
-        except Full:
+            self.device.enter(self.name, "kv")
+            self.device.leave(self.name, "start")
+        except Clash:
             self.kill(1)
             return
         app = web.Application(middlewares=[self._while_it_lives])
@@ -140,7 +121,7 @@ class FakeProcess(FakeVllm):
         if self.returncode is not None:
             return
         self.returncode = status
-        self.device.give(self.name)
+        self.device.leave(self.name)
         self._starting.cancel()
         self._socket.unlink(missing_ok=True)
         self._abort_connections()
@@ -201,6 +182,8 @@ class FakeProcess(FakeVllm):
             raise ConnectionResetError
         if self.gave_up:
             self.device.wrongs.append(f"sampled without {self.gave_up}")
+        if ("trainer", "step") in self.device.present:
+            self.device.wrongs.append("sampled beside a step")
         self.world.num_sampled += 1
         self.work_file.write_bytes(self.world.num_sampled.to_bytes(8, "little"))
         return await super()._complete(request)
@@ -226,21 +209,14 @@ class FakeProcess(FakeVllm):
             self._go_on.clear()
         if route == "sleep":
             self._give_up("weights", "kv")
-        if route == "release_kv_cache_memory":
-            assert self.is_paused
-            self._give_up("kv")
         if route == "wake_up":
             asked = request.query.get("tags")
             parts = [asked.replace("kv_cache", "kv")] if asked else ["weights", "kv"]
-            sizes = {
-                "weights": self.fixed,
-                "kv": self.plan.utilization * self.device.card.total - self.fixed - self.graphs,
-            }
             for part in self.gave_up & set(parts):
                 try:
-                    self.device.take(self.name, part, sizes[part])
-                except Full as full:
-                    return web.json_response({"message": str(full)}, status=500)
+                    self.device.enter(self.name, part)
+                except Clash as clash:
+                    return web.json_response({"message": str(clash)}, status=500)
                 self.gave_up.discard(part)
         if route == "resume" or (route == "wake_up" and not self.gave_up):
             self.is_paused = False
@@ -249,7 +225,7 @@ class FakeProcess(FakeVllm):
 
     def _give_up(self, *parts: str) -> None:
         self.gave_up |= set(parts)
-        self.device.give(self.name, *parts)
+        self.device.leave(self.name, *parts)
 
 
 class OnFakeDevice(Here):
@@ -267,10 +243,10 @@ class OnFakeDevice(Here):
 
 
 class TrainerOnDevice:
-    """A trainer's process that allocates the bytes of the memory plan."""
+    """A trainer's process with its base, and with a step while it trains."""
 
     def __init__(self, world: "World", between_steps: str):
-        self.world, self.device, self.plan = world, world.trainer_device, world.plan
+        self.world, self.device = world, world.trainer_device
         self.between_steps = between_steps
         self.is_loaded = False
         self.lock = asyncio.Lock()
@@ -283,41 +259,30 @@ class TrainerOnDevice:
     ) -> Done:
         del batch
         async with self.lock:
-            lines = {line.what: line.training for line in self.plan.lines}
             try:
-                self._take("context", lines["trainer: context"])
                 if not self.is_loaded:
-                    self._take("base", lines["trainer: base weights"])
+                    self.device.enter("trainer", "base")
                     self.is_loaded = True
                 if isinstance(task, LoadTask):
                     return Done(metrics={})
                 if await self.world.reach("trains") == "die":
                     self.world.num_trainer_deaths += 1
                     raise TrainerDied("killed")
-                self._take("adapter", lines["trainer: adapter, gradients, optimizer"])
-                self._take("activations", lines["trainer: activations"])
+                self.device.enter("trainer", "step")
                 await self.world.reach("backward")
-            except (Full, TrainerDied) as error:
-                self._leave("context", "base", "adapter", "activations")
+            except (Clash, TrainerDied) as error:
+                self.device.leave("trainer")
                 self.is_loaded = False
                 raise TrainerDied(str(error)) from error
-            # torch keeps freed memory reserved until its cache is emptied at the end of a step.
-            self._leave("adapter", "activations")
+            self.device.leave("trainer", "step")
             if self.between_steps != "stay":
-                self._leave("base")
+                self.device.leave("trainer", "base")
                 self.is_loaded = False
             if on_progress is not None:
                 await on_progress(Progress(phase="save", completed=0, total=1))
             await self.world.reach("saves")
             write_adapter(Path(task.out_dir))
             return Done(metrics={"loss/train": 0.0})
-
-    def _take(self, part: str, size: float) -> None:
-        if ("trainer", part) not in self.device.held:
-            self.device.take("trainer", part, size)
-
-    def _leave(self, *parts: str) -> None:
-        self.device.give("trainer", *parts)
 
 
 def write_adapter(folder: Path) -> None:
@@ -329,16 +294,14 @@ def write_adapter(folder: Path) -> None:
 class World:
     """A device, the processes on it, and the planned events."""
 
-    card: Card
-    demand: Demand
     plan: MemoryPlan
     happens: dict[str, list[str]] = field(default_factory=dict)
     """For each phase, the event at its first, second... time: "", "kill engine", "refuse", "hang", "die", "slow"."""
 
     def __post_init__(self) -> None:
-        self.device = FakeDevice(self.card)
-        own = self.plan.training_card
-        self.trainer_device = self.device if own is None else FakeDevice(own)
+        self.device = FakeDevice(self.plan.handover)
+        is_shared = self.plan.training_card is None
+        self.trainer_device = self.device if is_shared else FakeDevice("none")
         self.process: FakeProcess | None = None
         self.seen: list[str] = []
         self.num_trainer_deaths = self.num_sampled = 0

@@ -1,12 +1,13 @@
-"""The device owner: for any events in any order, memory stays below capacity, nothing gets stuck, every request is
-answered, and every job makes its step. Runs the real owner, plan, supervisor, pause gate and job runner on a fake
-device (`fake_device.py`)."""
+"""The device owner: for any events in any order, engine and trainer are never on a device that has no room for both, nothing
+gets stuck, every request is answered, and every job makes its step. Runs the real owner, supervisor, pause gate and job
+runner on a fake device (`fake_device.py`)."""
 
 import asyncio
 import contextlib
 import errno
 import itertools
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,8 @@ from hypothesis import strategies as st
 from art_protocol.wire import JobReport, TrainConfig
 from art_server.checkpoints import Checkpoints
 from art_server.engine import engine as engine_module
-from art_server.engine.device.figures import read_figures
 from art_server.engine.device.owner import DeviceOwner
-from art_server.engine.device.plan import GIB, Card, Demand, make_memory_plan
+from art_server.engine.device.plan import make_memory_plan
 from art_server.engine.engine import AdapterRefused, Engine, EngineDied
 from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
@@ -44,10 +44,10 @@ from tests.contracts import check_engine, check_vllm
 from tests.fakes import keep_all
 from tests.new_models import add_model
 from tests.quick.engine.device import fake_device
-from tests.quick.engine.device.cards import SIZES
+from tests.quick.engine.device.cards import card, demand
 from tests.quick.engine.device.fake_device import (
+    Clash,
     FakeProcess,
-    Full,
     OnFakeDevice,
     TrainerOnDevice,
     World,
@@ -63,13 +63,11 @@ SECONDS = PATIENCE_SECONDS
 """Time limit of a whole story, because a stuck one never ends."""
 
 CASES = {
-    "none": ("4B", 79.1),
-    "kv_cache": ("14B", 79.1),
-    "sleep": ("8B", 23.6),
-    "own": ("8B", 23.6),
+    "none": ("4B", "80 GB"),
+    "sleep": ("8B", "24 GB"),
+    "own": ("8B", "24 GB"),
 }
-"""A model, and a card's GiB, for each way to share the card; in the last case the trainer has a second card."""
-
+"""A model and a card for each way to share the card; in the last case the trainer has a second card."""
 
 CONTROLS = ("PAUSE_SECONDS", "SLEEP_SECONDS", "WAKE_SECONDS")
 
@@ -91,13 +89,11 @@ def make_world(case: str, happens: dict[str, list[str]]) -> World:
     seconds = 0.3 if "hang" in itertools.chain(*happens.values()) else SECONDS
     for name in CONTROLS:  # the fixture resets them
         setattr(engine_module, name, seconds)
-    model, gib = CASES[case]
-    card = Card("a card", int(gib * GIB), 256 * GIB)
-    own = card if case == "own" else None
-    demand = Demand(model, SIZES[model], 2, 2, 16, 4, training_card=own)
-    plan = make_memory_plan(card, demand, read_figures())
+    model, on = CASES[case]
+    own = card(on) if case == "own" else None
+    plan = make_memory_plan(card(on), replace(demand(model), training_card=own))
     assert plan.handover == ("none" if own else case)
-    return World(card, demand, plan, happens)
+    return World(plan, happens)
 
 
 class House:
@@ -240,9 +236,7 @@ async def play(world: World, folder: Path, num_jobs: int = 3) -> House:
 
 
 def assert_right(world: World) -> None:
-    for device in (world.device, world.trainer_device):
-        assert device.wrongs == []
-        assert device.highest <= world.card.total
+    assert world.device.wrongs == [] and world.trainer_device.wrongs == []
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -250,8 +244,8 @@ async def test_steps_without_trouble(case: str, tmp_path: Path) -> None:
     world = make_world(case, {})
     await play(world, tmp_path)
     assert_right(world)
-    told = {"none": "pause", "kv_cache": "release_kv_cache_memory", "sleep": "sleep"}
-    assert world.seen.count(told.get(case, "pause")) == (0 if case == "own" else 3)
+    told = "sleep" if case == "sleep" else "pause"
+    assert world.seen.count(told) == (0 if case == "own" else 3)
     assert world.seen.count("engine starts") == 1
 
 
@@ -418,7 +412,7 @@ async def test_an_adapter_that_does_not_load_at_a_restart_is_refused_alone(tmp_p
 
 async def test_a_step_that_is_made_again_is_loaded_again(tmp_path: Path) -> None:
     """After a rollback the same name has other weights: the engine must not keep the old ones."""
-    world = make_world("kv_cache", {})
+    world = make_world("sleep", {})
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
         checkpoints = Checkpoints(
             registry=house.registry,
@@ -501,9 +495,9 @@ async def test_an_engine_that_dies_while_it_renders_is_met_again(
 
 
 PHASES = ("engine starts", "engine loads", "adapter loads", "pause", "sleep", "trains", "backward")
-PHASES += ("saves", "wake_up", "resume", "release_kv_cache_memory")
+PHASES += ("saves", "wake_up", "resume")
 EVENTS = ("", "slow", "kill engine")
-TOLD = ("pause", "sleep", "wake_up", "resume", "release_kv_cache_memory")
+TOLD = ("pause", "sleep", "wake_up", "resume")
 
 
 @st.composite
@@ -547,8 +541,8 @@ async def test_an_engine_wakes_whole_when_a_job_fails(tmp_path: Path) -> None:
 async def test_an_engine_that_does_not_pause_or_wake_is_started_again(
     case: str, told: str, path: str, tmp_path: Path
 ) -> None:
-    before = {"none": "pause", "kv_cache": "release_kv_cache_memory", "sleep": "sleep"}
-    after = {"none": "resume", "kv_cache": "wake_up", "sleep": "wake_up"}
+    before = {"none": "pause", "sleep": "sleep"}
+    after = {"none": "resume", "sleep": "wake_up"}
     world = make_world(case, {(before if told == "before" else after)[case]: [path]})
     house = await play(world, tmp_path)
     assert_right(world)
@@ -575,17 +569,27 @@ async def test_the_engine_keeps_the_contract_of_its_fake(tmp_path: Path) -> None
 # --- what the fake device detects ---
 
 
-async def test_the_device_names_what_does_not_fit(tmp_path: Path) -> None:
-    """A trainer whose base stays beside an engine that needs the whole card."""
-    world = make_world("sleep", {})
-    device = world.device
-    device.take("engine 1", "kv", device.card.total)
-    with pytest.raises(Full):
-        device.take("trainer", "base", GIB)
-    assert len(device.wrongs) == 1 and device.wrongs[0].startswith("trainer needs 1.0 GiB for base")
-    device.give("engine 1", "kv")
-    device.take("trainer", "base", GIB)
-    assert device.used == GIB
+def test_the_device_names_who_does_not_fit() -> None:
+    device = make_world("sleep", {}).device
+    device.enter("engine 1", "kv")
+    with pytest.raises(Clash):
+        device.enter("trainer", "base")
+    assert device.wrongs == ["trainer's base comes beside engine 1's kv"]
+    device.leave("engine 1", "kv")
+    device.enter("trainer", "base")
+    assert device.present == {("trainer", "base")}
+
+
+def test_where_both_fit_an_engine_starts_beside_the_base_and_not_beside_a_step() -> None:
+    device = make_world("none", {}).device
+    device.enter("trainer", "base")
+    device.enter("engine 1", "start")
+    with pytest.raises(Clash):
+        device.enter("trainer", "step")
+    device.leave("engine 1", "start")
+    device.enter("trainer", "step")
+    with pytest.raises(Clash):
+        device.enter("engine 2", "start")
 
 
 async def test_an_adapter_loaded_into_unmapped_weights_ends_the_engine(tmp_path: Path) -> None:
@@ -603,11 +607,9 @@ async def test_an_adapter_loaded_into_unmapped_weights_ends_the_engine(tmp_path:
     assert world.device.wrongs == ["illegal memory access: an adapter is loaded into unmapped weights"]
 
 
-async def test_an_engine_started_without_the_free_memory_that_it_asks_for_is_wrong(
-    tmp_path: Path,
-) -> None:
+async def test_an_engine_that_starts_beside_the_trainer_is_wrong(tmp_path: Path) -> None:
     world = make_world("sleep", {})
-    world.device.take("trainer", "base", world.device.card.total * 0.9)
+    world.device.enter("trainer", "base")
     process = FakeProcess(world, tmp_path / "socket", tmp_path / "work")
     assert await process.wait() == 1
     await world.settle()

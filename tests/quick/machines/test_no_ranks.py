@@ -7,7 +7,7 @@ import pytest
 
 from art_server.server import build
 from art_server.settings import ServerConfig
-from plugins.cluster.tests.machines import KEYS, listening
+from tests.quick.machines.machines import KEYS, listening
 from tests.registering import counted_starts, make_models
 from tests.waiting import PATIENCE_SECONDS
 
