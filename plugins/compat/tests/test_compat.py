@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 import art
-from art.compat.internal_config import InternalSettings, with_defaults
+from art_compat.internal_config import InternalSettings, with_defaults
 from art_protocol.history import read_rows
 
 pytestmark = pytest.mark.anyio

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import art
-from art.gather import is_informative
+from art.core.gather import is_informative
 from art.pool import current_pool
 from tests.waiting import PATIENCE_SECONDS
 
