@@ -25,7 +25,7 @@ from art.job import Job
 from art.metrics import SUMMED, MetricsBuilder
 from art.protocols import ServerBackend
 from art.trajectories import Trajectory, TrajectoryGroup, group_list
-from art.types import TrainResult, TrainSFTConfig
+from art.types import LoRAConfig, TrainResult, TrainSFTConfig
 from art_compat import internal_config, offline_log
 from art_compat.internal_config import CLIENT_CONFIG_IGNORED
 from art_compat.third_party_backend import ThirdPartyBackend, train_there
@@ -117,12 +117,18 @@ class Model(core.Model[ConfigT], Generic[ConfigT]):
 class TrainableModel(core.TrainableModel[ConfigT], Model[ConfigT], Generic[ConfigT]):
     """ART's arguments, `_internal_config`, and third-party backends (`art_compat.third_party_backend`)."""
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # arguments, which `_take_arts_arguments` accepts
         _internal_config: Any = None
+        """`art.dev.InternalModelConfig`: ART's settings for engine, adapter and trainer (`art_compat.internal_config`)."""
+        lora_config: LoRAConfig | None = None
+        """The name of `lora` in newer releases of ART."""
     else:
         _internal_config: Any = PrivateAttr(default=None)
-    """`art.dev.InternalModelConfig`: ART's settings for engine, adapter and trainer (`art_compat.internal_config`). Type
-    checkers see an argument, which `_take_internal_config` accepts."""
+
+        @property
+        def lora_config(self) -> LoRAConfig | None:
+            """The name of `lora` in newer releases of ART."""
+            return self.lora
 
     async def register(self, backend: ServerBackend | ThirdPartyBackend, _openai_client_config: Any = None) -> None:
         """The backend is ours, or any object that implements ART's backend protocol."""
@@ -243,8 +249,8 @@ class TrainableModel(core.TrainableModel[ConfigT], Model[ConfigT], Generic[Confi
 
     @model_validator(mode="wrap")
     @classmethod
-    def _take_internal_config(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Accepts `_internal_config`, and `lora_config`, the name of `lora` in newer releases of ART."""
+    def _take_arts_arguments(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Accepts `_internal_config` and `lora_config`."""
         if not isinstance(data, dict):
             return handler(data)
         fields = dict(cast(dict[str, Any], data))
