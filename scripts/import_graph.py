@@ -62,12 +62,15 @@ def imported_names(file: Path) -> frozenset[str]:
 
 
 def type_checkers_names(file: Path) -> dict[str, str]:
-    """The names that a file imports for type checkers alone, in the block `if TYPE_CHECKING` at its top, with their modules."""
+    """The names that a file imports for type checkers alone, in the block `if TYPE_CHECKING` at its top, with their modules:
+    `from art.pipeline import PipelineTrainer -> {"PipelineTrainer": "art.pipeline"}`, `import art.dev as dev -> {"dev": "art.dev"}`."""
     names: dict[str, str] = {}
     for statement in ast.parse(file.read_text()).body:
         if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
             for node in statement.body:
-                if isinstance(node, ast.ImportFrom) and node.module is not None:
+                if isinstance(node, ast.Import):
+                    names |= {alias.asname or alias.name: alias.name for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module is not None:
                     names |= {alias.name: node.module for alias in node.names}
     return names
 
@@ -91,7 +94,8 @@ def import_graph() -> Graph:
     for module, file in files.items():
         names = imported_names(file)
         if module == "art":
-            names -= {f"{source}.{name}" for name, source in type_checkers_names(file).items()}
+            hidden = type_checkers_names(file)
+            names -= {f"{source}.{name}" for name, source in hidden.items()} | set(hidden.values())
         ours = {name if name in files else name.rpartition(".")[0] for name in names}
         graph[module] = frozenset(ours & files.keys()) - {module}
     return graph

@@ -11,9 +11,13 @@
 ART's arguments and ART's other names, which are in `art_compat`.
 """
 
+# Programs use the imports for type checkers, this module does not.
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
+
 import importlib
-import importlib.util
 import pkgutil
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from art import types
@@ -38,19 +42,19 @@ from art.types import (
 )
 
 if TYPE_CHECKING:
-    from art import backend as backend
-    from art import dev as dev
-    from art import environments as environments
-    from art import finetune as finetune
-    from art import gather as gather
-    from art import langgraph as langgraph
-    from art import local as local
-    from art import mcp as mcp
-    from art import metrics as metrics
-    from art import model as model
-    from art import rewards as rewards
-    from art import trackers as trackers
-    from art import utils as utils
+    import art.backend as backend
+    import art.dev as dev
+    import art.environments as environments
+    import art.finetune as finetune
+    import art.gather as gather
+    import art.langgraph as langgraph
+    import art.local as local
+    import art.mcp as mcp
+    import art.metrics as metrics
+    import art.model as model
+    import art.rewards as rewards
+    import art.trackers as trackers
+    import art.utils as utils
     from art.batches import trajectory_group_batches as trajectory_group_batches
     from art.capturing import capture
     from art.pipeline import PipelineTrainer
@@ -148,7 +152,7 @@ if not TYPE_CHECKING:  # with `__getattr__` a type checker would accept every mi
         if name in _MODULE_BY_NAME:
             return getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)
         module = f"{__name__}.{name}"
-        if importlib.util.find_spec(module) is None:
+        if find_spec(module) is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return importlib.import_module(module)
 

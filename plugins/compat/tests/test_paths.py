@@ -26,7 +26,8 @@ def test_names_of_arts_modules_are_there():
 
 
 @pytest.mark.parametrize(
-    "first", ["art_compat.models", "art_compat.local", "art_compat.coroutines", "art.core.model", "art.model", "art.gather"]
+    "first",
+    ["art_compat.models", "art_compat.local", "art_compat.coroutines", "art.core.model", "art.model", "art.gather"],
 )
 def test_any_module_can_be_imported_first(first: str):
     """`art` names classes of `art_compat`, whose modules import modules of `art`."""

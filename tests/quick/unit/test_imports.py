@@ -103,7 +103,9 @@ def test_a_use_of_another_annex_is_seen(tmp_path: Path) -> None:
     owners = {name: owner(name) for name in (*names_of_art(file), "Trajectroy")}
     assert owners == {
         **dict.fromkeys(("metrics", "trajectory"), "compat"),
-        **{"rewards": "rewards", "Trajectory": "art", "Trajectroy": None},
+        "rewards": "rewards",
+        "Trajectory": "art",
+        "Trajectroy": None,
     }
 
 
