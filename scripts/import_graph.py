@@ -1,4 +1,8 @@
-"""The import graph of our modules, read from the code, with imports inside functions and under TYPE_CHECKING."""
+"""The import graph of our modules, read from the code, with imports inside functions and under TYPE_CHECKING.
+
+`import art` imports no annex: the module `art` names what annexes have, imports a name at its first use, and shows the imports to
+type checkers alone. So the graph leaves these imports out.
+"""
 
 import ast
 import functools
@@ -19,6 +23,9 @@ ANNEXES = {folder.name: folder for folder in sorted((ROOT / "plugins").iterdir()
 
 PROCESSES = {"the server": "", "the trainer's process": "trainer", "vLLM's processes": "engine/vllm_process"}
 """Each process with the folder that runs only in it. All other folders belong to the server or are shared."""
+
+NEEDED = {"finetune": {"rewards"}}
+"""The annexes whose names in `art` an annex uses: rewards and judges, `art.rewards`."""
 
 WATCH = ("art_watch", "art_watch/terminal")
 
@@ -54,6 +61,31 @@ def imported_names(file: Path) -> frozenset[str]:
     return frozenset(names)
 
 
+def type_checkers_names(file: Path) -> dict[str, str]:
+    """The names that a file imports for type checkers alone, in the block `if TYPE_CHECKING` at its top, with their modules:
+    `from art.pipeline import PipelineTrainer -> {"PipelineTrainer": "art.pipeline"}`, `import art.dev as dev -> {"dev": "art.dev"}`."""
+    names: dict[str, str] = {}
+    for statement in ast.parse(file.read_text()).body:
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
+            for node in statement.body:
+                if isinstance(node, ast.Import):
+                    names |= {alias.asname or alias.name: alias.name for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                    names |= {alias.name: node.module for alias in node.names}
+    return names
+
+
+def names_of_art(file: Path) -> set[str]:
+    """The names that a file takes from `art`: `art.evaluate`, `from art import evaluate`."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "art":
+            names.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and node.module == "art":
+            names |= {alias.name for alias in node.names}
+    return names
+
+
 @functools.cache
 def import_graph() -> Graph:
     """Maps each of our modules to the modules of ours that it imports."""
@@ -61,6 +93,9 @@ def import_graph() -> Graph:
     graph: dict[str, frozenset[str]] = {}
     for module, file in files.items():
         names = imported_names(file)
+        if module == "art":
+            hidden = type_checkers_names(file)
+            names -= {f"{source}.{name}" for name, source in hidden.items()} | set(hidden.values())
         ours = {name if name in files else name.rpartition(".")[0] for name in names}
         graph[module] = frozenset(ours & files.keys()) - {module}
     return graph

@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import art
-from art import annexes
 from art_server.app import make_app
 from art_server.flags import make_parser
 from art_server.server import build
@@ -32,7 +31,7 @@ def surface() -> dict[str, Any]:
 
 def names() -> dict[str, Any]:
     """Each public name with its signature; for a class, also the signatures of its public methods."""
-    return {name: shape(getattr(art, name)) for name in sorted([*art.__all__, *annexes.names()])}
+    return {name: shape(getattr(art, name)) for name in sorted({*art.__all__, *art._MODULE_BY_NAME, "dev"})}
 
 
 def shape(value: Any) -> Any:  # Any: any object that `art` exports
@@ -42,7 +41,7 @@ def shape(value: Any) -> Any:  # Any: any object that `art` exports
         public = {name for name in dir(value) if not name.startswith("_")}
         inherited: set[str] = set()
         for base in value.__mro__[1:]:
-            if base.__module__.partition(".")[0] != "art":
+            if base.__module__.partition(".")[0] not in ("art", "art_compat"):
                 inherited |= vars(base).keys()
         own = sorted(public - inherited)
         return {"": signature(value)} | {name: signature(inspect.getattr_static(value, name)) for name in own}

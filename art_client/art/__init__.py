@@ -7,20 +7,26 @@
     )
     await model.train(groups, config=art.TrainConfig(learning_rate=1e-5))
 
-`import art` imports neither `openai` nor an HTTP client. The first client or backend imports them.
+`import art` imports neither `openai` nor an HTTP client. What costs time is imported at its first use. So are the classes with
+ART's arguments and ART's other names, which are in `art_compat`.
 """
 
+# Programs use the imports for type checkers, this module does not.
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
+
 import importlib
+import pkgutil
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from art import annexes, types
+from art import types
+from art.core.gather import gather_trajectories, gather_trajectory_groups
 from art.data import DatasetBatch, iterate_dataset
 from art.distillation import distill
 from art.errors import ArtConnectionError, ArtError, ArtJobError, ArtStatusError
 from art.evaluation import Estimate, Evaluation, evaluate
-from art.gather import gather_trajectories, gather_trajectory_groups
 from art.job import Job
-from art.model import Model, TrainableModel
 from art.retrying import retry
 from art.scopes import no_capture
 from art.sessions import Rollout, rollout
@@ -36,9 +42,41 @@ from art.types import (
 )
 
 if TYPE_CHECKING:
-    from art.backend import Backend
-    from art.local import LocalBackend
+    import art.backend as backend
+    import art.dev as dev
+    import art.environments as environments
+    import art.finetune as finetune
+    import art.gather as gather
+    import art.langgraph as langgraph
+    import art.local as local
+    import art.mcp as mcp
+    import art.metrics as metrics
+    import art.model as model
+    import art.rewards as rewards
+    import art.trackers as trackers
+    import art.utils as utils
+    from art.batches import trajectory_group_batches as trajectory_group_batches
+    from art.capturing import capture
     from art.pipeline import PipelineTrainer
+    from art.serverless import ServerlessBackend as ServerlessBackend
+    from art.skypilot import SkyPilotBackend as SkyPilotBackend
+    from art.types import LocalTrainResult as LocalTrainResult
+    from art_compat.backends import Backend
+    from art_compat.coroutines import auto_trajectory as auto_trajectory
+    from art_compat.coroutines import capture_auto_trajectory as capture_auto_trajectory
+    from art_compat.coroutines import current_trajectory as current_trajectory
+    from art_compat.coroutines import trajectory as trajectory
+    from art_compat.coroutines import trajectory_group as trajectory_group
+    from art_compat.local import LocalBackend
+    from art_compat.models import Model, TrainableModel
+    from art_compat.refused import MegatronRuntimeConfig as MegatronRuntimeConfig
+    from art_compat.refused import MegatronTopologyConfig as MegatronTopologyConfig
+    from art_compat.refused import PipelineAutotuneConfig as PipelineAutotuneConfig
+    from art_compat.refused import PipelineRuntimeConfig as PipelineRuntimeConfig
+    from art_compat.refused import get_megatron_runtime_config as get_megatron_runtime_config
+    from art_compat.refused import init_megatron_runtime_config as init_megatron_runtime_config
+    from art_compat.yielding import capture_yielded_trajectory as capture_yielded_trajectory
+    from art_compat.yielding import yield_trajectory as yield_trajectory
 
 __all__ = [
     "ArtConnectionError",
@@ -65,6 +103,7 @@ __all__ = [
     "TrainableModel",
     "Trajectory",
     "TrajectoryGroup",
+    "capture",
     "distill",
     "evaluate",
     "gather_trajectories",
@@ -76,15 +115,48 @@ __all__ = [
     "types",
 ]
 
-_MODULE_BY_LAZY_NAME = {"Backend": "art.backend", "LocalBackend": "art.local", "PipelineTrainer": "art.pipeline"}
-"""Imported on first access: the import of httpx takes as long as all other imports together, and sqlite3 some milliseconds."""
+# In the repository each package of plugins/ has a folder `art` of its own. An installed package has one for all.
+__path__ = pkgutil.extend_path(__path__, __name__)
 
+_MODULE_BY_NAME = {
+    "Backend": "art_compat.backends",
+    "LocalBackend": "art_compat.local",
+    "LocalTrainResult": "art.types",
+    "MegatronRuntimeConfig": "art_compat.refused",
+    "MegatronTopologyConfig": "art_compat.refused",
+    "Model": "art_compat.models",
+    "PipelineAutotuneConfig": "art_compat.refused",
+    "PipelineRuntimeConfig": "art_compat.refused",
+    "PipelineTrainer": "art.pipeline",
+    "ServerlessBackend": "art.serverless",
+    "SkyPilotBackend": "art.skypilot",
+    "TrainableModel": "art_compat.models",
+    "auto_trajectory": "art_compat.coroutines",
+    "capture": "art.capturing",
+    "capture_auto_trajectory": "art_compat.coroutines",
+    "capture_yielded_trajectory": "art_compat.yielding",
+    "current_trajectory": "art_compat.coroutines",
+    "get_megatron_runtime_config": "art_compat.refused",
+    "init_megatron_runtime_config": "art_compat.refused",
+    "trajectory": "art_compat.coroutines",
+    "trajectory_group": "art_compat.coroutines",
+    "trajectory_group_batches": "art.batches",
+    "yield_trajectory": "art_compat.yielding",
+}
+"""The names that are imported at their first use, with their modules. Type checkers read the imports above."""
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULE_BY_LAZY_NAME:
-        return getattr(importlib.import_module(_MODULE_BY_LAZY_NAME[name]), name)
-    return annexes.member(__name__, name)
+if not TYPE_CHECKING:  # with `__getattr__` a type checker would accept every misspelt name
+
+    def __getattr__(name: str) -> Any:
+        """A name of the table, or a module of the package such as `art.rewards`."""
+        if name in _MODULE_BY_NAME:
+            return getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)
+        module = f"{__name__}.{name}"
+        if find_spec(module) is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return importlib.import_module(module)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *annexes.names()})
+    modules = {module.name for module in pkgutil.iter_modules(__path__)}
+    return sorted({*globals(), *__all__, *_MODULE_BY_NAME, *modules})

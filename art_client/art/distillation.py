@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from tqdm.auto import tqdm
 
+from art.core.model import Model
 from art.errors import ArtError
-from art.model import Model
 from art.pool import run_all
 from art.scopes import no_capture
 from art.trajectories import History, Trajectory, TrajectoryGroup

@@ -25,10 +25,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
+from art.core.gather import gather_trajectories
+from art.core.model import TrainableModel
 from art.errors import ArtError
 from art.estimates import Estimate, estimate
-from art.gather import gather_trajectories
-from art.model import TrainableModel
 from art.pool import DEFAULT_MAX_CONCURRENT_ROLLOUTS, DEFAULT_MAX_EXCEPTIONS
 from art.scopes import seeds_from
 from art.trajectories import Trajectory, TrajectoryGroup, to_trajectory

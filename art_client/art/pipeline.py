@@ -24,9 +24,9 @@ from tqdm.auto import tqdm
 
 from art.bodies import build_train_request
 from art.contained import contained
+from art.core.gather import gather_trajectory_groups
+from art.core.model import TrainableModel
 from art.errors import ArtError, ArtJobError, ArtStatusError
-from art.gather import gather_trajectory_groups
-from art.model import TrainableModel
 from art.pacing import Open, Pace
 from art.pipeline_file import PipelineFile
 from art.pool import DEFAULT_MAX_EXCEPTIONS, format_numbers
@@ -34,10 +34,11 @@ from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import TrainConfig, TrainResult
 
 if TYPE_CHECKING:
-    from art.backend import Backend
+    from art.core.backend import Backend
 
 logger = logging.getLogger(__name__)
 
+M = TypeVar("M", bound=TrainableModel)
 S = TypeVar("S")
 C = TypeVar("C")
 Samples: TypeAlias = Sequence[Trajectory | TrajectoryGroup]
@@ -81,6 +82,10 @@ class PipelineTrainer(Generic[S, C]):
         ValueError, TypeError: an argument is out of range or unknown.
     """
 
+    # Any: the program's class of models
+    _model: TrainableModel[Any]
+    _rollout_fn: Callable[[Any, S, C], Awaitable[TrajectoryGroup]]
+    _eval_fn: Callable[[Any, int, C], Awaitable[Samples | Mapping[str, Samples]]] | None
     _file: PipelineFile
     _first_step: int
     _step: int
@@ -91,12 +96,12 @@ class PipelineTrainer(Generic[S, C]):
 
     def __init__(
         self,
-        model: TrainableModel,
+        model: M,
         backend: "Backend",
-        rollout_fn: Callable[[TrainableModel, S, C], Awaitable[TrajectoryGroup]],
+        rollout_fn: Callable[[M, S, C], Awaitable[TrajectoryGroup]],
         scenarios: Iterable[S],
         config: C,
-        eval_fn: Callable[[TrainableModel, int, C], Awaitable[Samples | Mapping[str, Samples]]] | None = None,
+        eval_fn: Callable[[M, int, C], Awaitable[Samples | Mapping[str, Samples]]] | None = None,
         *,
         groups_per_step: int = 4,
         max_steps_off_policy: int = 1,

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from art import tracing
-from art.model import TrainableModel
+from art.core.model import TrainableModel
 from art.scopes import Scope, current_scope
 from art.trajectories import History, Trajectory
 from art_protocol.wire import NAME_PATTERN, NAME_RULE, SESSION_HEADER, UNNAMED_SECONDS, SessionReply

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from art.gather import is_informative
+from art.core.gather import is_informative
 from art.trajectories import History, Trajectory, TrajectoryGroup
 
 Schedule: TypeAlias = Literal["linear", "cosine", "constant"]

@@ -34,7 +34,6 @@ from pydantic import (
 )
 
 from art import types
-from art.annexes import extended
 from art.errors import error_text
 from art.pool import RolloutPool, close_unstarted, current_pool, run_all
 from art.types import Message, Messages, MessagesAndChoices, Tools
@@ -56,7 +55,6 @@ class WithNumbers(BaseModel):
         return _to_plain(value)
 
 
-@extended
 class History(Strict, Displayed, WithNumbers):
     """One conversation: a sub-agent's, or the part after a context reset."""
 
@@ -66,6 +64,7 @@ class History(Strict, Displayed, WithNumbers):
         "messages": "`messages_and_choices`",
         "conversations": f"`messages_and_choices`, in OpenAI's form: {SHAREGPT}",
     }
+    _left_out: ClassVar[frozenset[str] | None] = None
 
     messages_and_choices: MessagesAndChoices = []
     tools: Tools | None = None
@@ -167,7 +166,6 @@ class Trajectory(History):
         return f"Trajectory(reward={self.reward}, metrics={self.metrics}, metadata={self.metadata})"
 
 
-@extended
 class TrajectoryGroup(Strict, Displayed, WithNumbers):
     """Trajectories of one scenario, compared with each other. Failed rollouts are in `exceptions`; they get no reward.
 
@@ -176,6 +174,8 @@ class TrajectoryGroup(Strict, Displayed, WithNumbers):
     """
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    _left_out: ClassVar[frozenset[str] | None] = None
 
     trajectories: list[Trajectory]
     exceptions: list[FailureBody] = []

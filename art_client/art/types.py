@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field
 
-from art import annexes
-from art.annexes import extended
-from art.unknown_fields import OTHER_NAMES, Strict
+from art.unknown_fields import ART_TRAINING_FIELDS, OTHER_NAMES, PEFT_FIELDS, Strict
 from art_protocol import wire
 from art_protocol.display import Displayed
 from art_protocol.wire import JobReport
@@ -46,7 +44,6 @@ __all__ = [
 ]
 
 
-@extended
 class TrainConfig(Strict, wire.TrainConfig):
     """The configuration of one train call; docs/train-config.md has all fields. Defaults: GRPO with group mean and
     standard deviation, the loss averaged over the batch's tokens, one AdamW step without weight decay (Shao et al.
@@ -58,15 +55,16 @@ class TrainConfig(Strict, wire.TrainConfig):
     """
 
     _other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
+    _left_out: ClassVar[frozenset[str] | None] = ART_TRAINING_FIELDS
 
 
-@extended
 class LoRAConfig(Strict, wire.LoRAConfig):
     """Configuration of the trained adapter, fixed when a model is first registered: `rank` (8), `alpha` (16) and
     `target_modules` (None: all linear layers of the language model except the output head). `r` and `lora_alpha` are
     PEFT's names for the first two."""
 
     _renamed: ClassVar[Mapping[str, str]] = {"r": "rank", "lora_alpha": "alpha"}
+    _left_out: ClassVar[frozenset[str] | None] = PEFT_FIELDS
 
 
 SHOWN_METRICS = ("train/reward", "loss/train")
@@ -85,6 +83,10 @@ class TrainResult:
     def __repr__(self) -> str:
         shown = {name: self.metrics[name] for name in SHOWN_METRICS if name in self.metrics}
         return f"TrainResult(step={self.step}, metrics={shown} and {len(self.metrics) - len(shown)} more)"
+
+
+LocalTrainResult = TrainResult
+"""ART's name."""
 
 
 class TrainSFTConfig(Displayed, Strict):
@@ -120,10 +122,12 @@ class TrainSFTConfig(Displayed, Strict):
         )
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Choice":
+if not TYPE_CHECKING:  # with `__getattr__` a type checker would accept every misspelt name
+
+    def __getattr__(name: str) -> Any:
+        if name != "Choice":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         # Imported here, because importing openai takes most of a second.
         from openai.types.chat.chat_completion import Choice
 
         return Choice
-    return annexes.member(__name__, name)

@@ -1,6 +1,6 @@
 """Records that refuse unknown fields: the error names the field that was meant, also for names of other libraries.
 
-A field that programs written for ART need is left out with one warning instead. An annex lists these fields (`_left_out`).
+A field that programs written for ART need is left out with one warning instead (`_left_out`).
 """
 
 import difflib
@@ -56,6 +56,22 @@ OTHER_NAMES: Mapping[str, str] = {
 }
 """What the names of TRL, Unsloth, verl and NVIDIA's toolkit are here. Sources: TRL's GRPOConfig, verl's ActorConfig and
 algorithm section, the toolkit's `training` section."""
+
+ART_TRAINING_FIELDS = frozenset(
+    {
+        *("final_training_step", "grad_accumulation_sequences", "kl_penalty_coef", "kl_penalty_source"),
+        "optimizer_save_interval",
+    }
+)
+"""Fields of ART's train configuration without an effect here."""
+PEFT_FIELDS = frozenset(
+    {
+        *("bias", "dropout", "init_lora_weights", "init_weights", "layers_pattern", "layers_to_transform"),
+        *("loftq_config", "lora_dropout", "max_seq_length", "modules_to_save", "random_state"),
+        *("temporary_location", "use_gradient_checkpointing", "use_rslora"),
+    }
+)
+"""Fields of PEFT's and ART's LoRA configurations without an effect here."""
 
 _warned: set[tuple[str, str]] = set()
 """Record and field of the warnings that were logged."""

@@ -1,5 +1,5 @@
 """What a model's folder keeps of a log or train call: the metrics of a row of history.jsonl, under ART's names, and the
-lines of a trajectories file. The server writes them, and `art.compat.offline_log` for models without a server.
+lines of a trajectories file. The server writes them, and `art_compat.offline_log` for models without a server.
 
 A trajectories file is compressed JSONL. It holds each message of a trajectory once, and no tokens.
 """

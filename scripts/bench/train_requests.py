@@ -32,7 +32,7 @@ from openai.types.chat.chat_completion import Choice
 from tqdm import tqdm
 
 import art
-import art.backend
+import art.core.backend
 
 CASES = [
     "128x10x150x350",
@@ -246,7 +246,7 @@ class Watch:
 
 
 async def measure(path: Path, url: str, pid: int, base_model: str, case: list[int], flags: argparse.Namespace) -> None:
-    build, sizes, seconds = art.backend.build_train_request, list[int](), list[float]()
+    build, sizes, seconds = art.core.backend.build_train_request, list[int](), list[float]()
 
     def measured(*arguments: Any, **more: Any) -> bytes:
         started = time.process_time()
@@ -262,7 +262,7 @@ async def measure(path: Path, url: str, pid: int, base_model: str, case: list[in
         before = kept_bytes(path)
         idle = memory_gib(pid, "VmRSS")
         reset_peak(pid)
-        art.backend.build_train_request = measured
+        art.core.backend.build_train_request = measured
         watch, started = Watch(), time.monotonic()
         result = await model.train(groups)
         total = time.monotonic() - started

@@ -4,7 +4,7 @@ the function. So the function is put into `sys.modules` instead of the module, w
 import sys
 from typing import Any, cast
 
-from art.compat.capturing import auto_trajectory, capture_auto_trajectory
+from art_compat.coroutines import auto_trajectory, capture_auto_trajectory
 
 __all__ = ["auto_trajectory", "capture_auto_trajectory"]
 

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Iterable
 
 from tqdm.auto import tqdm
 
+from art.core.gather import close_groups, gather_trajectory_groups
 from art.errors import ArtError
-from art.gather import close_groups, gather_trajectory_groups
 from art.trajectories import TrajectoryGroup
 
 

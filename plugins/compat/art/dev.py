@@ -9,8 +9,8 @@ from typing import Any, Self, get_type_hints
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from art.compat.aliases import alias
-from art.compat.refused import refused
+from art_compat.aliases import alias
+from art_compat.refused import refused
 
 __all__ = [
     "EngineArgs",

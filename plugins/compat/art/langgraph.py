@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, ParamSpec
 
-from art.compat.aliases import alias
-from art.model import TrainableModel
 from art.sessions import Rollout, rollout
 from art.trajectories import Trajectory
+from art_compat.aliases import alias
+from art_compat.models import TrainableModel
 
 P = ParamSpec("P")
 

@@ -1,5 +1,5 @@
 """ART's path of names that are refused here."""
 
-from art.compat.refused import MegatronBackend
+from art_compat.refused import MegatronBackend
 
 __all__ = ["MegatronBackend"]

@@ -3,9 +3,9 @@
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from art.model import TrainableModel
 from art.pipeline import PipelineTrainer
 from art.trajectories import Trajectory, TrajectoryGroup
+from art_compat.models import TrainableModel
 
 __all__ = ["PipelineTrainer", "make_group_rollout_fn"]
 

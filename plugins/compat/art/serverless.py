@@ -4,9 +4,9 @@ import logging
 import os
 from typing import Any
 
-from art.backend import Backend
-from art.compat.aliases import alias
-from art.local import LocalBackend
+from art_compat.aliases import alias
+from art_compat.backends import Backend
+from art_compat.local import LocalBackend
 
 logger = logging.getLogger(__name__)
 

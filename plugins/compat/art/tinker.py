@@ -1,5 +1,5 @@
 """ART's path of names that are refused here."""
 
-from art.compat.refused import TinkerBackend
+from art_compat.refused import TinkerBackend
 
 __all__ = ["TinkerBackend"]

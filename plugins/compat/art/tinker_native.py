@@ -1,5 +1,5 @@
 """ART's path of names that are refused here."""
 
-from art.compat.refused import TinkerNativeBackend
+from art_compat.refused import TinkerNativeBackend
 
 __all__ = ["TinkerNativeBackend"]

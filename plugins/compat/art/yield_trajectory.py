@@ -4,7 +4,7 @@ the function. So the function is put into `sys.modules` instead of the module, w
 import sys
 from typing import Any, cast
 
-from art.compat.yielding import capture_yielded_trajectory, yield_trajectory
+from art_compat.yielding import capture_yielded_trajectory, yield_trajectory
 
 __all__ = ["capture_yielded_trajectory", "yield_trajectory"]
 

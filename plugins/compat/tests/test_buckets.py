@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 import art
-from art.compat import buckets
-from art.compat.buckets import address_of
+from art_compat import buckets
+from art_compat.buckets import address_of
 from tests.quick.checkpoints.transfers import model as folder_of
 from tests.quick.checkpoints.transfers import run, same_weights, serving
 

@@ -20,7 +20,7 @@ import requests
 import urllib3
 
 import art
-from art.compat import other_providers, patches
+from art import other_providers, patches
 
 pytestmark = pytest.mark.anyio
 

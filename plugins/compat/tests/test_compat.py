@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 import art
-from art.compat.internal_config import InternalSettings, with_defaults
+from art_compat.internal_config import InternalSettings, with_defaults
 from art_protocol.history import read_rows
 
 pytestmark = pytest.mark.anyio
@@ -67,9 +67,8 @@ def test_an_adapter_has_the_names_of_peft_too(caplog: pytest.LogCaptureFixture) 
     fields: dict[str, Any] = {"r": 4, "lora_alpha": 32, "lora_dropout": 0.0}
     assert art.LoRAConfig(**fields) == art.LoRAConfig(rank=4, alpha=32)
     assert warnings_of(caplog) == ["LoRAConfig has no field 'lora_dropout': its value is left out"]
-    named: dict[str, Any] = {"lora_config": art.LoRAConfig(rank=4)}
-    model = art.TrainableModel(name="a", project="p", base_model="b", **named)
-    assert model.lora == art.LoRAConfig(rank=4)
+    model = art.TrainableModel(name="a", project="p", base_model="b", lora_config=art.LoRAConfig(rank=4))
+    assert model.lora == model.lora_config == art.LoRAConfig(rank=4)
 
 
 def test_models_have_a_type_of_configuration() -> None:

@@ -92,7 +92,7 @@ async def test_every_call_of_a_trained_model(
         run_name="agent-1",
         project="demo",
         base_model="art/tiny",
-        _internal_config=settings,  # type: ignore[call-arg]
+        _internal_config=settings,
     )
     assert model.trainable
     async with art.Backend(base_url=server.url) as backend:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import art
-from art.compat import offline_log
+from art_compat import offline_log
 
 
 def test_lines_that_a_crash_cut_short_are_left_out(tmp_path: Path) -> None:

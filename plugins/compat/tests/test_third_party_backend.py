@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import art
-from art.compat.third_party_backend import ThirdPartyBackend
+from art_compat.third_party_backend import ThirdPartyBackend
 
 pytestmark = pytest.mark.anyio
 

@@ -37,6 +37,14 @@ async def test_registering_makes_the_model_and_learns_its_address(server, backen
     assert await model.get_step() == 3
 
 
+async def test_a_registration_requests_the_models_engine_arguments(server, backend: art.Backend):
+    model = make_model()
+    model.engine_args = {"max_seq_length": 512}
+    await model.register(backend)
+    assert server.sent("POST", "/api/models")[0].json()["engine_args"] == {"max_seq_length": 512}
+    assert "engine_args" in model.model_dump() and "engine_args" not in make_model().model_dump()
+
+
 async def test_no_server_is_reported_at_once():
     async with art.Backend("http://127.0.0.1:9") as backend:
         with pytest.raises(art.ArtConnectionError) as caught:

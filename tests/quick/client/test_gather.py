@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import art
-from art.gather import is_informative
+from art.core.gather import is_informative
 from art.pool import current_pool
 from tests.waiting import PATIENCE_SECONDS
 
@@ -491,7 +491,7 @@ def group_of(*values: float) -> art.TrajectoryGroup:
 
 
 async def test_dead_groups_are_replaced_until_enough_are_informative(caplog: pytest.LogCaptureFixture):
-    caplog.set_level("INFO", "art.gather")
+    caplog.set_level("INFO", "art.core.gather")
     dead, mixed = (1, 1), (0, 1)
     stream = iter([group_of(*rewards_of_group) for rewards_of_group in (dead, mixed, dead, dead, mixed, mixed, dead)])
     groups = await art.gather_trajectory_groups(stream, min_informative=2)

@@ -94,7 +94,7 @@ def test_what_the_client_imports_is_declared() -> None:
     of_extras = {"jsonschema", "polars", "matplotlib", "verifiers", "ruamel-yaml"}
     of_other_environments = {"nat"}
     of_type_checkers = {"typing_extensions"}  # which contain it
-    ours = {"art", "art_protocol", "art_trackers"}
+    ours = {"art", "art_compat", "art_protocol", "art_trackers"}
     of_programs = (
         f"plugins/{folder.name}"
         for folder in (ROOT / "plugins").iterdir()

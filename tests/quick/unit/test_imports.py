@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 
+import art
 from scripts.import_graph import (
     ANNEXES,
+    NEEDED,
     ROOT,
     circles,
     foreign_packages,
     import_graph,
     imported_names,
     modules,
+    names_of_art,
     our_packages,
     picture,
     reach,
@@ -79,9 +82,37 @@ def test_no_module_imports_an_annex() -> None:
         assert not {room(imported) for imported in imports} & ANNEXES.keys() - {room(module)}, module
 
 
+def test_an_annex_uses_names_of_the_client_and_of_annexes_that_it_needs() -> None:
+    for module, file in modules().items():
+        annex = room(module)
+        for name in names_of_art(file) if annex in ANNEXES else ():
+            assert owner(name) in {"art", annex, *NEEDED.get(annex, ())}, f"{module}: art.{name}"
+
+
+def owner(name: str) -> str | None:
+    """The room that has a name of `art`. The names of `__all__` are the client's."""
+    if name in art.__all__:
+        return "art"
+    module = art._MODULE_BY_NAME.get(name, f"art.{name}")
+    return room(module) if module in modules() else None
+
+
+def test_a_use_of_another_annex_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text("import art\nfrom art import metrics\nart.rewards.exact_match\nart.trajectory(art.Trajectory())\n")
+    assert names_of_art(file) == {"metrics", "rewards", "trajectory", "Trajectory"}
+    owners = {name: owner(name) for name in (*names_of_art(file), "Trajectroy")}
+    assert owners == {
+        **dict.fromkeys(("metrics", "trajectory"), "compat"),
+        "rewards": "rewards",
+        "Trajectory": "art",
+        "Trajectroy": None,
+    }
+
+
 def test_each_entry_point_names_what_there_is() -> None:
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    for group in ("art.names", "art.classes", "art.trackers", "art.tracers"):
+    for group in ("art.trackers", "art.tracers"):
         installed = {entry_point.name: entry_point for entry_point in entry_points(group=group)}
         assert {name: entry_point.value for name, entry_point in installed.items()} == groups[group], (
             "run scripts/setup"

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-from art.compat.aliases import alias
 from art.errors import ArtError
 from art.mcp.types import GeneratedScenario, GeneratedScenarioCollection, MCPResource, MCPTool
-from art.model import Model
 from art.scopes import no_capture
+from art_compat.aliases import alias
+from art_compat.models import Model
 from art_protocol.display import Short
 
 logger = logging.getLogger(__name__)

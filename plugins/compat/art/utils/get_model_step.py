@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from art.model import TrainableModel
 from art.utils.output_dirs import get_model_dir
+from art_compat.models import TrainableModel
 
 
 def get_model_step(model: TrainableModel, art_path: str | None = None) -> int:

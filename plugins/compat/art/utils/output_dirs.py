@@ -7,7 +7,7 @@
 
 from pathlib import Path
 
-from art.model import Model
+from art_compat.models import Model
 
 
 def get_default_art_path() -> str:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from art.compat.buckets import address_of
-from art.model import Model
 from art.utils.output_dirs import get_model_dir
+from art_compat.buckets import address_of
+from art_compat.models import Model
 
 
 async def pull_model_from_s3(

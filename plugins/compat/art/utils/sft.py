@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from tqdm.auto import tqdm
 
-from art.model import TrainableModel
 from art.trajectories import Trajectory
 from art.types import TrainResult, TrainSFTConfig
+from art_compat.models import TrainableModel
 from art_protocol.demonstrations import SHAREGPT
 
 __all__ = [

@@ -3,7 +3,7 @@
 import inspect
 from typing import Any, Protocol
 
-from art.model import Model
+from art.core.model import Model
 from art.trajectories import Trajectory
 from art.types import Message
 from art_protocol.signal import to_finite

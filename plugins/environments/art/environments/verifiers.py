@@ -28,9 +28,9 @@ from verifiers.v1.utils.loaders import (
     resolve_env_config,
 )
 
+from art.core.gather import gather_trajectory_groups
+from art.core.model import TrainableModel
 from art.environments import in_process
-from art.gather import gather_trajectory_groups
-from art.model import TrainableModel
 from art.pool import DEFAULT_MAX_EXCEPTIONS
 from art.sessions import rollout
 from art.trajectories import Trajectory, TrajectoryGroup

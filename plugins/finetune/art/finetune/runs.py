@@ -119,9 +119,10 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
     config, section = job.config, job.config.adapter.backend
     backend = _backend(section)
     fields = section.model_dump(include={"name", "project", "base_model"})
-    if internal := section.model_dump(include={"init_args", "engine_args"}, exclude_none=True):
-        fields["_internal_config"] = internal
-    model = art.TrainableModel(**fields, lora=section.lora)
+    engine_args = section.engine_args.model_dump(exclude_none=True) if section.engine_args is not None else {}
+    if section.init_args is not None and section.init_args.max_seq_length is not None:
+        engine_args["max_seq_length"] = section.init_args.max_seq_length
+    model = art.TrainableModel(**fields, lora=section.lora, engine_args=engine_args)
     async with contextlib.AsyncExitStack() as opened:
         await opened.enter_async_context(backend)
         try:

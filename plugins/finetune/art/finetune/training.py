@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import art
+from art.core.gather import is_informative
 from art.finetune import curriculum
 from art.finetune.agent import num_cut_answers, reason_of, reason_of_failure
 from art.finetune.curriculum import Chosen
@@ -31,7 +32,6 @@ from art.finetune.interfaces import (
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rollouts import play_once, report_lost
 from art.finetune.rows import Row
-from art.gather import is_informative
 from art_protocol.signal import has_signal
 
 

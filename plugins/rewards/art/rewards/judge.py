@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 
 from tqdm.auto import tqdm
 
+from art.core.model import Model
 from art.errors import ArtError
-from art.model import Model
 from art.pool import run_all
 from art.rewards.cache import AnswerCache
 from art.rewards.judge_answers import Verdict, get, read_scores, schema_of

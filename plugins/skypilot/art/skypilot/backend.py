@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from subprocess import DEVNULL, PIPE
 from typing import Any, Self
 
-from art.backend import Backend
+import art
 from art.errors import ArtConnectionError, ArtError
 from art.reporting import OnStep
 from art.skypilot.task import TASK_NAME, import_sky, make_task, read_environment
@@ -35,7 +35,7 @@ ENDED = ("SUCCEEDED", "FAILED", "FAILED_SETUP", "FAILED_DRIVER", "CANCELLED")
 """The job statuses in which no server runs."""
 
 
-class SkyPilotBackend(Backend):
+class SkyPilotBackend(art.Backend):
     """An art-server on a SkyPilot cluster. `initialize_cluster` makes a backend.
 
     `close` ends the connection; the machine keeps running. `down` gives back the machine and its disk.

@@ -111,7 +111,7 @@ async def model(remote: RemoteBackend) -> AsyncIterator[art.TrainableModel]:
         name="remote-run",
         project=PROJECT,
         base_model="art/tiny",
-        _internal_config=art.dev.InternalModelConfig(  # type: ignore[call-arg]  # a private field, as ART's callers set it
+        _internal_config=art.dev.InternalModelConfig(
             init_args=config.init_args,
             engine_args=config.engine_args,
             trainer_args=config.training,

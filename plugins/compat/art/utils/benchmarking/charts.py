@@ -7,9 +7,9 @@ import matplotlib.pyplot as plt
 import polars as pl
 from matplotlib.figure import Figure
 
-from art.compat.aliases import alias
 from art.utils.benchmarking.filter_model_split import filter_rename_model_split
 from art.utils.benchmarking.types import BenchmarkModelKey
+from art_compat.aliases import alias
 
 Models = Sequence[str | BenchmarkModelKey]
 DPI = 200

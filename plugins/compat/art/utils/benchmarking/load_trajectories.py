@@ -9,11 +9,11 @@ from typing import Any, cast
 import polars as pl
 from tqdm.auto import tqdm
 
-from art.compat.aliases import alias
-from art.model import Model
 from art.utils.output_dirs import get_models_dir
 from art.utils.s3 import pull_model_from_s3
 from art.utils.trajectory_logging import read_rows
+from art_compat.aliases import alias
+from art_compat.models import Model
 
 TEXT = pl.String()
 FUNCTION = pl.Struct({"name": TEXT, "arguments": TEXT})

@@ -1,4 +1,4 @@
-"""What backends have for programs written for ART, in front of the client's classes (`art.annexes`)."""
+"""`art.Backend`: the client's backend with ART's arguments and methods."""
 
 # pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false
 
@@ -6,22 +6,19 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from art.compat.buckets import Buckets
-from art.compat.internal_config import CLIENT_CONFIG_IGNORED
-from art.compat.models import under_either_name
-from art.model import Model, TrainableModel
+from art.core.model import Model, TrainableModel
 from art.trajectories import TrajectoryGroup
 from art.types import TrainResult
+from art_compat.buckets import Buckets
+from art_compat.internal_config import CLIENT_CONFIG_IGNORED
+from art_compat.models import under_either_name
 from art_protocol.art_options import ART_DEFAULTS, apply_options
 from art_protocol.wire import TrainConfig
 
-logger = logging.getLogger(__name__)
-
-AnyModel = Model
-AnyTrainableModel = TrainableModel
+logger = logging.getLogger("art.compat")
 
 
-class ArtBackend(Buckets):
+class Backend(Buckets):
     """Without a `config`, `train` works as in ART: `options` have ART's names (`learning_rate`, `loss_fn`, `epsilon`,
     `kl_penalty_coef`...), and other options have ART's defaults: CISPO, each trajectory with the same weight.
     `trajectory_groups` is ART's name for `groups`."""

@@ -1,23 +1,24 @@
-"""ART's in-process capture: the requests of a coroutine to the program's models become a trajectory.
+"""ART's capture of a coroutine: the coroutine's requests to the program's models become a trajectory.
 
     trajectory = await art.trajectory(run_agent(question))      # or art.capture_auto_trajectory
 
 All requests of the coroutine to the server of a registered model belong to one session, with any HTTP client that
-`patches` covers. Where no registered model answers, the trajectory has the answers of other servers (`other_providers`). The
-conversations come after the coroutine has ended. Until then the trajectory contains only what the coroutine sets, for
-example its reward.
+`art.patches` covers. Where no registered model answers, the trajectory has the answers of other servers
+(`art.other_providers`). The conversations come after the coroutine has ended. Until then the trajectory contains only what the
+coroutine sets, for example its reward.
 """
 
 import asyncio
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Awaitable, Coroutine, Iterable
+from contextlib import nullcontext
 from typing import Any, Literal, overload
 
-from art.compat import other_providers, patches
+from art import other_providers, patches
+from art.capturing import captured_in
 from art.pool import RolloutPool, current_pool
-from art.scopes import current_scope, entered, seeds_from
+from art.scopes import current_scope
 from art.sessions import add_captured, add_histories
 from art.trajectories import Trajectory, TrajectoryGroup
 from art_protocol.wire import FailureBody, SessionReply
@@ -44,29 +45,6 @@ async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
     if not any(reply.histories or reply.unused for reply in replies.values()):
         add_histories(captured, other_providers.histories(scope.answers))
     return captured.finish()
-
-
-@contextmanager
-def capture(
-    session: str | Callable[[], str], step: int | str | None = None, seed: int | str | None = None
-) -> Generator[None]:
-    """Inside the `with` block, requests to the servers of registered models belong to a session, with any HTTP client that
-    `patches` covers. A function as `session` returns the name for each request. `art.rollout(model, session)` then has the
-    trajectory of these requests. The name of a trainable model means the model's step `step`, or the base model if `step` is
-    "base". With a `seed`, each request without a seed gets the next number of a random sequence, which `seed` begins."""
-    patches.patch_http_clients()
-    with captured_in(other_providers.Capture(session, step, None if seed is None else seeds_from(seed))):
-        yield
-
-
-@contextmanager
-def captured_in(scope: other_providers.Capture) -> Generator[None]:
-    """Makes the scope the current one inside the `with` block, and ends the scope after the block."""
-    try:
-        with entered(scope):
-            yield
-    finally:
-        scope.is_ended = True
 
 
 capture_auto_trajectory = trajectory

@@ -18,13 +18,12 @@ import httpx
 from pydantic import BaseModel, ValidationError
 from tqdm.auto import tqdm
 
-from art import annexes, tracing
-from art.annexes import extended
+from art import tracing
 from art.bodies import build_log_request, build_train_request
 from art.connection import ACCEPTED, ENDED, REQUEST_TIMEOUT_SECONDS, Connection, JobRequest
+from art.core.model import Model, TrainableModel, clean_key
 from art.errors import ArtError, ArtJobError, ArtStatusError
 from art.job import Job
-from art.model import Model, TrainableModel, clean_key
 from art.notices import Notices, interrupted, show_event
 from art.reporting import OnStep, Reporting
 from art.scopes import add_server
@@ -59,7 +58,6 @@ REGISTER_TIMEOUT_SECONDS = 1800
 """The first model of a base model waits until the server has loaded the weights, and possibly downloaded them."""
 
 
-@extended
 class Backend:
     """The art-server at an address.
 
@@ -403,7 +401,3 @@ def _to_job_error(event: JobEvent) -> ArtJobError:
         code=event.error.code,
         retryable=event.error.retryable,
     )
-
-
-def __getattr__(name: str) -> Any:
-    return annexes.member(__name__, name)

@@ -7,6 +7,7 @@ The calls go to the backend that the model is registered with. `art.protocols` h
 
 import asyncio
 import logging
+import operator
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeAlias, cast
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
 from art import sft
-from art.annexes import extended
 from art.errors import ArtStatusError
 from art.job import Job
 from art.loops import running_loop
@@ -98,7 +98,6 @@ def clean_key(key: str | None) -> str | None:
     return key or None
 
 
-@extended
 class Model(Displayed, BaseModel, Generic[ConfigT]):
     """A model for inference only, behind any OpenAI-compatible address. `Model[Kind]` has a `config` of the type Kind."""
 
@@ -200,7 +199,6 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
         return f"model '{self.name}' has no address: pass inference_base_url (and inference_api_key)"
 
 
-@extended
 class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     """A policy: a LoRA adapter on a base model, trained and served by the backend's server."""
 
@@ -211,6 +209,9 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     trainable: bool = True
     lora: LoRAConfig | None = None
     """The adapter's configuration, fixed at the first registration. None: the existing configuration, or the defaults."""
+    engine_args: dict[str, Any] = Field(default={}, exclude_if=operator.not_)  # Any: vLLM's values
+    """Requested engine arguments: `max_seq_length`, and vLLM's arguments that `art-server --engine-arg` takes. They have an
+    effect if this model's registration starts the engine. The server's flags take precedence."""
 
     _pinned_name: str | None = PrivateAttr(default=None)
     """For a copy that `art.evaluate` makes: the name under which it samples."""
@@ -243,6 +244,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
             project=self.project,
             base_model=self.base_model,
             lora=self.lora,
+            engine_args=self.engine_args,
         )
 
     def get_inference_name(self, step: int | None = None) -> str:

@@ -1,4 +1,4 @@
-"""What models have for programs written for ART, in front of the client's classes (`art.annexes`)."""
+"""`art.Model` and `art.TrainableModel`: the client's models with ART's fields, methods and arguments."""
 
 # pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false
 
@@ -9,10 +9,9 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextvars import Token
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Never, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Never, Self, cast
 
 from pydantic import (
-    BaseModel,
     ModelWrapValidatorHandler,
     PrivateAttr,
     SerializerFunctionWrapHandler,
@@ -20,26 +19,23 @@ from pydantic import (
     model_validator,
 )
 
-from art.compat import internal_config, offline_log
-from art.compat.internal_config import CLIENT_CONFIG_IGNORED
-from art.compat.third_party_backend import ThirdPartyBackend, train_there
+from art.core import model as core
+from art.core.model import ConfigT
 from art.job import Job
 from art.metrics import SUMMED, MetricsBuilder
 from art.protocols import ServerBackend
 from art.trajectories import Trajectory, TrajectoryGroup, group_list
-from art.types import TrainResult, TrainSFTConfig
+from art.types import LoRAConfig, TrainResult, TrainSFTConfig
+from art_compat import internal_config, offline_log
+from art_compat.internal_config import CLIENT_CONFIG_IGNORED
+from art_compat.third_party_backend import ThirdPartyBackend, train_there
 from art_protocol.art_options import apply_options
 from art_protocol.wire import DeleteCheckpointsReply, RegisterRequest, TrainConfig
 
-if TYPE_CHECKING:
-    from art.model import Model, TrainableModel
-else:
-    Model = TrainableModel = BaseModel
-
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("art.compat")
 
 
-class ArtModel(Model):
+class Model(core.Model[ConfigT], Generic[ConfigT]):
     """Fields of ART, and metrics of a step that no trajectory has (`art.metrics`). The history of a model that is not
     trainable, or not registered, is below `base_path` on this machine."""
 
@@ -117,11 +113,22 @@ class ArtModel(Model):
         return Path(self.base_path) / self.project / "models" / self._storage_name
 
 
-class ArtTrainableModel(ArtModel, TrainableModel):
-    """ART's arguments, `_internal_config`, and third-party backends (`art.compat.third_party_backend`)."""
+# The client's class comes first: pydantic takes the defaults of fields from the first class that has the field.
+class TrainableModel(core.TrainableModel[ConfigT], Model[ConfigT], Generic[ConfigT]):
+    """ART's arguments, `_internal_config`, and third-party backends (`art_compat.third_party_backend`)."""
 
-    _internal_config: Any = PrivateAttr(default=None)
-    """`art.dev.InternalModelConfig`: ART's settings for engine, adapter and trainer (`art.compat.internal_config`)."""
+    if TYPE_CHECKING:  # arguments, which `_take_arts_arguments` accepts
+        _internal_config: Any = None
+        """`art.dev.InternalModelConfig`: ART's settings for engine, adapter and trainer (`art_compat.internal_config`)."""
+        lora_config: LoRAConfig | None = None
+        """The name of `lora` in newer releases of ART."""
+    else:
+        _internal_config: Any = PrivateAttr(default=None)
+
+        @property
+        def lora_config(self) -> LoRAConfig | None:
+            """The name of `lora` in newer releases of ART."""
+            return self.lora
 
     async def register(self, backend: ServerBackend | ThirdPartyBackend, _openai_client_config: Any = None) -> None:
         """The backend is ours, or any object that implements ART's backend protocol."""
@@ -140,7 +147,7 @@ class ArtTrainableModel(ArtModel, TrainableModel):
         for name in settings.without_effect:
             logger.warning("register: _internal_config: %s has no effect", name)
         request = super()._to_registration()
-        update = {"lora": self.lora or settings.lora, "engine_args": settings.engine_args}
+        update = {"lora": self.lora or settings.lora, "engine_args": settings.engine_args | self.engine_args}
         return request.model_copy(update=update)
 
     def get_inference_name(self, step: int | None = None) -> str:
@@ -242,8 +249,8 @@ class ArtTrainableModel(ArtModel, TrainableModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _take_internal_config(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Accepts `_internal_config`, and `lora_config`, the name of `lora` in newer releases of ART."""
+    def _take_arts_arguments(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Accepts `_internal_config` and `lora_config`."""
         if not isinstance(data, dict):
             return handler(data)
         fields = dict(cast(dict[str, Any], data))

@@ -18,7 +18,6 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from typing import Any, Literal, TypeVar, cast, overload
 
-from art import annexes
 from art.contained import contained
 from art.pool import (
     DEFAULT_MAX_CONCURRENT_ROLLOUTS,
@@ -249,7 +248,3 @@ def _to_trajectories(result: object) -> Trajectory | list[Trajectory]:
     if isinstance(result, (Trajectory, BaseException)) or not isinstance(result, Iterable):
         return to_trajectory(result)
     return [to_trajectory(entry) for entry in cast(Iterable[object], result)]
-
-
-def __getattr__(name: str) -> Any:
-    return annexes.member(__name__, name)

@@ -27,7 +27,7 @@ from contextvars import copy_context
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from art.compat import other_providers
+from art import other_providers
 from art.scopes import current_scope, entered, headers_for
 
 _PATCHED_METHODS = [

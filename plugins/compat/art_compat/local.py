@@ -1,25 +1,20 @@
-"""What `LocalBackend` has for programs written for ART, in front of the client's class (`art.annexes`)."""
+"""`art.LocalBackend`: the client's local backend with ART's arguments and methods."""
 
 # pyright: reportPrivateUsage=false
 
 import logging
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from art.compat.aliases import alias
-from art.compat.backends import ArtBackend
+from art.core import local as core
 from art.reporting import OnStep
+from art_compat.backends import Backend
 
-if TYPE_CHECKING:
-    from art.local import LocalBackend
-else:
-    LocalBackend = object
-
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("art.compat")
 
 
-class ArtLocalBackend(ArtBackend, LocalBackend):
+class LocalBackend(core.LocalBackend, Backend):
     """`in_process`, `enable_expert_replay` and `gpu_cost_per_hour_usd` have no effect: the server is always a process.
     `with` is for programs without `async with`: the server starts with the first `register`."""
 
@@ -56,6 +51,3 @@ class ArtLocalBackend(ArtBackend, LocalBackend):
 
     async def _start(self) -> None:
         await self.start()
-
-
-alias("art.local", "art.local.backend")

@@ -18,10 +18,9 @@ from typing import Any, Self
 
 from tqdm.auto import tqdm
 
-from art.annexes import extended
-from art.backend import Backend
+from art.core.backend import Backend
+from art.core.model import Model
 from art.errors import ArtConnectionError, ArtError
-from art.model import Model
 from art.reporting import OnStep
 from art.waiting import START_SECONDS
 from art_protocol.log_file import LogFile
@@ -32,7 +31,6 @@ STOP_SECONDS = 30
 """Time for the server to finish a checkpoint and stop its engine before the server is killed."""
 
 
-@extended
 class LocalBackend(Backend):
     """An art-server on this machine, for this program only.
 

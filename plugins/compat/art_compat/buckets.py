@@ -12,18 +12,14 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from art.compat.refused import DEPLOY, refused
+from art.core import backend as core
+from art.core.model import Model
 from art.errors import ArtError, ArtStatusError
-from art.model import Model
+from art_compat.refused import DEPLOY, refused
 
-if TYPE_CHECKING:
-    from art.backend import Backend
-else:
-    Backend = object
-
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("art.compat")
 
 COMMAND = "from art_watch.terminal.cli import main; main()"
 NOTHING_FOUND = 3
@@ -34,8 +30,8 @@ NO_BUCKET = (
 )
 
 
-class Buckets(Backend):
-    """The part of a backend that copies checkpoints under ART's names."""
+class Buckets(core.Backend):
+    """A backend that copies checkpoints under ART's names."""
 
     async def _start(self) -> None:
         """Starts the server, if that is this backend's task."""

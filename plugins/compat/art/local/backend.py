@@ -1,0 +1,5 @@
+"""ART's other path of `art.LocalBackend`."""
+
+from art_compat.local import LocalBackend
+
+__all__ = ["LocalBackend"]
