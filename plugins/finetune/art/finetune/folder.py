@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
+from filelock import AcquireReturnProxy, FileLock, Timeout
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
@@ -133,19 +134,13 @@ def opened(
         yield folder
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Generator[None]:
-    import fcntl  # only Linux and macOS have this module, and `--check` needs no folder
-
+def _locked(path: Path) -> AcquireReturnProxy:
+    """The locked folder, for a `with` block."""
     path.mkdir(parents=True, exist_ok=True)
-    with open(path / LOCK_FILE, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise WrongInput(
-                [f"another process trains in {path}: stop it, or set another finetuning.output_dir"]
-            ) from error
-        yield
+    try:
+        return FileLock(path / LOCK_FILE).acquire(blocking=False)
+    except Timeout as error:
+        raise WrongInput([f"another process trains in {path}: stop it, or set another finetuning.output_dir"]) from error
 
 
 def _free_name(path: Path) -> Path:
