@@ -134,7 +134,9 @@ def _locked(path: Path) -> AcquireReturnProxy:
     try:
         return FileLock(path / LOCK_FILE).acquire(blocking=False)
     except Timeout as error:
-        raise WrongInput([f"another process trains in {path}: stop it, or set another finetuning.output_dir"]) from error
+        raise WrongInput(
+            [f"another process trains in {path}: stop it, or set another finetuning.output_dir"]
+        ) from error
 
 
 def _free_name(path: Path) -> Path:
