@@ -229,6 +229,8 @@ def _make_trainer(shared: Run) -> Trainer:
 
 def _summarise(output: folder.Folder, name: str) -> None:
     epochs = output.state.epochs
+    if not epochs:  # a trainer of one's own may write none
+        return
     first, last = epochs[0].avg_reward, epochs[-1].avg_reward
     if first is None or last is None:
         raise FinetuneError("no trajectories: each rollout failed; training_metrics.jsonl has the reasons")
