@@ -86,10 +86,15 @@ class Folder:
     def forget_epoch(self) -> int:
         """Forgets the training rollouts of the unfinished epoch, and that the epoch has begun. Returns the number of forgotten
         rollouts."""
-        epoch, known = len(self.state.epochs), self.rollouts
-        self.rollouts = {key: row for key, row in known.items() if row.split != "train"}
-        self._keep_rollouts(lambda row: row.epoch != epoch or row.split != "train")
+        num_rollouts = self.forget_split("train")
         self.save(step=None)
+        return num_rollouts
+
+    def forget_split(self, split: str) -> int:
+        """Forgets the rollouts of the unfinished epoch in a split. Returns the number of forgotten rollouts."""
+        epoch, known = len(self.state.epochs), self.rollouts
+        self.rollouts = {key: row for key, row in known.items() if row.split != split}
+        self._keep_rollouts(lambda row: row.epoch != epoch or row.split != split)
         return len(known) - len(self.rollouts)
 
     def _keep_rollouts(self, is_kept: Callable[[RolloutRow], bool]) -> None:
@@ -165,9 +170,10 @@ def _folder(path: Path, asked: Asked) -> Folder:
         more = [f"and {len(differences) - MAX_DIFFERENCES} more"] if len(differences) > MAX_DIFFERENCES else []
         problem = f"{path} has a run with another configuration or other rows: {REMEDY}"
         raise WrongInput([*differences[:MAX_DIFFERENCES], *more, problem])
-    folder = Folder(path, state.model_copy(update=dict(asked)))
+    folder = Folder(path, state.model_copy(update={"config": asked.config, "rows": asked.rows}))
     if state.validation not in ("", asked.validation):
-        folder.rollouts = {key: row for key, row in folder.rollouts.items() if row.split != "val"}
+        folder.forget_split("val")
+    folder.save(validation=asked.validation)
     return folder
 
 

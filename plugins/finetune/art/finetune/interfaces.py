@@ -85,7 +85,8 @@ class TrainerAdapter(Protocol):
 
 class Trainer(Protocol):
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        """Runs the epochs that are left, and returns how each epoch ended. The run's folder is for the record of the epochs."""
+        """Runs the epochs that are left, and returns how each epoch ended. An epoch is left until `folder.save(epochs=...)` has
+        the epoch's row."""
         ...
 
 

@@ -59,7 +59,7 @@ class ArtTrainer(Part):
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Runs the epochs that are left: sample, choose, train, write, with validations between the epochs."""
         folder, statuses = self.context.folder, list[TrainingJobStatus]()
-        while (number := len(folder.state.epochs)) < num_epochs and not (number and self.is_done()):
+        while (number := len(folder.state.epochs)) < num_epochs and not (number > 0 and self.is_done()):
             if number % self.context.config.finetuning.validation.interval == 0:
                 await self.validate(number)
             step, row_indices = await self._begin(), self._rows_of(number)
