@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from filelock import AcquireReturnProxy, FileLock, Timeout
+from filelock import FileLock, Timeout
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
@@ -133,7 +133,7 @@ def opened(
         yield folder
 
 
-def _locked(path: Path) -> AcquireReturnProxy:
+def _locked(path: Path) -> contextlib.AbstractContextManager[object]:
     """The locked folder, for a `with` block."""
     path.mkdir(parents=True, exist_ok=True)
     try:

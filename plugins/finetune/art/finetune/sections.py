@@ -48,7 +48,8 @@ class OpenSection(Section):
     """A section that can have other fields."""
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Typed]  # pyright: ignore[reportIncompatibleVariableOverride]  # pydantic's way to type them
+    __pydantic_extra__: dict[str, Typed] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The other fields. Source of the declaration: pydantic's documentation of `extra`."""
 
     def fields(self) -> dict[str, Any]:
         """The other fields."""
