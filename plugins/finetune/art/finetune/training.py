@@ -175,14 +175,8 @@ class ArtTrainer(Part):
             session: str,
             play: Callable[[], Awaitable[art.Trajectory]],
         ) -> art.Trajectory:
-            name = RolloutRow(
-                epoch=epoch,
-                row=row.id,
-                generation=number,
-                session=session,
-                split="val",
-                model=model.get_inference_name(),
-            )
+            step = model.get_inference_name()
+            name = RolloutRow(epoch=epoch, row=row.id, generation=number, session=session, split="val", model=step)
             trajectory, _ = await play_once(run, model, name, play)
             return trajectory
 
