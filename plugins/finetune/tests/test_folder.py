@@ -210,6 +210,15 @@ def test_a_run_may_get_more_epochs_and_not_fewer_than_it_has(path: Path) -> None
     assert "finetuning.num_epochs: 2 are done in the folder, 1 here" in refused(path, changed(num_epochs=1))
 
 
+def test_rollouts_of_other_validations_are_forgotten_for_good(path: Path) -> None:
+    with opened(path, CONFIG, validation="old") as folder:
+        folder.add_rollout(rollout(0, 0, 0, split="val"))
+        folder.add_rollout(rollout(0, 0, 1))
+    for _ in range(2):
+        with opened(path, CONFIG, validation="new") as folder:
+            assert folder.rollouts == {("train", "0", 1): rollout(0, 0, 1)}
+
+
 def test_fresh_renames_the_folder(path: Path) -> None:
     runs = [start(path, changed(seed=number), fresh=True).state.run_id for number in range(3)]
     assert len(set(runs)) == 3

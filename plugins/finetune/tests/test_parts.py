@@ -36,3 +36,60 @@ async def test_each_part_can_be_replaced(
     (request,) = policy.trained
     trajectories = [trajectory for group in request["groups"] for trajectory in group["trajectories"]]
     assert {trajectory["reward"] for trajectory in trajectories} == {-0.02, 0.98}
+
+
+BARE = """
+import art
+from art.finetune import TrainingJobStatus
+
+class Builder:
+    def __init__(self, section, run):
+        self.num_generations, self.context = section.num_generations, run
+
+    async def sample(self, epoch, row_indices):
+        return [await self.group(epoch, index) for index in row_indices]
+
+    async def group(self, epoch, index):
+        run, trajectories = self.context, []
+        for number in range(self.num_generations):
+            trajectory, output = await run.agent.play(run.model, run.rows[index], f"{epoch}-{index}-{number}", number)
+            trajectories.append(trajectory)
+        return art.TrajectoryGroup(trajectories)
+
+class Adapter:
+    def __init__(self, section, run):
+        self.context = run
+
+    async def train(self, groups, epoch):
+        return await self.context.model.train(groups, self.context.train_config)
+
+class Trainer:
+    def __init__(self, section, run, builder, adapter):
+        self.context, self.builder, self.adapter = run, builder, adapter
+
+    async def run(self, num_epochs):
+        statuses = []
+        for epoch in range(num_epochs):
+            groups = await self.builder.sample(epoch, range(len(self.context.rows)))
+            result = await self.adapter.train(groups, epoch)
+            statuses.append(TrainingJobStatus(epoch, result.step))
+        return statuses
+"""
+
+
+@pytest.mark.parametrize("has_own_trainer", [False, True])
+async def test_a_part_of_one_s_own_is_a_class_with_one_method(
+    policy: PolicyServer, folder: Path, make_file: Callable[..., dict[str, Any]], has_own_trainer: bool
+) -> None:
+    (folder / "bare.py").write_text(BARE)
+    file = make_file(
+        trajectory_builders__b___type="bare.py:Builder",
+        trainer_adapters__a___type="bare.py:Adapter",
+        trainers__t___type="bare.py:Trainer" if has_own_trainer else "openpipe_art_trainer",
+    )
+    statuses = await art.finetune.run(file)
+    assert [(status.epoch, status.step, status.status) for status in statuses] == [
+        (0, 1, "completed"),
+        (1, 2, "completed"),
+    ]
+    assert policy.steps == {"demo/agent": 2} and len(policy.asked) == 16

@@ -91,7 +91,7 @@ def declared(*extras: str) -> set[str]:
 
 def test_what_the_client_imports_is_declared() -> None:
     # inside a function of art.rewards, and in modules of art.utils, art.environments and art.finetune that say so
-    of_extras = {"jsonschema", "polars", "matplotlib", "verifiers", "ruamel-yaml"}
+    of_extras = {"jsonschema", "polars", "matplotlib", "verifiers", "ruamel-yaml", "filelock"}
     of_other_environments = {"nat"}
     of_type_checkers = {"typing_extensions"}  # which contain it
     ours = {"art", "art_compat", "art_protocol", "art_trackers"}

@@ -59,7 +59,7 @@ COMMANDS = {"art_transfer.export"}
 """Of `art export`: it runs in a process of its own, and loads the trainer's code when it needs it."""
 OF_A_SERVER = {"cluster", "transfer"}
 """Annexes that need the packages of the server."""
-EXTRAS = {"pydantic_core", "sky", "polars", "matplotlib", "verifiers", "ruamel", "nat", "ray"}
+EXTRAS = {"pydantic_core", "sky", "polars", "matplotlib", "verifiers", "ruamel", "filelock", "nat", "ray"}
 """A part of pydantic, and what comes with the extras `sky`, `plotting`, `finetune`, `verifiers` and `cluster`; NVIDIA's toolkit."""
 BUILT_IN = {"typing_extensions"}
 """For type checkers only, which contain it."""

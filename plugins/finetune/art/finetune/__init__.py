@@ -2,21 +2,13 @@
 
     await art.finetune.run("finetune.yml")
 
-docs/finetune.md describes the file, the commands, and how to replace a part. `art_finetune` has the commands.
+docs/finetune.md describes the file, the commands, and how to replace a part. `runs` leads from the file to the loop over the
+epochs, which is `training.ArtTrainer.run`. `art_finetune` has the commands.
 """
 
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, RolloutFailed, WrongInput
 from art.finetune.evaluating import evaluate
-from art.finetune.interfaces import (
-    Run,
-    Trainer,
-    TrainerAdapter,
-    TrainingJobRef,
-    TrainingJobStatus,
-    TrainingStatusEnum,
-    TrajectoryBuilder,
-    TrajectoryCollection,
-)
+from art.finetune.interfaces import Run, Trainer, TrainerAdapter, TrainingJobStatus, TrajectoryBuilder
 from art.finetune.rollouts import ArtTrajectoryBuilder
 from art.finetune.runs import check, run
 from art.finetune.training import ArtTrainer, ArtTrainerAdapter
@@ -33,11 +25,8 @@ __all__ = [
     "Run",
     "Trainer",
     "TrainerAdapter",
-    "TrainingJobRef",
     "TrainingJobStatus",
-    "TrainingStatusEnum",
     "TrajectoryBuilder",
-    "TrajectoryCollection",
     "WrongInput",
     "check",
     "evaluate",

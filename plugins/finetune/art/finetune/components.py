@@ -5,6 +5,7 @@ component of NVIDIA's toolkit. `workflows` and `scoring` make built-in workflows
 """
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -12,13 +13,14 @@ import symtable
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol, TypeAlias
 
+from art.finetune.limits import in_thread
 from art.finetune.reading import hint, nearest, read_text
 
 Kind: TypeAlias = Literal["workflow", "evaluator", "trajectory_builder", "trainer_adapter", "trainer", "dataset"]
@@ -98,20 +100,33 @@ def load(kind: Kind, type_name: str) -> Callable[..., Any]:
     if not callable(loaded):
         raise ValueError(f"{type_name!r} is of type {type(loaded).__name__}: name a function or a class")
     if kind in PARAMETERS:
-        required: list[str] = []
-        by_position: list[str] = []
-        for parameter in inspect.signature(loaded).parameters.values():
-            if parameter.default is parameter.empty and parameter.kind not in VARIABLE:
-                required.append(parameter.name)
-            if parameter.kind is parameter.POSITIONAL_ONLY:
-                by_position.append(parameter.name)
+        parameters = _parameters(loaded)
+        by_position = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]
+        required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
         _check_parameters(kind, name, required, by_position)
     return loaded
 
 
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a function, or an object that can be called, is async. Plain functions run in threads."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+async def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """The result of a user's function, or of an object that can be called. The function gets the arguments that its parameters
+    name. A required parameter of another name gets the question. Plain functions run in threads."""
+    named: dict[str, Any] = {}
+    for parameter in _parameters(function):
+        if parameter.name in arguments:
+            named[parameter.name] = arguments[parameter.name]
+        elif parameter.default is parameter.empty:
+            named[parameter.name] = arguments["question"]
+    work = functools.partial(function, **named)
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        return await work()
+    result = await in_thread(work)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function, without `*rest` and `**others`."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter for parameter in parameters if parameter.kind not in VARIABLE]
 
 
 def is_of_toolkit(kind: Kind, type_name: str) -> bool:

@@ -14,13 +14,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
+from filelock import FileLock, Timeout
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from art.files import write_whole
 from art.finetune import checking
 from art.finetune.errors import WrongInput
-from art.finetune.history import METRICS_FILE, REWARDS_FILE, RolloutRow, State, make_files
+from art.finetune.history import METRICS_FILE, REWARDS_FILE, Asked, RolloutRow, State, make_files
 from art.finetune.masking import without_secrets
 from art.finetune.sections import Config
 
@@ -50,16 +51,13 @@ REMEDY = "set another finetuning.output_dir, or add --fresh, which renames this 
 class Folder:
     """A run's folder. Each method returns when its files are written."""
 
-    def __init__(self, path: Path, state: State, *, has_other_validation: bool = False) -> None:
+    def __init__(self, path: Path, state: State) -> None:
         self.path, self.state = path, state
-        known = _read_rollouts(path / ROLLOUTS_FILE, epoch=len(state.epochs))
-        if has_other_validation:
-            known = {key: row for key, row in known.items() if row.split != "val"}
-        self.rollouts = known
+        self.rollouts = _read_rollouts(path / ROLLOUTS_FILE, epoch=len(state.epochs))
         """The rollouts of the unfinished epoch that an earlier process finished, by split, row and generation."""
         self.num_lost = 0
         """The number of entries of `rollouts` that had to be sampled anew."""
-        self.save(epochs=state.epochs)  # the record first: `_state` refuses a folder with other files and no record
+        self.save(epochs=state.epochs)  # the record first: `_folder` refuses a folder with other files and no record
         write_whole(path / CONFIG_FILE, _yaml(state.config))
 
     def save(self, **fields: Any) -> None:
@@ -88,10 +86,15 @@ class Folder:
     def forget_epoch(self) -> int:
         """Forgets the training rollouts of the unfinished epoch, and that the epoch has begun. Returns the number of forgotten
         rollouts."""
-        epoch, known = len(self.state.epochs), self.rollouts
-        self.rollouts = {key: row for key, row in known.items() if row.split != "train"}
-        self._keep_rollouts(lambda row: row.epoch != epoch or row.split != "train")
+        num_rollouts = self.forget_split("train")
         self.save(step=None)
+        return num_rollouts
+
+    def forget_split(self, split: str) -> int:
+        """Forgets the rollouts of the unfinished epoch in a split. Returns the number of forgotten rollouts."""
+        epoch, known = len(self.state.epochs), self.rollouts
+        self.rollouts = {key: row for key, row in known.items() if row.split != split}
+        self._keep_rollouts(lambda row: row.epoch != epoch or row.split != split)
         return len(known) - len(self.rollouts)
 
     def _keep_rollouts(self, is_kept: Callable[[RolloutRow], bool]) -> None:
@@ -115,17 +118,14 @@ def opened(
             epochs, the folder has files of another program, or files cannot be written.
     """
     path = path.absolute()
-    config = without_secrets(config)
+    asked = Asked(config=without_secrets(config), rows=rows, validation=validation)
     with contextlib.ExitStack() as locks:
         try:
             locks.enter_context(_locked(path))
             if fresh and any(file.name != LOCK_FILE for file in path.iterdir()):
                 path.rename(_free_name(path))  # the renamed folder stays locked, for a process that waits to open it
                 locks.enter_context(_locked(path))
-            state = _state(path, config, rows)
-            is_other = state.validation not in ("", validation)
-            state = state.model_copy(update={"validation": validation})
-            folder = Folder(path, state, has_other_validation=is_other)
+            folder = _folder(path, asked)
         except OSError as error:
             raise WrongInput(
                 [f"finetuning.output_dir: {path} cannot be used ({error}): name a folder that can be written"]
@@ -133,19 +133,15 @@ def opened(
         yield folder
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Generator[None]:
-    import fcntl  # only Linux and macOS have this module, and `--check` needs no folder
-
+def _locked(path: Path) -> contextlib.AbstractContextManager[object]:
+    """The locked folder, for a `with` block."""
     path.mkdir(parents=True, exist_ok=True)
-    with open(path / LOCK_FILE, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise WrongInput(
-                [f"another process trains in {path}: stop it, or set another finetuning.output_dir"]
-            ) from error
-        yield
+    try:
+        return FileLock(path / LOCK_FILE).acquire(blocking=False)
+    except Timeout as error:
+        raise WrongInput(
+            [f"another process trains in {path}: stop it, or set another finetuning.output_dir"]
+        ) from error
 
 
 def _free_name(path: Path) -> Path:
@@ -154,33 +150,31 @@ def _free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _state(path: Path, config: dict[str, Any], rows: str) -> State:
-    """The record in the folder, or a new record, with the configuration `config`.
+def _folder(path: Path, asked: Asked) -> Folder:
+    """The folder with its record, or with a new record.
 
     Raises:
-        WrongInput: the folder has another configuration or other rows, or files of another program.
+        WrongInput: the folder has a run that is trained otherwise, or files of another program.
     """
     file = path / STATE_FILE
     if not file.exists():
         for name in (CONFIG_FILE, METRICS_FILE, REWARDS_FILE):
             if (path / name).exists():
                 raise WrongInput([f"{path / name} is not of a run that can be continued: {REMEDY}"])
-        return State(config=config, rows=rows)
+        return Folder(path, State(**dict(asked)))
     try:
         state = State.model_validate_json(file.read_bytes())
     except ValidationError as error:
         raise WrongInput([f"{file} is not the record of a run ({error}): {REMEDY}"]) from error
-    differences = _differences(state.config, config, has_same_rows=state.rows == rows)
-    if state.rows not in ("", rows):
-        differences.append(f"{DATASET}: its rows are not those that the run in the folder began with")
-    num_epochs = config["finetuning"].get("num_epochs", 1)
-    if num_epochs < len(state.epochs):
-        differences.append(f"finetuning.num_epochs: {len(state.epochs)} are done in the folder, {num_epochs} here")
-    if differences:
+    if differences := _differences(state, asked):
         more = [f"and {len(differences) - MAX_DIFFERENCES} more"] if len(differences) > MAX_DIFFERENCES else []
         problem = f"{path} has a run with another configuration or other rows: {REMEDY}"
         raise WrongInput([*differences[:MAX_DIFFERENCES], *more, problem])
-    return state.model_copy(update={"config": config, "rows": rows})
+    folder = Folder(path, state.model_copy(update={"config": asked.config, "rows": asked.rows}))
+    if state.validation not in ("", asked.validation):
+        folder.forget_split("val")
+    folder.save(validation=asked.validation)
+    return folder
 
 
 def _read_rollouts(file: Path, epoch: int) -> dict[tuple[str, str, int], RolloutRow]:
@@ -217,23 +211,30 @@ def _yaml(config: Mapping[str, Any]) -> bytes:
     return text.getvalue()
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any], *, has_same_rows: bool) -> list[str]:
-    """A line for each field that differs and changes what is trained. A default counts as set. Null, an empty mapping or list,
-    and a field that is not there are the same."""
-    free = [*FREE_FIELDS, f"{DATASET}.*"] if has_same_rows else list(FREE_FIELDS)
+def _differences(state: State, asked: Asked) -> list[str]:
+    """A line for each difference that changes what is trained. A default counts as set. Null, an empty mapping or list, and a field
+    that is not there are the same."""
+    free, trees = list(FREE_FIELDS), [state.config, asked.config]
     with contextlib.suppress(ValidationError):  # the configuration in the folder may be of an earlier version
-        configs = [Config.model_validate(tree) for tree in (old, new)]
-        old, new = (config.model_dump(mode="json", by_alias=True) for config in configs)
-        for config in configs:
-            unused = [*checking.without_effect(config), *_untrained_evaluators(configs)]
-            free += [pattern for name in unused for pattern in (name, f"{name}.*")]
-    before, now = dict(_leaves(old)), dict(_leaves(new))
+        configs = [Config.model_validate(tree) for tree in trees]
+        trees = [config.model_dump(mode="json", by_alias=True) for config in configs]
+        unused = [name for config in configs for name in checking.without_effect(config)]
+        for name in (*unused, *_untrained_evaluators(configs)):
+            free += [name, f"{name}.*"]
+    if state.rows == asked.rows:
+        free.append(f"{DATASET}.*")
+    before, now = (dict(_leaves(tree)) for tree in trees)
     lines: list[str] = []
     for name in dict.fromkeys([*before, *now]):
-        values = [before.get(name), now.get(name)]
+        values = before.get(name), now.get(name)
         if values[0] != values[1] and not any(fnmatch.fnmatchcase(name, pattern) for pattern in free):
             there, here = ("not set" if value is None else json.dumps(value)[:80] for value in values)
             lines.append(f"{name}: {there} in the folder, {here} here")
+    if state.rows not in ("", asked.rows):
+        lines.append(f"{DATASET}: its rows are not those that the run in the folder began with")
+    num_epochs = asked.config["finetuning"].get("num_epochs", 1)
+    if num_epochs < len(state.epochs):
+        lines.append(f"finetuning.num_epochs: {len(state.epochs)} are done in the folder, {num_epochs} here")
     return lines
 
 

@@ -106,17 +106,22 @@ class ValidationRow(Record):
     error: str | None = None
 
 
-class State(Record):
-    """The record of a run."""
+class Asked(Record):
+    """What a command asks for. The record of a run has what the last command asked for."""
 
-    run_id: str = Field(default_factory=lambda: f"art_run_{uuid.uuid4().hex[:8]}")
-    seed: int = Field(default_factory=lambda: random.randrange(2**31))
     config: dict[str, Any]
     """The resolved file, without secrets."""
     rows: str = ""
     """A digest of the training rows; empty in a record of an earlier version."""
     validation: str = ""
-    """A digest of the validation rows and of their reward."""
+    """A digest of the validation rows and of their reward; empty in a record of an earlier version."""
+
+
+class State(Asked):
+    """The record of a run."""
+
+    run_id: str = Field(default_factory=lambda: f"art_run_{uuid.uuid4().hex[:8]}")
+    seed: int = Field(default_factory=lambda: random.randrange(2**31))
     epochs: list[EpochRow] = []
     """The finished epochs, from 0 without a gap."""
     validations: list[ValidationRow] = []

@@ -1,15 +1,13 @@
-"""The three parts of the harness that a file can replace by `_type`, and the records that the parts exchange.
+"""A run, and its three parts, which a file can replace by `_type`. docs/howto/finetune-parts.md replaces each part.
 
-The parts have the methods of NVIDIA's `nat.finetuning.interfaces` that the harness calls. In place of NVIDIA's episodes a
-`TrajectoryCollection` has groups of `art.Trajectory`, which know their exact tokens. docs/howto/finetune-parts.md replaces each
-part.
+A `_type` names a class. The class of a builder or an adapter is called with its section of the file and the run, the class of a
+trainer also with the builder and the adapter.
 """
 
 import sys
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from tqdm.auto import tqdm
 
@@ -21,59 +19,29 @@ from art.finetune.rows import Row
 from art.finetune.sections import Component, Config, Curriculum
 
 
-class TrainingStatusEnum(StrEnum):
-    PENDING = "pending"
-    RUNNING = "running"
-    COMPLETED = "completed"
-    FAILED = "failed"
-    CANCELED = "canceled"
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingJobRef:
-    """A train call that has begun."""
-
-    run_id: str
-    backend: str = "art"
-    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingJobStatus:
-    """How a train call ended."""
-
-    run_id: str
-    status: TrainingStatusEnum
-    backend: str = "art"
-    progress: float | None = None
-    """Percent."""
-    message: str | None = None
-    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
-    """`step` and `metrics` of the step that a completed call has trained."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrajectoryCollection:
-    """The rollouts of an epoch: a group for each row, in the order of the rows. A group's `exceptions` are its failed
-    rollouts."""
-
-    trajectories: list[art.TrajectoryGroup]
-    run_id: str
-    meta: dict[str, Any] = field(default_factory=dict[str, Any])
-    """`epoch`, `rows` (the indices of the sampled rows) and `step` (the model's step that samples)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What the parts of a run share."""
+@dataclass(frozen=True)
+class Job:
+    """A checked file with its rows. No server has got a request."""
 
     config: Config
+    train_config: art.TrainConfig
     rows: list[Row]
     validation_rows: list[Row]
-    train_config: art.TrainConfig
+
+
+@dataclass(frozen=True)
+class Connected(Job):
+    """A job with its registered model, and with the agents that play the rows."""
+
     model: art.TrainableModel
     agent: Agent
     validation_agent: Agent
+
+
+@dataclass(frozen=True)
+class Run(Connected):
+    """What the parts of a run share."""
+
     folder: Folder
     seed: int
 
@@ -86,70 +54,47 @@ class Run:
         return section
 
 
-class Part(ABC):
-    """A part of the harness. `config` is the part's section of the file."""
+@dataclass(frozen=True, slots=True)
+class TrainingJobStatus:
+    """How an epoch ended. An epoch that fails is an error, and has no status."""
 
-    context: Run
-
-    def __init__(self, config: Component) -> None:
-        self.config = config
-
-    async def initialize(self, context: Run) -> None:
-        """Called once, before the first epoch."""
-        self.context = context
-
-
-class TrajectoryBuilder(Part):
-    """Samples an epoch. `meta` is also the `meta` of the `TrajectoryCollection`."""
-
-    @abstractmethod
-    async def start_run(self, run_id: str, meta: dict[str, Any]) -> None:
-        """Begins to sample."""
-
-    @abstractmethod
-    async def finalize(self, run_id: str, meta: dict[str, Any]) -> TrajectoryCollection:
-        """Returns the groups when all rollouts have ended."""
-
-    async def compute_reward(self, trajectory: art.Trajectory, meta: dict[str, Any]) -> float:
-        """The reward of a scored trajectory; `meta` has `row` and `output`."""
-        return trajectory.reward
+    epoch: int
+    step: int
+    """The model's step after the epoch."""
+    message: str | None = None
+    """Why nothing was trained."""
+    status: Literal["completed"] = "completed"
 
 
-class TrainerAdapter(Part):
-    """Trains on sampled trajectories."""
-
-    @abstractmethod
-    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
-        """Begins to train."""
-
-    @abstractmethod
-    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
-        """The state in which a train call ends."""
+class TrajectoryBuilder(Protocol):
+    async def sample(self, epoch: int, row_indices: Sequence[int]) -> list[art.TrajectoryGroup]:
+        """The rollouts of an epoch: a group for each row, in the order of `row_indices`, which are indices of the run's rows.
+        The `exceptions` of a group are its failed rollouts."""
+        ...
 
 
-class Trainer(Part):
-    """Runs the epochs."""
+class TrainerAdapter(Protocol):
+    async def train(self, groups: list[art.TrajectoryGroup], epoch: int) -> art.TrainResult:
+        """The step that is trained on the groups.
 
-    builder: TrajectoryBuilder
-    adapter: TrainerAdapter
+        Raises:
+            ArtJobError, ArtStatusError, ValueError: the groups cannot be trained.
+        """
+        ...
 
-    async def bind_components(self, builder: TrajectoryBuilder, adapter: TrainerAdapter) -> None:
-        """Called before `initialize`."""
-        self.builder, self.adapter = builder, adapter
 
-    @abstractmethod
-    async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
-        """Samples and begins to train; None if nothing can be trained."""
-
-    @abstractmethod
+class Trainer(Protocol):
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        """Runs the remaining epochs, and returns how each epoch ended."""
+        """Runs the epochs that are left, and returns how each epoch ended. An epoch is left until `folder.save(epochs=...)` has
+        the epoch's row."""
+        ...
 
-    def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Called after each epoch with the step's metrics, `epoch` and `epoch/reward`."""
 
-    async def cleanup(self) -> None:
-        """Called at the end, however the run ended."""
+class Part:
+    """A part of ours. A subclass can use `config`, the part's section of the file, and `context`, the run."""
+
+    def __init__(self, config: Component, context: Run) -> None:
+        self.config, self.context = config, context
 
 
 def say(line: str) -> None:

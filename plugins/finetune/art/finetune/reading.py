@@ -14,7 +14,6 @@ from typing import Any, TypeAlias, cast
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
-from ruamel.yaml.nodes import ScalarNode, SequenceNode
 
 from art.finetune.errors import WrongInput
 
@@ -323,13 +322,13 @@ class _Reader:
         self._document.locations.setdefault(path, self._location_at(node.start_mark.line, node.start_mark.column))
         if len(path) > MAX_DEPTH or len(self._document.locations) > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES} values, or a value that contains itself: use fewer aliases")
-        if _is(node, ScalarNode):
+        if node.id == "scalar":
             if node.tag not in TEXT_TAGS:
                 return self._yaml.constructor.construct_object(node)
             return Quoted(node.value) if node.style else node.value  # a date stays a text too
         if node.tag not in COLLECTION_TAGS:
             self._yaml.constructor.construct_undefined(node)
-        if _is(node, SequenceNode):
+        if node.id == "sequence":
             return [self._value(entry, (*path, index)) for index, entry in enumerate(node.value)]
         return self._mapping(node, path)
 
@@ -361,11 +360,6 @@ class _Reader:
         if begun and begun.line != mark.line:
             what += f", for what begins in line {begun.line + 1}"
         return self._location_at(mark.line, mark.column), " ".join(what.split())
-
-
-def _is(node: Any, kind: type) -> bool:
-    """Whether a node is of a kind. Not a plain `isinstance`, after which a type checker refuses ruamel's untyped members."""
-    return isinstance(node, kind)
 
 
 # --- words --------------------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """The rollouts of an epoch (`openpipe_art_traj_builder`). The output folder keeps the session and the score of each finished
 rollout; the server has the conversations."""
 
-import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import art
@@ -11,26 +10,22 @@ from art.contained import contained
 from art.finetune.agent import num_answers, reason_of, seed_of
 from art.finetune.errors import RolloutFailed
 from art.finetune.history import RolloutRow
-from art.finetune.interfaces import Run, TrajectoryBuilder, TrajectoryCollection, say
+from art.finetune.interfaces import Part, Run, say
 from art.finetune.scoring import finite
 
 NAME_FIELDS = {"epoch", "row", "generation", "session"}
 """The fields that a trajectory's metadata and its `RolloutRow` have in common."""
 
 
-class ArtTrajectoryBuilder(TrajectoryBuilder):
+class ArtTrajectoryBuilder(Part):
     """Samples `num_generations` rollouts of each row, under one limit over all groups. The rollouts that a killed run has
     finished are not sampled again."""
 
-    _sampling: asyncio.Task[list[art.TrajectoryGroup]]
+    async def compute_reward(self, trajectory: art.Trajectory, meta: dict[str, Any]) -> float:
+        """The reward of a scored trajectory, for subclasses. `meta` has `row` and `output`."""
+        return trajectory.reward
 
-    async def start_run(self, run_id: str, meta: dict[str, Any]) -> None:
-        self._sampling = asyncio.create_task(self._sample(meta["epoch"], meta["rows"]))
-
-    async def finalize(self, run_id: str, meta: dict[str, Any]) -> TrajectoryCollection:
-        return TrajectoryCollection(await self._sampling, run_id, meta)
-
-    async def _sample(self, epoch: int, row_indices: list[int]) -> list[art.TrajectoryGroup]:
+    async def sample(self, epoch: int, row_indices: Sequence[int]) -> list[art.TrajectoryGroup]:
         run, groups = self.context, list[art.TrajectoryGroup]()
         generations = range(run.config.builder.num_generations)
         for row_index in row_indices:

@@ -1,4 +1,4 @@
-"""Runs: from a file to the last epoch.
+"""Runs: from a file to the loop over the epochs, which is `training.ArtTrainer.run`.
 
 await art.finetune.run("finetune.yml", {"finetuning.num_epochs": 3})
 """
@@ -8,7 +8,7 @@ import os
 import random
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from art.contained import contained
 from art.finetune import checking, components, folder, reading, toolkit
 from art.finetune.agent import Agent, num_answers, reason_of
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
-from art.finetune.interfaces import Run, Trainer, TrainingJobStatus, say
+from art.finetune.interfaces import Connected, Job, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rows import Row, digest, load_rows
 from art.finetune.scoring import Reward, rows_that_cannot_be_judged
@@ -25,16 +25,6 @@ from art.finetune.sections import Backend, Config, Dataset, RewardFunction
 from art.finetune.workflows import make_workflow, unused_llm_fields
 
 Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A checked file with its rows. No server has got a request."""
-
-    config: Config
-    train_config: art.TrainConfig
-    rows: list[Row]
-    validation_rows: list[Row]
 
 
 def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> Job:
@@ -98,15 +88,6 @@ def _train_config(config: Config) -> art.TrainConfig:
     return art.TrainConfig.model_validate(fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """The registered model of a job, and the agents that play the rows."""
-
-    model: art.TrainableModel
-    agent: Agent
-    validation_agent: Agent
-
-
 @contextlib.asynccontextmanager
 async def connected(job: Job) -> AsyncGenerator[Connected]:
     """Connects with the server, or starts a server if the file names none, and builds workflow and evaluators.
@@ -116,31 +97,11 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
         NoServer: no server answers, no server can be started, or the server was lost in the block.
         FinetuneError: the server refuses the model, or the block raised any other error.
     """
-    config, section = job.config, job.config.adapter.backend
-    backend = _backend(section)
-    fields = section.model_dump(include={"name", "project", "base_model"})
-    engine_args = section.engine_args.model_dump(exclude_none=True) if section.engine_args is not None else {}
-    if section.init_args is not None and section.init_args.max_seq_length is not None:
-        engine_args["max_seq_length"] = section.init_args.max_seq_length
-    model = art.TrainableModel(**fields, lora=section.lora, engine_args=engine_args)
+    config = job.config
+    policy, finetuning = checking.policy_llm(config), config.finetuning
     async with contextlib.AsyncExitStack() as opened:
-        await opened.enter_async_context(backend)
-        try:
-            await model.register(backend)
-        except art.ArtConnectionError as error:
-            raise NoServer(
-                f"Failed to connect to ART backend: {error}. Start `art-server`, or check the address in the adapter's "
-                f"backend: `curl {backend.base_url}/health` shows whether it answers"
-            ) from error
-        except art.ArtStatusError as error:
-            remedy = ""
-            if error.code == "lora_differs":
-                adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
-                remedy = f". Set another {adapter}.backend.name, or leave {adapter}.backend.lora out"
-            raise FinetuneError(f"the server refuses the model: {error}{remedy}") from error
-        except art.ArtError as error:  # a server that this program starts has failed
-            raise NoServer(str(error)) from error
-        policy, finetuning = checking.policy_llm(config), config.finetuning
+        backend = await opened.enter_async_context(_backend(config.adapter.backend))
+        model = await _register(config, backend)
         if finetuning.seed is not None:
             random.seed(finetuning.seed)  # for workflows that draw from `random`
         try:
@@ -168,7 +129,7 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
             raise WrongInput([str(error)]) from error
         try:
             with contained("a part of the run"):
-                yield Connected(model, agent, validation_agent)
+                yield Connected(**vars(job), model=model, agent=agent, validation_agent=validation_agent)
         except FinetuneError:
             raise
         except Exception as error:  # the first failure of a rollout, which gather raises
@@ -176,6 +137,37 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
                 raise server_lost(model, error) from error
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
             raise FinetuneError(f"rollouts failed: {reason_of(error)}{notes}") from error
+
+
+async def _register(config: Config, backend: art.Backend) -> art.TrainableModel:
+    """The file's model, which the server knows.
+
+    Raises:
+        NoServer: no server answers, or no server can be started.
+        FinetuneError: the server refuses the model.
+    """
+    section = config.adapter.backend
+    fields = section.model_dump(include={"name", "project", "base_model"})
+    engine_args = section.engine_args.model_dump(exclude_none=True) if section.engine_args is not None else {}
+    if section.init_args is not None and section.init_args.max_seq_length is not None:
+        engine_args["max_seq_length"] = section.init_args.max_seq_length
+    model = art.TrainableModel(**fields, lora=section.lora, engine_args=engine_args)
+    try:
+        await model.register(backend)
+    except art.ArtConnectionError as error:
+        raise NoServer(
+            f"Failed to connect to ART backend: {error}. Start `art-server`, or check the address in the adapter's "
+            f"backend: `curl {backend.base_url}/health` shows whether it answers"
+        ) from error
+    except art.ArtStatusError as error:
+        remedy = ""
+        if error.code == "lora_differs":
+            adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
+            remedy = f". Set another {adapter}.backend.name, or leave {adapter}.backend.lora out"
+        raise FinetuneError(f"the server refuses the model: {error}{remedy}") from error
+    except art.ArtError as error:  # a server that this program starts has failed
+        raise NoServer(str(error)) from error
+    return model
 
 
 def _backend(section: Backend) -> art.Backend:
@@ -202,15 +194,23 @@ async def run(
         FinetuneError: rollouts or training failed.
     """
     job = prepare(file, overrides)
-    num_epochs = job.config.finetuning.num_epochs
+    finetuning = job.config.finetuning
     dumped = job.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
     digests = {"rows": digest(job.rows), "validation": digest(job.validation_rows, _scoring_of_validations(job.config))}
-    with folder.opened(job.config.finetuning.output_dir, dumped, **digests, fresh=fresh) as output:
-        if len(output.state.epochs) >= num_epochs:
-            say(f"{output.path}: all {num_epochs} epochs are trained already")
+    with folder.opened(finetuning.output_dir, dumped, **digests, fresh=fresh) as output:
+        if len(output.state.epochs) >= finetuning.num_epochs:
+            say(f"{output.path}: all {finetuning.num_epochs} epochs are trained already")
             return []
         async with connected(job) as connection:
-            return await _train(job, output, connection)
+            name = connection.model.get_inference_name()
+            is_new = not output.state.epochs and output.state.step is None
+            if is_new and (step := await connection.model.get_step()):
+                say(f"{name} exists: it is trained further from step {step}")
+            seed = output.state.seed if finetuning.seed is None else finetuning.seed
+            trainer = _make_trainer(Run(**vars(connection), folder=output, seed=seed))
+            statuses = await trainer.run(finetuning.num_epochs)
+            _summarise(output, name)
+            return statuses
 
 
 def _scoring_of_validations(config: Config) -> Any:
@@ -220,46 +220,18 @@ def _scoring_of_validations(config: Config) -> Any:
     return [reward.model_dump(), evaluators]
 
 
-async def _train(job: Job, output: folder.Folder, connection: Connected) -> list[TrainingJobStatus]:
-    name, finetuning = connection.model.get_inference_name(), job.config.finetuning
-    is_new = not output.state.epochs and output.state.step is None
-    if is_new and (step := await connection.model.get_step()):
-        say(f"{name} exists: it is trained further from step {step}")
-    trainer = await _make_trainer(
-        Run(
-            config=job.config,
-            rows=job.rows,
-            validation_rows=job.validation_rows,
-            train_config=job.train_config,
-            model=connection.model,
-            agent=connection.agent,
-            validation_agent=connection.validation_agent,
-            folder=output,
-            seed=output.state.seed if finetuning.seed is None else finetuning.seed,
-        )
-    )
-    try:
-        statuses = await trainer.run(finetuning.num_epochs)
-    finally:
-        await trainer.cleanup()
-    _summarise(output, name)
-    return statuses
-
-
-async def _make_trainer(shared: Run) -> Trainer:
-    """The trainer, bound to the other two parts. All three parts are initialised."""
+def _make_trainer(shared: Run) -> Trainer:
+    """The trainer with the other two parts."""
     config = shared.config
-    builder = components.load("trajectory_builder", config.builder.type)(config.builder)
-    adapter = components.load("trainer_adapter", config.adapter.type)(config.adapter)
-    trainer = components.load("trainer", config.trainer.type)(config.trainer)
-    await trainer.bind_components(builder, adapter)
-    for part in (builder, adapter, trainer):
-        await part.initialize(shared)
-    return trainer
+    builder = components.load("trajectory_builder", config.builder.type)(config.builder, shared)
+    adapter = components.load("trainer_adapter", config.adapter.type)(config.adapter, shared)
+    return components.load("trainer", config.trainer.type)(config.trainer, shared, builder, adapter)
 
 
 def _summarise(output: folder.Folder, name: str) -> None:
     epochs = output.state.epochs
+    if not epochs:  # a trainer of one's own may write none
+        return
     first, last = epochs[0].avg_reward, epochs[-1].avg_reward
     if first is None or last is None:
         raise FinetuneError("no trajectories: each rollout failed; training_metrics.jsonl has the reasons")

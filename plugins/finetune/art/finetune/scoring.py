@@ -3,8 +3,6 @@
 A failure is never a reward. An evaluator fails the rollout if it raises, or returns None, NaN or anything else that is no score.
 """
 
-import functools
-import inspect
 import json
 import math
 import re
@@ -15,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import art
 from art.finetune import components
 from art.finetune.errors import RolloutFailed
-from art.finetune.limits import TimeUp, in_thread, limited
+from art.finetune.limits import TimeUp, limited
 from art.finetune.reading import described
 from art.finetune.rows import Row
 from art.finetune.sections import Component, Config, RewardFunction
@@ -130,14 +128,10 @@ def _make_evaluator(name: str, section: Component) -> Evaluator:
     if section.type in components.BUILT_IN["evaluator"]:
         return _built_in(name, section.type, section.fields())
     user_function = components.load("evaluator", section.type)
-    parameters = list(inspect.signature(user_function).parameters)
-    is_async = components.is_async(user_function)
 
     async def evaluate(row: Row, output: Any, trajectory: art.Trajectory) -> Any:
-        known = {"row": dict(row.columns), "output": output, "trajectory": trajectory}
-        call = functools.partial(user_function, **{name: known[name] for name in parameters if name in known})
-        result = call() if is_async else await in_thread(call)
-        return await result if inspect.isawaitable(result) else result
+        arguments = {"row": dict(row.columns), "output": output, "trajectory": trajectory}
+        return await components.call(user_function, arguments)
 
     return evaluate
 

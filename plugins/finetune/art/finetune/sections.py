@@ -4,9 +4,8 @@ The rules for a single section are here; `checking` has the rules for several se
 `nat.data_models.finetuning`, `nat.data_models.evaluate_config` and the plugin `nvidia-nat-openpipe-art`, all of version 1.9.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias, cast
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -15,7 +14,9 @@ from art.finetune import components
 from art.finetune.reading import typed
 
 Percentile: TypeAlias = Annotated[float, Field(gt=0, le=1)]
-Fields: TypeAlias = Annotated[dict[str, Any], BeforeValidator(typed)]
+Typed: TypeAlias = Annotated[Any, BeforeValidator(typed)]
+"""A field without a declared type. A text with a variable becomes the number or boolean that YAML reads in the text."""
+Fields: TypeAlias = dict[str, Typed]
 UNUSED = "unused"
 Unused: TypeAlias = Annotated[Any, UNUSED, Field(description="Without effect here.")]
 """A field of the toolkit without effect here."""
@@ -47,22 +48,10 @@ class OpenSection(Section):
     """A section that can have other fields."""
 
     model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Typed] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The other fields. Source of the declaration: pydantic's documentation of `extra`."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _with_types(cls, section: Any) -> Any:  # Any: the input is not validated yet
-        """Gives other fields the types that the values of their variables have. A known field has its declared type."""
-        if not isinstance(section, Mapping):
-            return section
-        known = set(cls.model_fields)
-        for field in cls.model_fields.values():
-            alias = field.validation_alias
-            names = alias.choices if isinstance(alias, AliasChoices) else [alias]
-            known.update(map(str, names))
-        fields = cast("Mapping[str, Any]", section)
-        return {name: value if name in known else typed(value) for name, value in fields.items()}
-
-    def fields(self) -> Fields:
+    def fields(self) -> dict[str, Any]:
         """The other fields."""
         return dict(self.model_extra or {})
 

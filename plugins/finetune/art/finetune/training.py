@@ -1,16 +1,14 @@
-"""Training: the adapter that calls `model.train` (`openpipe_art_trainer_adapter`), and the trainer that runs the epochs
-(`openpipe_art_trainer`).
+"""The loop of a run (`openpipe_art_trainer`), and its train calls (`openpipe_art_trainer_adapter`).
 
 A killed run repeats its last train call with the same idempotency key and the same groups, and gets the same job. If the server
 refuses to train what an earlier process sampled, or the model has moved meanwhile, the unfinished epoch is begun anew.
 """
 
-import asyncio
 import importlib
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import art
@@ -20,124 +18,88 @@ from art.finetune.agent import num_cut_answers, reason_of, reason_of_failure
 from art.finetune.curriculum import Chosen
 from art.finetune.errors import FinetuneError, RolloutFailed
 from art.finetune.history import EpochRow, RolloutRow, ValidationRow, reward_figures, validation_row
-from art.finetune.interfaces import (
-    Trainer,
-    TrainerAdapter,
-    TrainingJobRef,
-    TrainingJobStatus,
-    TrainingStatusEnum,
-    TrajectoryCollection,
-    say,
-)
+from art.finetune.interfaces import Part, Run, TrainerAdapter, TrainingJobStatus, TrajectoryBuilder, say
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rollouts import play_once, report_lost
 from art.finetune.rows import Row
+from art.finetune.sections import Component
 from art_protocol.signal import has_signal
 
-
-class ArtTrainerAdapter(TrainerAdapter):
-    """Trains on an art-server, one step for each call."""
-
-    _training: asyncio.Task[art.TrainResult]
-
-    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
-        run, meta = self.context, trajectories.meta
-        if run.config.adapter.backend.delete_old_checkpoints:
-            await run.model.delete_checkpoints()
-        call = run.model.train(
-            trajectories.trajectories,
-            run.train_config,
-            idempotency_key=f"{trajectories.run_id}-{meta['epoch']}-{run.folder.state.num_failed_jobs}",
-            expected_step=meta["step"],
-        )
-        self._training = asyncio.create_task(call)
-        return TrainingJobRef(trajectories.run_id)
-
-    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
-        """Follows the job's stream. `poll_interval` is not used.
-
-        Raises:
-            ArtConnectionError: no server answers.
-        """
-        # Loads matplotlib for the plot, which takes half a second, while this process waits for the job.
-        threading.Thread(target=importlib.import_module, args=("art.finetune.plot",)).start()
-        try:
-            result = await self._training
-        except (art.ArtJobError, art.ArtStatusError, ValueError) as error:
-            passes = isinstance(error, art.ArtStatusError) and error.retryable
-            return TrainingJobStatus(
-                ref.run_id, TrainingStatusEnum.FAILED, message=str(error), metadata={"passes": passes}
-            )
-        num_unnamed = result.report.num_unnamed_requests
-        metadata: dict[str, Any] = {"step": result.step, "metrics": result.metrics, "num_unnamed_requests": num_unnamed}
-        if result.report.num_trajectories:
-            metadata["num_trained"] = (result.report.num_trajectories_trained, result.report.num_groups_trained)
-        return TrainingJobStatus(ref.run_id, TrainingStatusEnum.COMPLETED, progress=100.0, metadata=metadata)
+NO_SIGNAL = "no group had rewards that differ"
 
 
-class ArtTrainer(Trainer):
-    """Runs the epochs: validation, rollouts, curriculum, one train call, figures."""
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """A sampled epoch."""
 
-    _sampled: TrajectoryCollection
-    _chosen: list[Chosen]
+    number: int
+    """From 0."""
+    step: int
+    """The model's step that was sampled."""
+    row_indices: list[int]
+    """The rows that were sampled."""
+    groups: list[art.TrajectoryGroup]
+    """A group for each of these rows."""
+    chosen: list[Chosen]
+    """The groups that are trained."""
+
+    @property
+    def training(self) -> list[art.TrajectoryGroup]:
+        """The chosen trajectories of the chosen groups."""
+        return _parts_of(self.groups, self.chosen)
+
+
+class ArtTrainer(Part):
+    """Runs the epochs. A subclass may stop early (`is_done`), and may use an epoch's figures (`log_progress`)."""
+
+    def __init__(self, config: Component, context: Run, builder: TrajectoryBuilder, adapter: TrainerAdapter) -> None:
+        super().__init__(config, context)
+        self.builder, self.adapter = builder, adapter
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        statuses: list[TrainingJobStatus] = []
-        folder = self.context.folder
-        while (epoch := len(folder.state.epochs)) < num_epochs and not (epoch and self.is_done()):
-            if epoch % self.context.config.finetuning.validation.interval == 0:
-                await self.validate(epoch)
-            ref = await self.run_epoch(epoch, folder.state.run_id)
-            if ref is None:
-                message = "no group had rewards that differ"
-                status = TrainingJobStatus(folder.state.run_id, TrainingStatusEnum.COMPLETED, message=message)
-            else:
-                status = await self.adapter.wait_until_complete(ref)
-            if status.status is TrainingStatusEnum.COMPLETED:
-                await self._finish_epoch(status)
-                statuses.append(status)
+        """Runs the epochs that are left: sample, choose, train, write, with validations between the epochs."""
+        folder, statuses = self.context.folder, list[TrainingJobStatus]()
+        while (number := len(folder.state.epochs)) < num_epochs and not (number > 0 and self.is_done()):
+            if number % self.context.config.finetuning.validation.interval == 0:
+                await self.validate(number)
+            step, row_indices = await self._begin(), self._rows_of(number)
+            groups = await self.builder.sample(number, row_indices)
+            epoch = Epoch(number, step, row_indices, groups, self._choose(number, groups))
+            try:
+                result = await self._train(epoch)
+            except (art.ArtJobError, art.ArtStatusError, ValueError) as error:
+                self._give_up(error)
                 continue
-            # To a call with the same key the server would answer with the failed job. The next call has another key.
-            folder.save(num_failed_jobs=folder.state.num_failed_jobs + 1, is_submitted=False)
-            is_of_this_process = not any(row.split == "train" for row in folder.rollouts.values())
-            if is_of_this_process or status.metadata.get("passes"):
-                raise FinetuneError(f"epoch {epoch + 1} was not trained: {status.message}")
-            self._begin_anew(status.message)
+            row = await self._finish_epoch(epoch, result)
+            statuses.append(TrainingJobStatus(number, row.step, None if result else NO_SIGNAL))
         await self.validate(len(folder.state.epochs))
         return statuses
 
     def is_done(self) -> bool:
-        """Whether the run ends with its newest epoch, before `num_epochs`: a subclass may stop early."""
+        """Whether the run ends with its newest epoch, before `num_epochs`."""
         return False
 
-    def _begin_anew(self, reason: str | None) -> None:
+    def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        """Called after each epoch with the step's metrics, `epoch` and `epoch/reward`."""
+
+    async def _begin(self) -> int:
+        """The model's step that the epoch samples. A killed run has begun the epoch already, maybe at another step."""
+        folder, step = self.context.folder, await self.context.model.get_step()
+        began = folder.state.step
+        if began is not None and (began == step or folder.state.is_submitted):
+            return began
+        if began is not None:
+            self._begin_anew(f"they were sampled at step {began}, and the model is at step {step}")
+        folder.save(step=step)
+        return step
+
+    def _begin_anew(self, reason: str) -> None:
         folder = self.context.folder
         num_rollouts = folder.forget_epoch()
         say(
             f"epoch {len(folder.state.epochs) + 1} is begun anew, and {num_rollouts} finished rollouts of an earlier start are "
             f"given up: {reason}"
         )
-
-    async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
-        run = self.context
-        began, step = run.folder.state.step, await run.model.get_step()
-        if began not in (None, step) and not run.folder.state.is_submitted:
-            self._begin_anew(f"they were sampled at step {began}, and the model is at step {step}")
-        if run.folder.state.step is None:  # else a killed run began the epoch
-            run.folder.save(step=step)
-        meta: dict[str, Any] = {"epoch": epoch, "rows": self._rows_of(epoch), "step": run.folder.state.step}
-        await self.builder.start_run(run_id, meta)
-        self._sampled = sampled = replace(await self.builder.finalize(run_id, meta), meta=meta)
-        rewards = [[trajectory.reward for trajectory in group] for group in sampled.trajectories]
-        chosen = curriculum.choose(run.curriculum, rewards, epoch, f"{run.seed}/{epoch}")
-        least = min(2, run.config.builder.num_generations)
-        chosen = [chosen_group for chosen_group in chosen if len(chosen_group.trajectories) >= least]
-        selected = [_part_of(sampled.trajectories[chosen_group.group], chosen_group) for chosen_group in chosen]
-        self._chosen = chosen if _have_signal(selected) else []
-        if not self._chosen:
-            return None
-        run.folder.save(is_submitted=True)
-        return await self.adapter.submit(replace(sampled, trajectories=selected))
 
     def _rows_of(self, epoch: int) -> list[int]:
         """The indices of the rows that an epoch samples."""
@@ -149,57 +111,56 @@ class ArtTrainer(Trainer):
                 return kept
         return list(range(len(run.rows)))
 
-    async def _finish_epoch(self, status: TrainingJobStatus) -> None:
+    def _choose(self, epoch: int, groups: list[art.TrajectoryGroup]) -> list[Chosen]:
+        """The groups that are trained: the curriculum's choice, or none if no rewards differ."""
+        run = self.context
+        rewards = [[trajectory.reward for trajectory in group] for group in groups]
+        chosen = curriculum.choose(run.curriculum, rewards, epoch, f"{run.seed}/{epoch}")
+        least = min(2, run.config.builder.num_generations)
+        chosen = [chosen_group for chosen_group in chosen if len(chosen_group.trajectories) >= least]
+        return chosen if _have_signal(_parts_of(groups, chosen)) else []
+
+    async def _train(self, epoch: Epoch) -> art.TrainResult | None:
+        """The step that is trained on the epoch; None if the epoch has nothing to train."""
+        if not epoch.chosen:
+            return None
+        self.context.folder.save(is_submitted=True)
+        # Loads matplotlib for the plot, which takes half a second, while this process waits for the job.
+        threading.Thread(target=importlib.import_module, args=("art.finetune.plot",)).start()
+        return await self.adapter.train(epoch.training, epoch.number)
+
+    def _give_up(self, error: Exception) -> None:
+        """Forgets the epoch if its rollouts are of an earlier start, so that the epoch is begun anew.
+
+        Raises:
+            FinetuneError: this process sampled the rollouts, or the error passes by waiting.
+        """
+        folder = self.context.folder
+        # To a call with the same key the server would answer with the failed job. The next call has another key.
+        folder.save(num_failed_jobs=folder.state.num_failed_jobs + 1, is_submitted=False)
+        is_of_this_process = not any(row.split == "train" for row in folder.rollouts.values())
+        if is_of_this_process or (isinstance(error, art.ArtStatusError) and error.retryable):
+            raise FinetuneError(f"epoch {len(folder.state.epochs) + 1} was not trained: {error}") from error
+        self._begin_anew(str(error))
+
+    async def _finish_epoch(self, epoch: Epoch, result: art.TrainResult | None) -> EpochRow:
         """Writes the epoch into the server's history and into the folder. After a kill in between, the calls are repeated without
         harm: a step has one value of each metric, and one file of rollouts for each split."""
         run = self.context
-        row = self._epoch_row(status)
+        row = _epoch_row(run, epoch, result)
         if row.avg_reward is not None:
             await run.model.log([], "epoch", metrics={"epoch/reward": row.avg_reward}, step=row.step)
-        trained = {chosen_group.group for chosen_group in self._chosen}
-        others = [group for index, group in enumerate(self._sampled.trajectories) if index not in trained]
-        if left_out := [group for group in others if len(group)]:
+        chosen = {chosen_group.group for chosen_group in epoch.chosen}
+        left_out = [group for index, group in enumerate(epoch.groups) if index not in chosen and len(group) > 0]
+        if left_out:
             await run.model.log(left_out, "left_out", step=row.step)
         ended = {"step": None, "is_submitted": False, "num_failed_jobs": 0}
         run.folder.save(epochs=[*run.folder.state.epochs, row], **ended)
-        figures = {**status.metadata.get("metrics", {}), "epoch": row.epoch, "epoch/reward": row.avg_reward}
+        metrics = result.metrics if result else {}
+        figures = {**metrics, "epoch": row.epoch, "epoch/reward": row.avg_reward}
         self.log_progress(row.epoch, figures, str(run.folder.path))
-        num_unnamed = status.metadata.get("num_unnamed_requests", 0)
-        say(_epoch_line(row, run.config.finetuning.num_epochs, status.message, num_unnamed))
-
-    def _epoch_row(self, status: TrainingJobStatus) -> EpochRow:
-        run, groups, meta = self.context, self._sampled.trajectories, self._sampled.meta
-        rewards = [trajectory.reward for group in groups for trajectory in group]
-        selected = [_part_of(groups[chosen_group.group], chosen_group) for chosen_group in self._chosen]
-        trained = [group for group in selected if _trains(run.train_config, group)]
-        trained_rewards = [trajectory.reward for group in trained for trajectory in group]
-        # The server also leaves out trajectories without an answer that can be trained.
-        counts = status.metadata.get("num_trained", (len(trained_rewards), len(trained)))
-        failures = Counter(reason_of_failure(failure) for group in groups for failure in group.exceptions)
-        percentile = curriculum.percentile(run.curriculum, meta["epoch"])
-        state: dict[str, Any] = {
-            "current_percentile": percentile,
-            "last_expansion_epoch": curriculum.last_expansion(run.curriculum, meta["epoch"]),
-            "total_groups": len(run.rows),
-            "included_groups": sorted(meta["rows"][chosen_group.group] for chosen_group in self._chosen),
-        }
-        return EpochRow(
-            epoch=meta["epoch"],
-            run_id=self._sampled.run_id,
-            **reward_figures(rewards),
-            num_trajectories=len(rewards),
-            num_groups=sum(1 for group in groups if len(group) > 0),
-            filtered_trajectories=counts[0],
-            filtered_groups=counts[1],
-            **reward_figures(trained_rewards, "filtered_"),
-            curriculum_percentile=percentile,
-            curriculum_state=state if run.curriculum.enabled else None,
-            step=status.metadata.get("step", meta["step"]),
-            num_without_signal=sum(1 for group in groups if len(group) > 0 and not is_informative(group)),
-            num_failed=failures.total(),
-            num_cut=sum(num_cut_answers(trajectory) for group in groups for trajectory in group),
-            failures=dict(failures),
-        )
+        say(_epoch_line(row, run.config.finetuning.num_epochs, result))
+        return row
 
     async def validate(self, epoch: int) -> None:
         """Evaluates the model once on the validation rows before an epoch. A failed validation becomes a row with the reason."""
@@ -214,14 +175,8 @@ class ArtTrainer(Trainer):
             session: str,
             play: Callable[[], Awaitable[art.Trajectory]],
         ) -> art.Trajectory:
-            name = RolloutRow(
-                epoch=epoch,
-                row=row.id,
-                generation=number,
-                session=session,
-                split="val",
-                model=model.get_inference_name(),
-            )
+            step = model.get_inference_name()
+            name = RolloutRow(epoch=epoch, row=row.id, generation=number, session=session, split="val", model=step)
             trajectory, _ = await play_once(run, model, name, play)
             return trajectory
 
@@ -250,12 +205,66 @@ class ArtTrainer(Trainer):
         say(f"validation before epoch {epoch + 1}: {row.error or f'reward {row.avg_reward:.4f}'}")
 
 
-def _part_of(group: art.TrajectoryGroup, chosen: Chosen) -> art.TrajectoryGroup:
-    """The chosen trajectories of a group. Failures keep only their reasons, which a continued run knows too: a train call with the
-    same key has to have the same bytes."""
-    kept = [group.trajectories[index] for index in chosen.trajectories]
-    failures = [RolloutFailed(reason_of_failure(failure)) for failure in group.exceptions]
-    return art.TrajectoryGroup(kept, exceptions=failures, metadata=group.metadata, metrics=group.metrics)
+class ArtTrainerAdapter(Part):
+    """Trains on an art-server, one step for each call."""
+
+    async def train(self, groups: list[art.TrajectoryGroup], epoch: int) -> art.TrainResult:
+        run, state = self.context, self.context.folder.state
+        if run.config.adapter.backend.delete_old_checkpoints:
+            await run.model.delete_checkpoints()
+        return await run.model.train(
+            groups,
+            run.train_config,
+            idempotency_key=f"{state.run_id}-{epoch}-{state.num_failed_jobs}",
+            expected_step=state.step,
+        )
+
+
+def _epoch_row(run: Run, epoch: Epoch, result: art.TrainResult | None) -> EpochRow:
+    groups = epoch.groups
+    rewards = [trajectory.reward for group in groups for trajectory in group]
+    trained = [group for group in epoch.training if _trains(run.train_config, group)]
+    trained_rewards = [trajectory.reward for group in trained for trajectory in group]
+    num_trajectories, num_groups = len(trained_rewards), len(trained)
+    if result and result.report.num_trajectories:  # the server also leaves out trajectories without a trained answer
+        num_trajectories, num_groups = result.report.num_trajectories_trained, result.report.num_groups_trained
+    failures = Counter(reason_of_failure(failure) for group in groups for failure in group.exceptions)
+    percentile = curriculum.percentile(run.curriculum, epoch.number)
+    state: dict[str, Any] = {
+        "current_percentile": percentile,
+        "last_expansion_epoch": curriculum.last_expansion(run.curriculum, epoch.number),
+        "total_groups": len(run.rows),
+        "included_groups": sorted(epoch.row_indices[chosen_group.group] for chosen_group in epoch.chosen),
+    }
+    return EpochRow(
+        epoch=epoch.number,
+        run_id=run.folder.state.run_id,
+        **reward_figures(rewards),
+        num_trajectories=len(rewards),
+        num_groups=sum(1 for group in groups if len(group) > 0),
+        filtered_trajectories=num_trajectories,
+        filtered_groups=num_groups,
+        **reward_figures(trained_rewards, "filtered_"),
+        curriculum_percentile=percentile,
+        curriculum_state=state if run.curriculum.enabled else None,
+        step=result.step if result else epoch.step,
+        num_without_signal=sum(1 for group in groups if len(group) > 0 and not is_informative(group)),
+        num_failed=failures.total(),
+        num_cut=sum(num_cut_answers(trajectory) for group in groups for trajectory in group),
+        failures=dict(failures),
+    )
+
+
+def _parts_of(groups: list[art.TrajectoryGroup], chosen: list[Chosen]) -> list[art.TrajectoryGroup]:
+    """The chosen trajectories of the chosen groups. Failures keep only their reasons, which a continued run knows too: a train call
+    with the same key has to have the same bytes."""
+    parts: list[art.TrajectoryGroup] = []
+    for chosen_group in chosen:
+        group = groups[chosen_group.group]
+        kept = [group.trajectories[index] for index in chosen_group.trajectories]
+        failures = [RolloutFailed(reason_of_failure(failure)) for failure in group.exceptions]
+        parts.append(art.TrajectoryGroup(kept, exceptions=failures, metadata=group.metadata, metrics=group.metrics))
+    return parts
 
 
 def _trains(config: art.TrainConfig, group: art.TrajectoryGroup) -> bool:
@@ -275,10 +284,13 @@ def _have_signal(groups: list[art.TrajectoryGroup]) -> bool:
     return any(map(is_informative, groups))
 
 
-def _epoch_line(row: EpochRow, num_epochs: int, message: str | None, num_unnamed: int) -> str:
+def _epoch_line(row: EpochRow, num_epochs: int, result: art.TrainResult | None) -> str:
+    trained, unnamed = NO_SIGNAL, ""
+    if result:
+        trained = f"{row.filtered_trajectories} of {row.num_trajectories} trajectories trained"
+        if num_unnamed := result.report.num_unnamed_requests:
+            unnamed = f", {num_unnamed} requests came without their rollout: docs/finetune.md, Workflows"
     reward = "no reward" if row.avg_reward is None else f"reward {row.avg_reward:.4f}"
     failed = f", {row.num_failed} rollouts failed" if row.num_failed else ""
-    unnamed = f", {num_unnamed} requests came without their rollout: docs/finetune.md, Workflows" if num_unnamed else ""
-    trained = message or f"{row.filtered_trajectories} of {row.num_trajectories} trajectories trained"
     cut = f", the token limit cut {row.num_cut} answers" if row.num_cut else ""
     return f"epoch {row.epoch + 1}/{num_epochs}: {reward}, {trained}, step {row.step}{failed}{cut}{unnamed}"

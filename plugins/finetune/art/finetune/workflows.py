@@ -7,7 +7,6 @@ captured by the rollout's address. A function can pass this address to a service
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import json
 import os
@@ -20,7 +19,6 @@ from typing import Any, TypeAlias
 
 import art
 from art.finetune import components
-from art.finetune.limits import in_thread
 from art.finetune.rows import Row
 from art.finetune.sections import LLM, Component
 
@@ -105,29 +103,17 @@ def unused_llm_fields(section: Component, llms: Mapping[str, LLM], policy: str |
 
 
 def _of_function(user_function: Callable[..., Any]) -> Workflow:
-    """The workflow of a function, async or plain. The function gets the values that its parameters name. A single parameter of
-    another name gets the question. Plain functions run in threads."""
-    is_async = components.is_async(user_function)
-    parameters = inspect.signature(user_function).parameters.values()
+    """The workflow of a function, async or plain."""
 
     async def play(call: Call) -> Any:
-        known: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "question": call.row.question,
             "row": dict(call.row.columns),
             "rollout": call.rollout,
             "llms": call.llms,
             "seed": call.seed,
         }
-        arguments: dict[str, Any] = {}
-        for parameter in parameters:
-            is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            is_required = parameter.default is parameter.empty and not is_variable
-            if parameter.name in known or is_required:
-                arguments[parameter.name] = known.get(parameter.name, call.row.question)
-        if is_async:
-            return await user_function(**arguments)
-        output = await in_thread(functools.partial(user_function, **arguments))
-        return await output if inspect.isawaitable(output) else output
+        return await components.call(user_function, arguments)
 
     return play
 
