@@ -5,7 +5,7 @@ The server resolves all token sequences, so the trainer knows nothing of chat me
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 
@@ -103,12 +103,6 @@ class TokenSequence(TrainerMessage):
     """For each turn the index behind its last token, and the time of its request (`clock.tick`). Empty: some times are
     unknown."""
 
-    @field_validator("rewards", mode="before")
-    @classmethod
-    def _from_positions(cls, value: object) -> object:
-        """Accepts what earlier versions wrote into jobs on disk: an object, rewards by position."""
-        return list(value.items()) if isinstance(value, dict) else value
-
 
 class TrainableTrajectory(TrainerMessage):
     """A trajectory; its sequences share the reward. Without sequences it is not trained, but its reward counts in its
@@ -116,7 +110,7 @@ class TrainableTrajectory(TrainerMessage):
 
     reward: float
     sequences: list[TokenSequence] = Field(validation_alias="rows", serialization_alias="rows")
-    """`rows` in JSON, because a queue may hold jobs of an earlier version."""
+    """`rows` in JSON, as in the jobs of a queue."""
 
 
 class TrainableGroup(TrainerMessage):
@@ -239,8 +233,8 @@ class TrainTask(TrainerMessage):
     start_step: int = 0
     """The model's step in in_dir. Tokens sampled at this step measure the gap between engine and trainer."""
     optimizer_steps: int | None = None
-    """Optimizer steps that made the adapter in in_dir. None, for a checkpoint of an earlier version: the steps of
-    its optimizer state."""
+    """Optimizer steps that made the adapter in in_dir. None, for a checkpoint that
+    another program made: the steps of its optimizer state."""
     max_seq_length: int | None = None
     """The engine's context, on which some rotary embeddings depend. None: the model's number of positions."""
     seed: int = 0
