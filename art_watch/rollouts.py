@@ -175,16 +175,14 @@ def _read_groups(folder: ModelFolder, split: str, step: int) -> Iterator[Row | N
         NotFound: the step has no rollouts in this split.
     """
     try:
-        lines = gzip.open(folder.trajectories_file(split, step))
+        with gzip.open(folder.trajectories_file(split, step)) as lines:
+            yield from map(_read_group, lines)
     except FileNotFoundError as error:
         raise NotFound(
             f"model '{folder.project}/{folder.name}' has no rollouts of split '{split}' at step {step}",
             code="unknown_step",
             param="step",
         ) from error
-    with lines:
-        for line in lines:
-            yield _read_group(line)
 
 
 def _read_group(line: bytes) -> Row | None:
