@@ -2,7 +2,7 @@
 
 import sqlite3
 
-from art_server.store.database import column_names, too_old, transaction
+from art_server.store.database import column_names, transaction, unread_version
 
 VERSION = 3
 """The version of the schema, in `PRAGMA user_version`."""
@@ -54,13 +54,13 @@ def migrate_jobs(database: sqlite3.Connection) -> None:
     """Makes the table, or gives a table of version 2 its new columns, in one transaction.
 
     Raises:
-        UsageError: the table has an older version.
+        UsageError: the table has another version.
     """
     version = database.execute("PRAGMA user_version").fetchone()[0]
     if version == VERSION:
         return
     if version not in (0, 2) or (version == 0 and column_names(database, "jobs")):
-        raise too_old("the table of jobs")
+        raise unread_version("the table of jobs")
     with transaction(database):
         for statement in SCHEMA if version == 0 else FROM_VERSION_2:
             database.execute(statement)

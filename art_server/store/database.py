@@ -32,14 +32,14 @@ def open_database(file: Path | None, schema: str, *, is_durable: bool) -> sqlite
     except sqlite3.OperationalError as error:
         database.close()
         if "no such column" in str(error):
-            raise too_old(str(file)) from error
+            raise unread_version(str(file)) from error
         raise
     return database
 
 
-def too_old(what: str) -> UsageError:
-    """The refusal of what a version before 0.1.0 wrote."""
-    return UsageError(f"{what} was written by a version of art-server before 0.1.0: start with another --path")
+def unread_version(what: str) -> UsageError:
+    """The refusal of a database whose tables are of another version."""
+    return UsageError(f"{what} was written by a version of art-server that this version cannot read: use another --path")
 
 
 def column_names(database: sqlite3.Connection, table: str) -> set[str]:
