@@ -39,7 +39,9 @@ def open_database(file: Path | None, schema: str, *, is_durable: bool) -> sqlite
 
 def unread_version(what: str) -> UsageError:
     """The refusal of a database whose tables are of another version."""
-    return UsageError(f"{what} was written by a version of art-server that this version cannot read: use another --path")
+    return UsageError(
+        f"{what} was written by a version of art-server that this version cannot read: use another --path"
+    )
 
 
 def column_names(database: sqlite3.Connection, table: str) -> set[str]:

@@ -304,7 +304,9 @@ def test_a_table_of_another_version_is_refused_and_kept(tmp_path: Path, version:
     file = restored(tmp_path)
     database = sqlite3.connect(file)
     database.execute(f"PRAGMA user_version={version}")
-    with pytest.raises(UsageError, match="the table of jobs was written by a version of art-server that this version cannot read"):
+    with pytest.raises(
+        UsageError, match="the table of jobs was written by a version of art-server that this version cannot read"
+    ):
         JobQueue(file)
     assert database.execute("SELECT COUNT(*) FROM jobs").fetchone() == (7,)
     database.close()
