@@ -27,7 +27,7 @@ ANSWER = {"role": "assistant", "content": "maybe"}
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
-    dump = Path(__file__).with_name("data") / "47eed9f.sql"
+    dump = Path(__file__).with_name("data") / "72080d0.sql"
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db:
         db.executescript(dump.read_text())
     for _ in range(2):  # the second time there is nothing to change
