@@ -5,7 +5,7 @@ The server resolves all token sequences, so the trainer knows nothing of chat me
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 
@@ -102,6 +102,12 @@ class TokenSequence(TrainerMessage):
     turns: list[tuple[int, int]] = []
     """For each turn the index behind its last token, and the time of its request (`clock.tick`). Empty: some times are
     unknown."""
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _from_positions(cls, value: object) -> object:
+        """Accepts what commit 72080d0 wrote into jobs on disk: an object, rewards by position."""
+        return list(value.items()) if isinstance(value, dict) else value
 
 
 class TrainableTrajectory(TrainerMessage):
