@@ -116,7 +116,7 @@ class TrainableTrajectory(TrainerMessage):
 
     reward: float
     sequences: list[TokenSequence] = Field(validation_alias="rows", serialization_alias="rows")
-    """`rows` in JSON, as in the jobs of a queue."""
+    """`rows` in JSON, because a queue may hold jobs of commit 72080d0."""
 
 
 class TrainableGroup(TrainerMessage):
@@ -239,8 +239,8 @@ class TrainTask(TrainerMessage):
     start_step: int = 0
     """The model's step in in_dir. Tokens sampled at this step measure the gap between engine and trainer."""
     optimizer_steps: int | None = None
-    """Optimizer steps that made the adapter in in_dir. None, for a checkpoint that
-    another program made: the steps of its optimizer state."""
+    """Optimizer steps that made the adapter in in_dir. None, for a checkpoint of another program: the steps of
+    its optimizer state."""
     max_seq_length: int | None = None
     """The engine's context, on which some rotary embeddings depend. None: the model's number of positions."""
     seed: int = 0
