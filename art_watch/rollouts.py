@@ -4,6 +4,7 @@ Reads a step's trajectories file and, for trained steps, the record of its token
 """
 
 import functools
+import gzip
 import itertools
 import json
 import statistics
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from art_protocol.history import open_rows, whole_row
+from art_protocol.history import whole_row
 from art_protocol.signal import group_has_signal
 from art_server.errors import NotFound
 from art_server.store.files import file_mark
@@ -132,8 +133,7 @@ def _histories(trajectory: Row) -> list[Row]:
 
 
 def entry_row(entry: Row, trace: Row | None) -> Row:
-    """A message, or a choice with its finish reason, in the form that people read. `logprobs` is empty, except for choices
-    that earlier versions stored with log-probabilities."""
+    """A message, or a choice with its finish reason, in the form that people read."""
     message = entry["message"] if isinstance(entry.get("message"), dict) else entry
     calls = [_dict(tool_call, "function") for tool_call in _list(message, "tool_calls")]
     row: Row = {
@@ -147,9 +147,7 @@ def entry_row(entry: Row, trace: Row | None) -> Row:
         "turn": trace,
     }
     if message is not entry:
-        tokens = _list(_dict(entry, "logprobs"), "content")
         row["sampled_by"] = _dict(entry, "art") or None
-        row["logprobs"] = [[str(token.get("token")), finite_number(token.get("logprob"))] for token in tokens]
     return row
 
 
@@ -177,16 +175,14 @@ def _read_groups(folder: ModelFolder, split: str, step: int) -> Iterator[Row | N
         NotFound: the step has no rollouts in this split.
     """
     try:
-        lines = open_rows(folder.trajectories_file(split, step))
+        with gzip.open(folder.trajectories_file(split, step)) as lines:
+            yield from map(_read_group, lines)
     except FileNotFoundError as error:
         raise NotFound(
             f"model '{folder.project}/{folder.name}' has no rollouts of split '{split}' at step {step}",
             code="unknown_step",
             param="step",
         ) from error
-    with lines:
-        for line in lines:
-            yield _read_group(line)
 
 
 def _read_group(line: bytes) -> Row | None:
@@ -220,7 +216,7 @@ def _group_at(file: Path, index: int, mark: tuple[int, int]) -> Row | None:
     mark."""
     if index < 0 or not any(mark):
         return None
-    with open_rows(file) as lines:
+    with gzip.open(file) as lines:
         line = next(itertools.islice(lines, index, None), None)
     return None if line is None else _read_group(line)
 
@@ -247,9 +243,9 @@ def _line(trajectory: Row, index: int) -> Row:
 
 
 def _num_tokens(answer: Row) -> int:
-    """The number of a choice's tokens; earlier versions stored its token ids instead of the number."""
+    """The number of a choice's tokens; 0 if the choice does not have the number."""
     known = _dict(answer, "art").get("num_tokens")
-    return known if isinstance(known, int) else len(_values(answer, "token_ids"))
+    return known if isinstance(known, int) else 0
 
 
 def _answers(history: Row) -> list[Row]:

@@ -40,7 +40,7 @@ def modules() -> Mapping[str, Path]:
         root = folder if folder in ANNEXES.values() else folder.parent
         for file in sorted(folder.rglob("*.py")):
             parts = file.relative_to(root).with_suffix("").parts
-            if parts[0] != "tests":
+            if parts[0] not in ("scripts", "tests"):
                 files.setdefault(".".join(parts).removesuffix(".__init__"), file)
     return files
 

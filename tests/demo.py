@@ -45,8 +45,8 @@ def make_demo(
     words, chance = Words(), random.Random(7)
     size = min(8, rollouts)
     groups = [make_group(words, chance, index, size) for index in range(NUM_DISTINCT)]
-    lines = [json.dumps(group.row).encode() + b"\n" for group in groups]
-    validations = [json.dumps(logged(group.row, words)).encode() + b"\n" for group in groups]
+    parts = [rows.pack_rows([group.row]) for group in groups]
+    validations = [rows.pack_rows([logged(group.row)]) for group in groups]
     per_step = max(1, rollouts // size)
     folders = [ModelFolder(root, project, name) for name in itertools.islice(model_names(), runs)]
     for number, folder in enumerate(folders):
@@ -58,7 +58,7 @@ def make_demo(
         with (folder.path / "history.jsonl").open("w") as history:
             for step in range(1, steps + 1):
                 chosen = choose(groups, step, number, per_step)
-                write_rollouts(folder, "train", step, [lines[index] for index in chosen])
+                write_rollouts(folder, "train", step, [parts[index] for index in chosen])
                 if step % 5 == 0:
                     write_rollouts(folder, "val", step, [validations[index] for index in chosen[:1]])
                 if token_steps is None or step > steps - token_steps:
@@ -136,8 +136,8 @@ def choose(groups: Sequence[DemoGroup], step: int, number: int, per_step: int) -
     return [ranked[min(len(groups) - 1, max(0, position))] for position in positions]
 
 
-def write_rollouts(folder: ModelFolder, split: str, step: int, lines: Sequence[bytes]) -> None:
-    (folder.path / "trajectories" / split / f"{step:04d}.jsonl").write_bytes(b"".join(lines))
+def write_rollouts(folder: ModelFolder, split: str, step: int, parts: Sequence[bytes]) -> None:
+    folder.trajectories_file(split, step).write_bytes(b"".join(parts))
 
 
 def write_tokens(folder: ModelFolder, step: int, groups: Sequence[DemoGroup], words: Words) -> None:

@@ -172,20 +172,16 @@ def choice(message: dict[str, Any], token_ids: list[int], reason: str, chance: r
         "finish_reason": reason,
         "logprobs": {"content": content},
         "token_ids": token_ids,
-        "art": {"id": f"{chance.getrandbits(64):016x}", "step": 11, "model": "demo/x"},
+        "art": {"id": f"{chance.getrandbits(64):016x}", "step": 11, "model": "demo/x", "num_tokens": len(token_ids)},
     }
 
 
-def logged(row: dict[str, Any], words: Words) -> dict[str, Any]:
-    """The group as a program logs it: without traces, and with the tokens' texts in the choices."""
-    texts = words.texts()
-    copied = json.loads(json.dumps(row))
-    for trajectory in copied["trajectories"]:
-        del trajectory["turns"]
-        for entry in trajectory["messages"]:
-            for token in entry.get("logprobs", {}).get("content", ()):
-                token["token"] = texts[int(token["token"].removeprefix("token_id:"))]
-    return copied
+def logged(row: dict[str, Any]) -> dict[str, Any]:
+    """The group as a program logs it: without traces."""
+    trajectories = [
+        {name: value for name, value in trajectory.items() if name != "turns"} for trajectory in row["trajectories"]
+    ]
+    return row | {"trajectories": trajectories}
 
 
 def token_columns(

@@ -1,6 +1,7 @@
 """26 runs of all kinds in two projects, for pictures of the page: healthy, dead, broken, constant, long, short, without a
 server."""
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,8 @@ def make_kinds(root: Path) -> None:
     """Makes the runs. Their kind is in their name."""
     healthy = make_demo(root, runs=14, steps=STEPS, rollouts=48, token_steps=2)
     newest = healthy[0].trajectories_file("train", STEPS)
-    newest.write_text(newest.read_text().replace(json.dumps(ANSWERS[2]), json.dumps(SEVERAL_LINES)))
+    content = gzip.decompress(newest.read_bytes()).decode()
+    newest.write_bytes(gzip.compress(content.replace(json.dumps(ANSWERS[2]), json.dumps(SEVERAL_LINES)).encode()))
     others = make_demo(root, runs=11, steps=STEPS, rollouts=16, token_steps=1, project="production")
     kinds: list[tuple[str, Callable[[Row], Row]]] = [
         ("dead", make_dead),

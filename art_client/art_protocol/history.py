@@ -11,7 +11,7 @@ import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 from art_protocol.wire import (
     BY_REFERENCE,
@@ -27,7 +27,6 @@ BEGINS_WITH = "begins_with"
 """The field of a stored history that begins like an earlier history of the same trajectory: `history` is the index of the
 earlier history (0: the trajectory's own conversation), `entries` the number of its first entries, which the later history
 leaves out."""
-GZIP_MAGIC = b"\x1f\x8b"
 
 
 def trajectory_metrics(groups: Sequence[TrajectoryGroupBody], split: str) -> dict[str, float]:
@@ -136,17 +135,6 @@ def pack_rows(rows: Iterable[dict[str, Any]]) -> bytes:
     return content.getvalue()
 
 
-def open_rows(file: Path) -> IO[bytes]:
-    """The lines of a trajectories file, which earlier versions did not compress.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
-    with file.open("rb") as opened:
-        is_packed = opened.read(len(GZIP_MAGIC)) == GZIP_MAGIC
-    return cast("IO[bytes]", gzip.open(file, "rb")) if is_packed else file.open("rb")
-
-
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
     """The groups of a trajectories file.
 
@@ -154,7 +142,7 @@ def read_rows(file: Path) -> Iterator[dict[str, Any]]:
         FileNotFoundError: there is no such file.
         ValueError: a line is no JSON.
     """
-    with open_rows(file) as lines:
+    with gzip.open(file, "rb") as lines:
         yield from map(read_row, lines)
 
 

@@ -1,15 +1,11 @@
-"""The schema of the table of jobs (`queue.py`), and the way from an earlier server's table to it."""
+"""The schema of the table of jobs (`queue.py`), and the way from the schema before it."""
 
-import gzip
 import sqlite3
-import zlib
 
-from art_protocol.history import GZIP_MAGIC
-from art_server.store.database import transaction
+from art_server.store.database import column_names, transaction, unread_version
 
 VERSION = 3
-"""The version of the schema, in `PRAGMA user_version`. An earlier server's table has a lower version: `migrate_jobs` brings it
-to this version."""
+"""The version of the schema, in `PRAGMA user_version`."""
 SCHEMA = (
     """
     CREATE TABLE jobs (
@@ -48,36 +44,24 @@ SCHEMA = (
     "CREATE INDEX jobs_by_state ON jobs (state, number)",
 )
 
+FROM_VERSION_2 = (
+    "ALTER TABLE jobs ADD COLUMN signs TEXT",
+    "ALTER TABLE jobs ADD COLUMN expected_step INTEGER",
+)
+
 
 def migrate_jobs(database: sqlite3.Connection) -> None:
-    """Makes the table, with the jobs of an earlier server's table, in one transaction."""
+    """Makes the table, or gives a table of version 2 its new columns, in one transaction.
+
+    Raises:
+        UsageError: the table has another version.
+    """
     version = database.execute("PRAGMA user_version").fetchone()[0]
     if version == VERSION:
         return
+    if version not in (0, 2) or (version == 0 and column_names(database, "jobs")):
+        raise unread_version("the table of jobs")
     with transaction(database):
-        earlier = [row["name"] for row in database.execute("PRAGMA table_info(jobs)")]
-        if earlier:
-            database.execute("ALTER TABLE jobs RENAME TO earlier_jobs")
-            database.execute("DROP INDEX IF EXISTS jobs_by_request")
-            database.execute("DROP INDEX IF EXISTS jobs_by_state")
-        for statement in SCHEMA:
+        for statement in SCHEMA if version == 0 else FROM_VERSION_2:
             database.execute(statement)
-        if earlier:
-            columns = [row["name"] for row in database.execute("PRAGMA table_info(jobs)")]
-            kept = ", ".join(column for column in columns if column in earlier)
-            source, target = kept, kept
-            if version == 0:  # its column `error` is `last_error` here
-                source, target = f"{kept}, error", f"{kept}, last_error"
-            database.execute(f"INSERT INTO jobs ({target}) SELECT {source} FROM earlier_jobs")
-            database.execute("DROP TABLE earlier_jobs")
-            if version == 0:
-                database.create_function("as_gzip", 1, _as_gzip)
-                database.execute("UPDATE jobs SET trajectories = as_gzip(trajectories)")
         database.execute(f"PRAGMA user_version={VERSION}")
-
-
-def _as_gzip(blob: bytes | None) -> bytes | None:
-    """Trajectories as they are written to the model's folder; earlier servers compressed them in another format."""
-    if blob is None or blob.startswith(GZIP_MAGIC):
-        return blob
-    return gzip.compress(zlib.decompress(blob), mtime=0)

@@ -35,7 +35,7 @@ class Request:
     cited_choices: Sequence[str] = ()
     """Ids of choices to which the request refers outside of its messages, as the Responses API does; not stored."""
     requested_at: int | None = None
-    """When the server received the request (`clock.tick`). None: recorded by an earlier version."""
+    """When the server received the request (`clock.tick`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Record:
     is_delivered: bool = False
     """The answer was sent in full."""
     delivered_at: int | None = None
-    """When the answer was sent in full (`clock.tick`). None: it was not, or an earlier version sent it."""
+    """When the answer was sent in full (`clock.tick`). None: it was not."""
 
     @property
     def after(self) -> bytes:

@@ -17,7 +17,6 @@ another question. A request that contains an edited answer (`edits.py`) is a sep
 agent used the answer.
 """
 
-import functools
 import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -80,19 +79,16 @@ def session_trajectory(
 
 
 def make_turns(recorded: Sequence[Recorded]) -> list[SessionTurn]:
-    """The turns of a session. Requests of an earlier version, without times, count as requested one after the other."""
+    """The turns of a session."""
     turns: list[SessionTurn] = []
-    order: dict[str, int] = {}
-    for number, (record, kept) in enumerate(recorded):
-        # Below 0, and so before all requests with a time.
-        earliest = order.setdefault(record.request.request_id, number - len(recorded))
+    for record, kept in recorded:
         requested = record.request.requested_at
-        requested = earliest if requested is None else requested
+        assert requested is not None, "a stored request has its time"
         delivered = requested if record.delivered_at is None else record.delivered_at
         asked = json.dumps([kept["tools"], kept.get("constraints") or {}], sort_keys=True)
         choice = kept["choices"][record.choice_id.rpartition("-")[2]]
         received = conversation.message_digest(choice["message"])
-        talk = conversation_of(kept)
+        talk: Conversation | None = kept["conversation"]
         turns.append(
             SessionTurn(
                 record=record,
@@ -108,13 +104,6 @@ def make_turns(recorded: Sequence[Recorded]) -> list[SessionTurn]:
             )
         )
     return turns
-
-
-def conversation_of(kept: dict[str, Any]) -> Conversation | None:
-    """A turn's messages; an earlier version stored them as a list."""
-    if "messages" in kept:
-        return functools.reduce(conversation.grow, kept["messages"], None)
-    return kept["conversation"]
 
 
 def link_turns(turns: Sequence[SessionTurn], sampled: Set[bytes]) -> None:

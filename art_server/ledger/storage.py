@@ -19,7 +19,7 @@ import msgspec
 from art_server.ledger import conversation
 from art_server.ledger.records import PRUNED, UNRECORDED, Prompt, Record, Request
 from art_server.process.shared.kept_set import MASK
-from art_server.store.database import add_columns, column_names, insert, open_database, transaction
+from art_server.store.database import insert, open_database, transaction
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS prompts (
@@ -54,7 +54,7 @@ CREATE TABLE IF NOT EXISTS records (
     is_delivered INTEGER NOT NULL DEFAULT 0,
     -- sampled_from: log-probabilities (nil: the raw ones), kept, sets (each itself or its number); empty: raw, no sets
     sampled_from BLOB,
-    requested_at INTEGER,  -- clock.tick; null: by an earlier version
+    requested_at INTEGER,  -- clock.tick
     delivered_at INTEGER
 );
 CREATE INDEX IF NOT EXISTS prompts_by_parent ON prompts (parent) WHERE parent IS NOT NULL;
@@ -76,7 +76,7 @@ CREATE TABLE IF NOT EXISTS calls (
 );
 CREATE TABLE IF NOT EXISTS turns (
     request_id TEXT PRIMARY KEY,
-    body BLOB NOT NULL,  -- choices and constraints; of an earlier version also messages and tools
+    body BLOB NOT NULL,  -- choices and constraints
     conversation INTEGER,  -- the messages
     tools INTEGER  -- as the only message of a conversation
 );
@@ -154,10 +154,8 @@ class Storage:
     """The database and its caches. Each write is committed at once (WAL), except inside a `transaction`."""
 
     def __init__(self, file: Path):
-        self.db = open_database(file, "", is_durable=False)
+        self.db = open_database(file, SCHEMA, is_durable=False)
         self.db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
-        migrate(self.db)
-        self.db.executescript(SCHEMA)
         self._sets: dict[int, bytes] = {}
         self._prompts: OrderedDict[int, array.array[int]] = OrderedDict()
         self._renderings: OrderedDict[int, array.array[int]] = OrderedDict()
@@ -483,16 +481,14 @@ class Storage:
         return number
 
     def load_turn(self, request_id: str, known: dict[int, conversation.Conversation]) -> dict[str, Any] | None:
-        """What `store_turn` stored, with a `conversation` instead of messages, or as an earlier version stored it; None
-        if there is nothing. `known` holds the conversations that were loaded before, by number."""
+        """What `store_turn` stored, with a `conversation` instead of messages; None if there is nothing. `known` holds the
+        conversations that were loaded before, by number."""
         row = self.db.execute(
             "SELECT body, conversation, tools FROM turns WHERE request_id = ?", (request_id,)
         ).fetchone()
         if row is None:
             return None
         turn = json.loads(zlib.decompress(row["body"]))
-        if "messages" in turn:
-            return turn
         tools = self._load_conversation(row["tools"], known)
         return turn | {
             "conversation": self._load_conversation(row["conversation"], known),
@@ -661,24 +657,6 @@ class Storage:
             f"DELETE FROM prompts WHERE number {IN_LIST} AND NOT number {IN_LIST} AND {WITHOUT_RECORD}",
             (numbers, in_use),
         )
-
-
-def migrate(db: sqlite3.Connection) -> None:
-    """Brings the tables of an earlier commit, if there are any, to today's. Takes a minute for a file of some gigabytes."""
-    columns = {table: column_names(db, table) for table in ("records", "prompts")}
-    if "said" not in columns["records"]:
-        return
-    add_columns(db, "records", {"requested_at": "INTEGER", "delivered_at": "INTEGER"})
-    add_columns(db, "turns", {"conversation": "INTEGER", "tools": "INTEGER"})
-    with transaction(db):
-        for index in ("records_by_prompt", "records_by_said", "records_by_answer"):
-            db.execute(f"DROP INDEX IF EXISTS {index}")
-        db.execute("ALTER TABLE records RENAME COLUMN said TO answer_digest")
-        db.execute("ALTER TABLE records RENAME COLUMN before TO prefix_digest")
-        unused = (("records", "rendered"), ("records", "beginnings"), ("prompts", "put_back"))
-        for table, column in unused:
-            if column in columns[table]:
-                db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
 
 
 def _request(row: sqlite3.Row) -> Request:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-from art_server.errors import StorageFull, Unavailable
+from art_server.errors import StorageFull, Unavailable, UsageError
 
 LOCK_SECONDS = 0.1
 """How long a write waits for another program (a backup, a shell) that locks the file. Short, because some writes block
@@ -15,7 +15,11 @@ the event loop; the job runner retries after a pause."""
 
 def open_database(file: Path | None, schema: str, *, is_durable: bool) -> sqlite3.Connection:
     """Returns a connection for all threads, in autocommit mode. With `is_durable` a commit survives a power loss.
-    `file` None: a temporary database."""
+    `file` None: a temporary database.
+
+    Raises:
+        UsageError: a table of the file lacks a column.
+    """
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
     database = sqlite3.connect(file or "", timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
@@ -23,16 +27,21 @@ def open_database(file: Path | None, schema: str, *, is_durable: bool) -> sqlite
     database.execute("PRAGMA auto_vacuum=INCREMENTAL")
     database.execute("PRAGMA journal_mode=WAL")
     database.execute(f"PRAGMA synchronous={'FULL' if is_durable else 'NORMAL'}")
-    database.executescript(schema)
+    try:
+        database.executescript(schema)
+    except sqlite3.OperationalError as error:
+        database.close()
+        if "no such column" in str(error):
+            raise unread_version(str(file)) from error
+        raise
     return database
 
 
-def add_columns(database: sqlite3.Connection, table: str, wanted: Mapping[str, str]) -> None:
-    """Adds the columns (name to type) that a file of an earlier version lacks."""
-    there = column_names(database, table)
-    for column, kind in wanted.items():
-        if column not in there:
-            database.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
+def unread_version(what: str) -> UsageError:
+    """The refusal of a database whose tables are of another version."""
+    return UsageError(
+        f"{what} was written by a version of art-server that this version cannot read: use another --path"
+    )
 
 
 def column_names(database: sqlite3.Connection, table: str) -> set[str]:

@@ -1,7 +1,7 @@
 """The history: the metrics of each step of each model, as rows of `PATH/.server/history.sqlite`.
 
 A model's history.jsonl is the export of its rows, one line for each train and log call. A folder whose models are in no
-table (a server of an earlier version, a program without a server, `art view`) is read by importing these files.
+table (a program without a server, `art view`) is read by importing these files.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ history.rolled-back.jsonl    the lines that rollbacks removed
 checkpoints/%04d/        a PEFT adapter, optimizer.safetensors (newest two steps and the best), checkpoint.json
 checkpoints/%04d/replay/ all that the step was made from (`jobs/replay_record.py`)
 checkpoints/.broken-%04d-HEX/, .rolled-back-%04d-HEX/    steps that were set aside; nothing deletes them
-trajectories/SPLIT/%04d.jsonl.gz    the rollouts of a step (earlier versions: %04d.jsonl)
+trajectories/SPLIT/%04d.jsonl.gz    the rollouts of a step
 tokens/%04d.safetensors  for each token of a step, what the trainer computed
 trajectories.rolled-back/, tokens.rolled-back/    files of steps that rollbacks removed
 logs/vllm.log            a link to the engine's log
@@ -55,7 +55,7 @@ class ModelRecord(BaseModel):
     always_logprobs: bool = False
     """Set for the ART wire, whose clients read a choice's log-probabilities without requesting them."""
     created_at: float = 0.0
-    """Seconds since 1970; 0: an earlier version made the model. Earlier jobs belong to a deleted model with this name."""
+    """Seconds since 1970. Earlier jobs belong to a deleted model with this name."""
 
 
 class CheckpointRecord(BaseModel):
@@ -69,7 +69,7 @@ class CheckpointRecord(BaseModel):
     metrics: dict[str, float] = {}
     unchanged: bool = False
     optimizer_steps: int | None = None
-    """Optimizer steps since step 0, from which the learning rate's schedule counts. None: an earlier version wrote the
+    """Optimizer steps since step 0, from which the learning rate's schedule counts. None: another program made the
     checkpoint, and the steps of its optimizer state count."""
     notes: list[str] = []
     """Decisions that the trainer made by itself, as sentences."""
@@ -291,21 +291,19 @@ class ModelFolder:
             files.sync(kept.parent)
 
     def trajectories_file(self, split: str, step: int) -> Path:
-        """The file of a step's rollouts, which may not exist: `art_protocol.history.open_rows` reads it."""
-        file = self.path / "trajectories" / split / f"{step:04d}.jsonl.gz"
-        earlier = file.with_suffix("")
-        return earlier if earlier.exists() and not file.exists() else file
+        """The file of a step's rollouts, which may not exist: `art_protocol.history.read_rows` reads it."""
+        return self.path / "trajectories" / split / f"{step:04d}.jsonl.gz"
 
     def rollout_steps(self, split: str) -> list[int]:
         """The steps that have rollouts in a split, in order."""
-        names = (file.name for file in (self.path / "trajectories" / split).glob("*.jsonl*"))
+        names = (file.name for file in (self.path / "trajectories" / split).glob("*.jsonl.gz"))
         return sorted({int(n) for n in map(_number, names) if n is not None})
 
     def prune_rollouts(self, max_bytes: int) -> int:
         """Deletes the rollouts and token records of the oldest steps while all of them take more than `max_bytes`. The
         newest step's files stay. Returns the number of deleted files."""
         sizes: dict[int, dict[Path, int]] = {}
-        for file in (*self.path.glob("trajectories/*/*.jsonl*"), *self.path.glob("tokens/*.*")):
+        for file in (*self.path.glob("trajectories/*/*.jsonl.gz"), *self.path.glob("tokens/*.*")):
             step = _number(file.name)
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 if step is not None:
@@ -327,9 +325,7 @@ class ModelFolder:
 
     def write_lines(self, split: str, step: int, packed: bytes) -> None:
         """Writes trajectories/SPLIT/%04d.jsonl.gz with the content of `pack_rows`. Replaces an existing file."""
-        file = self.path / "trajectories" / split / f"{step:04d}.jsonl.gz"
-        files.write_file(file, packed)
-        file.with_suffix("").unlink(missing_ok=True)
+        files.write_file(self.trajectories_file(split, step), packed)
 
 
 def _number(name: str) -> str | None:

@@ -37,8 +37,7 @@ from art_server.trainer.tree import (
 )
 
 UNKNOWN_MOVEMENT = 0.125
-"""The movement, in nats, of a step whose movement is not on record, because an earlier version or another program made the
-step. The allowance is eight times this number (`gap.py`)."""
+"""The movement, in nats, of a step whose movement is not on record, because another program made the step. The allowance is eight times this number (`gap.py`)."""
 WINDOW_STEPS = 8
 """A step counts with the largest movement of this number of steps."""
 

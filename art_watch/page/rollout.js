@@ -22,11 +22,10 @@ export async function rollout(route) {
   const near = (at, place) => hashOf(["run", project, name, "rollout", split, at, group, place], settings);
   const go = (at, place) => { location.hash = near(at, place); };
   const list = el("div", { class: "turns" }), tools = el("div", { class: "tools" }), bar = el("div", { class: "tools sticky" });
-  const all = found.sequences.length ? found.sequences : found.histories.flatMap((history) => history.entries.map(ownTokens).filter(Boolean));
-  const choices = Object.entries(COLOURS).filter(([key]) => hasNumbers(key, all)).map(([key, { label }]) => [key, label]);
+  const choices = Object.entries(COLOURS).filter(([key]) => hasNumbers(key, found.sequences)).map(([key, { label }]) => [key, label]);
   const show = () => {
     const colour = choices.some(([key]) => key === settings.colour) ? settings.colour : choices[0]?.[0];
-    const context = { found, colour, scale: colour && scaleOf(colour, all), hasFigures: settings.figures === "1" };
+    const context = { found, colour, scale: colour && scaleOf(colour, found.sequences), hasFigures: settings.figures === "1" };
     refill(bar, ...(colour ? [
       select("Colour by", choices, colour, (value) => { keepSettings(route, { colour: value }); show(); }, { id: "colour" }),
       legend(colour, context.scale),
@@ -71,20 +70,12 @@ function advantageOf(sequences) {
   return [["advantage", low === high ? low : `${signed(low)} to ${signed(high)}`]];
 }
 
-// A choice's own tokens, as it carries them in its log-probabilities; null without their texts.
-function ownTokens(entry) {
-  if (!entry.logprobs?.length || entry.logprobs.every(([text]) => text.startsWith("token_id:"))) return null;
-  return { texts: entry.logprobs.map(([text]) => text), sampled_logprobs: entry.logprobs.map(([, value]) => value) };
-}
-
 function turn(entry, position, { found, colour, scale, hasFigures }) {
-  const trace = entry.turn, isChoice = entry.logprobs !== undefined;
+  const trace = entry.turn, isChoice = entry.sampled_by !== undefined;
   const sequence = trace?.sequence !== undefined ? found.sequences[trace.sequence] : null;
-  const own = sequence ? null : ownTokens(entry);
   const label = `Tokens of message ${position}`;
   let body = (entry.reasoning || entry.text) && [entry.reasoning && el("div", { class: "text muted" }, entry.reasoning), el("div", { class: "text" }, entry.text)];
   if (sequence) body = tokenBlock(sequence, trace.start, Math.min(trace.stop, sequence.texts.length), colour, scale, hasFigures, label);
-  else if (own && colour) body = tokenBlock(own, 0, own.texts.length, colour, scale, hasFigures, label);
   return el("section", { class: `panel turn role-${/^\w+$/.test(entry.role) ? entry.role : "other"}` },
     el("div", { class: "line" }, el("h3", {}, entry.role, entry.name && ` ${entry.name}`), el("span", { class: "muted" }, `message ${position}`),
       isChoice && origin(entry, trace)),

@@ -12,7 +12,6 @@ SHOWN = ("status", "runs", "show", "plot", "tail", "jobs")
 """The commands that `run.py` implements."""
 FROM_WHERE = "without --url: the folder of a server (%(default)s), or the server that runs in it"
 MODEL = "[PROJECT/]NAME"
-PICTURES = (".png", ".svg", ".html")
 VIEW_PORT = 7624
 
 
@@ -22,7 +21,7 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     runs = commands.add_parser("runs", help="all models in one table")
     runs.add_argument("--sort", choices=("name", "reward", "time"), default="name")
     _add_show(commands.add_parser("show", help="the rollouts of a step, as people read them"))
-    _add_plot(commands.add_parser("plot", help="metrics by step, in the terminal or as a file"))
+    _add_plot(commands.add_parser("plot", help="metrics by step, as charts"))
     tail = commands.add_parser("tail", help="the last ten events, then each step and each change of a job")
     tail.add_argument("model", nargs="?", metavar="MODEL", help=f"{MODEL}; default: all")
     jobs = commands.add_parser("jobs", help="the queue of a running server")
@@ -79,7 +78,6 @@ def _add_show(show: argparse.ArgumentParser) -> None:
 def _add_plot(plot: argparse.ArgumentParser) -> None:
     plot.add_argument("models", nargs="+", metavar="MODEL", help=MODEL)
     plot.add_argument("--metric", metavar="NAME,NAME", help="default: train/reward,val/reward, where they exist")
-    plot.add_argument("--out", type=picture, metavar="FILE", help=f"write a file: {', '.join(PICTURES)}")
 
 
 def integer(lowest: int, highest: int | None = None) -> Callable[[str], int]:
@@ -93,10 +91,3 @@ def integer(lowest: int, highest: int | None = None) -> Callable[[str], int]:
         return value
 
     return number
-
-
-def picture(text: str) -> Path:
-    file = Path(text)
-    if file.suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"'{text}' must end with {', '.join(PICTURES)}")
-    return file

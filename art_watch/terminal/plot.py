@@ -1,14 +1,12 @@
-"""`art plot`: metrics by step, as charts in the terminal (plotext) or as a file (matplotlib, plotly)."""
+"""`art plot`: metrics by step, as charts in the terminal."""
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import plotext
 from rich.console import Console
 
-from art_server.errors import UsageError
 from art_watch.terminal.sources import Row
 from art_watch.terminal.tables import plain
 from art_watch.terminal.text import number, visible
@@ -69,52 +67,3 @@ def draw(title: str, curve: Curve, all_points: Curve, width: int) -> str:
 def _span(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     return (low, high) if low < high else (low - 0.5, high + 0.5)
-
-
-def save_plot(models: Mapping[str, Row], metrics: Sequence[str], file: Path) -> None:
-    """Writes the charts to a file: with plotly to an HTML file, else with matplotlib.
-
-    Raises:
-        UsageError: the package for this kind of file is not installed.
-    """
-    is_page = file.suffix.lower() == ".html"
-    save = _save_page if is_page else _save_picture
-    try:
-        save(models, metrics, file)
-    except ModuleNotFoundError as error:
-        extra = "view" if is_page else "server"
-        raise UsageError(
-            f"{file.suffix} files need '{error.name}': pip install 'agent-reinforcement-trainer[{extra}]'"
-        ) from error
-
-
-def _save_picture(models: Mapping[str, Row], metrics: Sequence[str], file: Path) -> None:
-    # Imported here: matplotlib and plotly come with other extras, and take a second to load.
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    # A dollar sign in a name begins no formula.
-    with matplotlib.rc_context({"text.parse_math": False}):
-        figure = Figure(figsize=(8, 3 * len(metrics)), layout="constrained")
-        for axes, metric in zip(figure.subplots(len(metrics), squeeze=False), metrics, strict=True):
-            for model, row in models.items():
-                curve = read_curve(row, metric)
-                axes[0].plot(curve.steps, curve.values, label=visible(model))
-            axes[0].set_ylabel(visible(metric))
-            axes[0].legend(fontsize=8)
-        figure.supxlabel("step", fontsize=9)
-        figure.savefig(file, dpi=150)
-
-
-def _save_page(models: Mapping[str, Row], metrics: Sequence[str], file: Path) -> None:
-    from plotly.subplots import make_subplots
-
-    titles = [visible(metric) for metric in metrics]
-    figure = make_subplots(rows=len(metrics), shared_xaxes=True, subplot_titles=titles)
-    for row_number, metric in enumerate(metrics, 1):
-        for model, row in models.items():
-            curve = read_curve(row, metric)
-            name = visible(f"{model} {metric}")
-            figure.add_scatter(x=curve.steps, y=curve.values, name=name, row=row_number, col=1)
-    figure.update_xaxes(title_text="step", row=len(metrics), col=1)
-    figure.write_html(file, include_plotlyjs=True)

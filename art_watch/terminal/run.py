@@ -145,14 +145,10 @@ def plot(source: Source, flags: argparse.Namespace) -> None:
         )
     if flags.json:
         print_json({"models": models, "metrics": metrics})
-    if flags.out is not None or not flags.json:
-        from art_watch.terminal import plot as charts
+    else:
+        from art_watch.terminal.plot import print_plot
 
-        if flags.out is None:
-            charts.print_plot(make_console(PLAIN_CHART_WIDTH), models, metrics)
-        else:
-            charts.save_plot(models, metrics, flags.out)
-            print(f"{flags.out} is written", file=sys.stderr)
+        print_plot(make_console(PLAIN_CHART_WIDTH), models, metrics)
 
 
 def tail(source: Source, flags: argparse.Namespace) -> None:

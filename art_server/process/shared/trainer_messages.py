@@ -106,7 +106,7 @@ class TokenSequence(TrainerMessage):
     @field_validator("rewards", mode="before")
     @classmethod
     def _from_positions(cls, value: object) -> object:
-        """Accepts what earlier versions wrote into jobs on disk: an object, rewards by position."""
+        """Accepts what commit 72080d0 wrote into jobs on disk: an object, rewards by position."""
         return list(value.items()) if isinstance(value, dict) else value
 
 
@@ -116,7 +116,7 @@ class TrainableTrajectory(TrainerMessage):
 
     reward: float
     sequences: list[TokenSequence] = Field(validation_alias="rows", serialization_alias="rows")
-    """`rows` in JSON, because a queue may hold jobs of an earlier version."""
+    """`rows` in JSON, because a queue may hold jobs of commit 72080d0."""
 
 
 class TrainableGroup(TrainerMessage):
@@ -219,7 +219,7 @@ class TrainTask(TrainerMessage):
     start_step: int = 0
     """The model's step in in_dir. Tokens sampled at this step measure the gap between engine and trainer."""
     optimizer_steps: int | None = None
-    """Optimizer steps that made the adapter in in_dir. None, for a checkpoint of an earlier version: the steps of
+    """Optimizer steps that made the adapter in in_dir. None, for a checkpoint of another program: the steps of
     its optimizer state."""
     max_seq_length: int | None = None
     """The engine's context, on which some rotary embeddings depend. None: the model's number of positions."""

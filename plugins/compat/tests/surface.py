@@ -1,8 +1,8 @@
-"""ART's names, as scripts/compatibility reads them."""
+"""ART's names, as `plugins/compat/scripts/compatibility` reads them."""
 
 from tests.scripts import load_script
 
-SCRIPT = load_script("compatibility")
+SCRIPT = load_script("plugins/compat/scripts/compatibility")
 
 
 ENTRIES = SCRIPT.read_surface()

@@ -1,4 +1,4 @@
-"""What `scripts/compatibility` cannot see in our code: which names of ART refuse or have no effect, our way where a name is
+"""What `plugins/compat/scripts/compatibility` cannot see in our code: which names of ART refuse or have no effect, our way where a name is
 absent, and which tests call the names that work. test_compatibility.py verifies the claims."""
 
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
@@ -366,4 +366,4 @@ COVERED: dict[str, str] = {
         art.backend.AnyModel art.backend.AnyTrainableModel
     """,
 }
-"""Each test with the names that it calls for their effect; `covered` in scripts/compatibility reads it."""
+"""Each test with the names that it calls for their effect; `covered` in `plugins/compat/scripts/compatibility` reads it."""

@@ -87,6 +87,16 @@ async def test_rollouts_are_a_table(tmp_path: Path) -> None:
     assert (await load_trajectories("nobody", art_path=str(tmp_path))).is_empty()
 
 
+async def test_rollouts_of_arts_servers_are_in_the_table(tmp_path: Path) -> None:
+    from art.utils.benchmarking.load_trajectories import load_trajectories
+
+    folder = tmp_path / "p" / "models" / "a" / "trajectories" / "val"
+    folder.mkdir(parents=True)
+    (folder / "0003.jsonl").write_text(serialize_trajectory_groups([group(0.2, 0.4), group(0.9)]) + "\n")
+    table = await load_trajectories("p", art_path=str(tmp_path))
+    assert table["reward"].to_list() == [0.2, 0.4, 0.9] and set(table["step"]) == {3}
+
+
 async def test_rollouts_are_summed_up_by_step(tmp_path: Path) -> None:
     from art.utils.benchmarking.aggregate_trajectories import (
         load_aggregated_trajectories,

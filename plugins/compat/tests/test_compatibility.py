@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from plugins.compat.scripts.art_surface import Release, Surface, Uses, programs, read_program
 from plugins.compat.tests.surface import ENTRIES, SCRIPT, VERDICTS
 from plugins.compat.tests.table import COVERED, NO_EFFECT, REFUSED
-from scripts.art_surface import Release, Surface, Uses, programs, read_program
 from scripts.import_graph import ROOT
 
 
 def test_the_page_is_what_the_script_writes() -> None:
-    assert SCRIPT.PAGE.read_text() == SCRIPT.page(), "run scripts/compatibility"
+    assert SCRIPT.PAGE.read_text() == SCRIPT.page(), "run plugins/compat/scripts/compatibility"
 
 
 def test_every_name_has_a_status() -> None:

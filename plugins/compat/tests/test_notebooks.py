@@ -1,4 +1,4 @@
-"""What ART's notebooks need of the client, found by running them (scripts/notebooks)."""
+"""What ART's notebooks need of the client, found by running them (`plugins/compat/scripts/notebooks`)."""
 
 import logging
 from types import SimpleNamespace

@@ -1,5 +1,6 @@
 """For whom and on what the page works: keyboard, screen readers, phones, both themes, hostile contents, addresses."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ def test_cards_and_jobs_are_whole_without_scrolling(page: Any, serve: Any, root:
 
 def test_hostile_text_stays_text_everywhere(page: Any, serve: Any, root: Path) -> None:
     folder = root / "demo" / "models" / "webnav-8b"
-    lines = (folder / "trajectories" / "train" / "0001.jsonl").read_text().splitlines()
+    rollouts = folder / "trajectories" / "train" / "0001.jsonl.gz"
+    lines = gzip.decompress(rollouts.read_bytes()).decode().splitlines()
     group = json.loads(lines[4])
     attack = '"><img src=x onerror="window.wasHit=1"><svg onload="window.wasHit=1">'
     group["metadata"] = {attack: attack}
@@ -105,7 +107,7 @@ def test_hostile_text_stays_text_everywhere(page: Any, serve: Any, root: Path) -
     trajectory["turns"][1]["origin"] = trajectory["turns"][1]["continues"] = attack
     trajectory["messages"][4]["finish_reason"] = attack
     lines[4] = json.dumps(group)
-    (folder / "trajectories" / "train" / "0001.jsonl").write_text("\n".join(lines) + "\n")
+    rollouts.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode()))
     record = json.loads((folder / "model.json").read_text())
     (folder / "model.json").write_text(json.dumps(record | {"base_model": attack}))
     (root / "logs").mkdir()

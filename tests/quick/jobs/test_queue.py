@@ -13,7 +13,7 @@ from art_protocol.wire import (
     JobState,
     TrainConfig,
 )
-from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavailable
+from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavailable, UsageError
 from art_server.jobs import job_schema
 from art_server.jobs import queue as queue_module
 from art_server.jobs.job_row import Job
@@ -260,8 +260,8 @@ def test_a_disk_that_takes_nothing_and_a_locked_file_are_distinguished(tmp_path:
     add(queue)
 
 
-STORED = Path(__file__).parent / "stored" / "jobs_47eed9f.sql"
-"""The jobs of a server of commit 47eed9f, named after what became of them."""
+STORED = Path(__file__).parent / "stored" / "jobs_72080d0.sql"
+"""The jobs of a server of commit 72080d0, named after what became of them."""
 
 
 def restored(folder: Path) -> Path:
@@ -299,20 +299,17 @@ def test_the_jobs_of_an_earlier_server_go_on(tmp_path: Path) -> None:
     queue.close()
 
 
-def test_a_table_without_virtual_times_gets_them(tmp_path: Path) -> None:
-    file = tmp_path / "jobs.sqlite"
-    queue = JobQueue(file)
-    job = add(queue, "k")
-    queue.close()
+@pytest.mark.parametrize("version", [0, 1, 9])
+def test_a_table_of_another_version_is_refused_and_kept(tmp_path: Path, version: int) -> None:
+    file = restored(tmp_path)
     database = sqlite3.connect(file)
-    for column in ("num_tokens", "begins", "ends", "seconds", "expected_step"):
-        database.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
-    database.execute("PRAGMA user_version=1")
+    database.execute(f"PRAGMA user_version={version}")
+    with pytest.raises(
+        UsageError, match="the table of jobs was written by a version of art-server that this version cannot read"
+    ):
+        JobQueue(file)
+    assert database.execute("SELECT COUNT(*) FROM jobs").fetchone() == (7,)
     database.close()
-    queue = JobQueue(file)
-    assert queue.get(job.job_id) == job and queue.batch(job.job_id) == PAYLOAD.batch
-    assert queue.set_running(job.job_id, 1)
-    queue.close()
 
 
 def test_a_project_that_queues_much_waits_for_one_that_queues_little(tmp_path: Path) -> None:
@@ -349,12 +346,8 @@ def test_a_project_that_queues_much_waits_for_one_that_queues_little(tmp_path: P
 
 def test_a_migration_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = restored(tmp_path)
-
-    def fail(blob: bytes | None) -> bytes | None:
-        raise OSError("no space left")
-
     with monkeypatch.context() as patched:
-        patched.setattr(job_schema, "_as_gzip", fail)
+        patched.setattr(job_schema, "FROM_VERSION_2", (*job_schema.FROM_VERSION_2, "ALTER TABLE other ADD COLUMN x"))
         with pytest.raises(sqlite3.OperationalError):
             JobQueue(file)
     queue = JobQueue(file)

@@ -1,6 +1,6 @@
-"""The ledger's file of commit 47eed9f opens: its records are found, trained and continued.
+"""The ledger's file of commit 72080d0 opens: its records are found, trained and continued.
 
-`data/47eed9f.sql` was written by that commit's ledger with the embedded model's tokenizer: three turns in the session
+`data/72080d0.sql` was written by this commit's ledger with the embedded model's tokenizer: three turns in the session
 "s" whose answer "maybe" was sampled letter by letter, three without a session, and a tool call with thinking that the
 agent did not return, with the answer behind its result.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from art_server.errors import UsageError
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Request
@@ -26,7 +27,7 @@ ANSWER = {"role": "assistant", "content": "maybe"}
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
-    dump = Path(__file__).with_name("data") / "47eed9f.sql"
+    dump = Path(__file__).with_name("data") / "72080d0.sql"
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db:
         db.executescript(dump.read_text())
     for _ in range(2):  # the second time there is nothing to change
@@ -79,3 +80,12 @@ def test_a_conversation_is_continued(ledger: Ledger, session: str | None) -> Non
     assert past is not None and record.continues == past.choice_id
     whole = past.prompt_token_ids + past.token_ids
     assert record.link == "spliced" and record.prompt_token_ids[: len(whole)] == whole
+
+
+def test_a_file_from_before_the_first_version_is_refused_and_kept(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db:
+        db.execute("CREATE TABLE records (choice_id TEXT, said BLOB, before BLOB)")
+    with pytest.raises(UsageError, match=r"ledger\.sqlite was written by a version of art-server that this"):
+        Ledger(tmp_path / "ledger.sqlite")
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db:
+        assert db.execute("SELECT COUNT(*) FROM records").fetchone() == (0,)

@@ -230,17 +230,6 @@ def test_conversations_are_in_the_order_of_their_first_requests(tmp_path: Path) 
     assert answers(agent.reply()) == [["l"], ["s"]]
 
 
-def test_requests_of_an_earlier_version_count_as_one_after_the_other(tmp_path: Path) -> None:
-    agent = Agent(tmp_path)
-    for text in ("bad", "good"):
-        agent.ask([USER], text)
-    agent.ledger._storage.db.execute("UPDATE records SET requested_at = NULL, delivered_at = NULL")
-    assert answers(agent.reply()) == [["good"]]
-    agent.ask([USER], "better")
-    reply = agent.reply()
-    assert answers(reply) == [["better"]] and reply.unused == {ASKED_AGAIN: 2}
-
-
 def test_times_grow_across_restarts_although_the_clock_was_set_back(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
     ahead = clock.tick() + 10**9

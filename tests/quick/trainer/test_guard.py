@@ -1,7 +1,4 @@
-"""Planted faults: a step's probe against an engine that shares no code with the trainer, in float32 and bfloat16.
-
-`scripts/bench/guard` plants them in whole runs.
-"""
+"""Planted faults: a step's probe against an engine that shares no code with the trainer, in float32 and bfloat16."""
 
 from pathlib import Path
 from typing import Any

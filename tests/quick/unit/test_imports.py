@@ -172,7 +172,12 @@ def is_python(file: Path) -> bool:
     return file.suffix == ".py" or re.match(rb"#!/usr/bin/env (-S \.venv/bin/)?python", first) is not None
 
 
-SCRIPTS = [file for file in (ROOT / "scripts").rglob("*") if file.is_file() and is_python(file)]
+SCRIPTS = [
+    file
+    for folder in (ROOT / "scripts", *(annex / "scripts" for annex in ANNEXES.values()))
+    for file in folder.rglob("*")
+    if file.is_file() and is_python(file)
+]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.name)

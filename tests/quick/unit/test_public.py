@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from art_protocol.history import read_rows
 from art_protocol.wire import TrainConfig
 from art_server.jobs.queue import JobQueue
 from art_server.ledger.ledger import Ledger
@@ -16,7 +17,7 @@ from art_server.store.registry import Registry
 from scripts.public_surface import FILE, surface
 
 STORED = Path(__file__).parent / "stored"
-"""A server's folder as version 0.1.0 wrote it, with a queued job; its databases as SQL."""
+"""A server's folder as commit 72080d0 wrote it, with a queued job; its databases as SQL."""
 
 
 def test_names_flags_and_routes_are_those_that_were_promised() -> None:
@@ -36,6 +37,8 @@ def test_models_of_an_earlier_server_are_read(tmp_path: Path) -> None:
     model = Registry(restore(tmp_path)).get("p", "a")
     assert model.step == 1 and model.record.base_model == "art/tiny" and model.record.lora.rank == 4
     assert model.folder.read_checkpoint(1).job_id == "job-one"
+    (rollouts,) = read_rows(model.folder.trajectories_file("train", 1))
+    assert rollouts["trajectories"][0]["messages"][1]["content"] == "yes"
     row = model.history.values([1])[1]
     assert row["train/reward"] == 0.25 and row["loss/train"] == 0.5
 

@@ -1,5 +1,6 @@
 """The readers of rollouts and of token records, against the files and against independent computations."""
 
+import gzip
 import itertools
 import json
 import statistics
@@ -27,15 +28,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 
 
 def lines_of(folder: ModelFolder, split: str = "train", step: int = 1) -> list[dict[str, Any]]:
-    text = folder.trajectories_file(split, step).read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    content = gzip.decompress(folder.trajectories_file(split, step).read_bytes())
+    return [json.loads(line) for line in content.splitlines()]
 
 
 def write(tmp_path: Path, *lines: bytes) -> ModelFolder:
     folder = ModelFolder(tmp_path, "p", "a")
     file = folder.trajectories_file("train", 1)
     file.parent.mkdir(parents=True)
-    file.write_bytes(b"".join(line + b"\n" for line in lines))
+    file.write_bytes(gzip.compress(b"".join(line + b"\n" for line in lines)))
     return folder
 
 
@@ -97,12 +98,12 @@ def test_a_training_group_is_dead_where_nothing_in_it_trains(
 
 
 def test_turns_and_tokens_of_additional_histories_count(tmp_path: Path) -> None:
-    def choice(text: str, *token_ids: int) -> dict[str, Any]:
+    def choice(text: str, num_tokens: int) -> dict[str, Any]:
         message = {"role": "assistant", "content": text}
-        return {"message": message, "finish_reason": text, "token_ids": token_ids}
+        return {"message": message, "finish_reason": text, "art": {"num_tokens": num_tokens}}
 
-    more = [{"messages_and_choices": [choice("b", 3), choice("c", 4, 5)]}, {}]
-    trajectory = {"messages": [choice("a", 1, 2)], "additional_histories": more}
+    more = [{"messages_and_choices": [choice("b", 1), choice("c", 2)]}, {}]
+    trajectory = {"messages": [choice("a", 2)], "additional_histories": more}
     (group,) = rollouts.groups(write(tmp_path, json.dumps({"trajectories": [trajectory]}).encode()), "train", 1)
     (row,) = group["rollouts"]
     assert (row["num_turns"], row["num_tokens"]) == (3, 5)
@@ -168,13 +169,10 @@ def test_a_dead_group_was_sampled_and_not_trained(folder: ModelFolder) -> None:
     assert all(value is None for value in sequence["trainer_logprobs"])
 
 
-def test_a_rollout_without_a_record_has_its_own_logprobs(folder: ModelFolder) -> None:
+def test_a_rollout_without_a_record_has_no_tokens(folder: ModelFolder) -> None:
     rollout = rollouts.rollout(folder, "val", 5, 0, 0)
     assert not rollout["has_token_record"] and rollout["sequences"] == []
-    entry = rollout["histories"][0]["entries"][4]
-    content = lines_of(folder, "val", 5)[0]["trajectories"][0]["messages"][4]["logprobs"]["content"]
-    assert entry["logprobs"] == [[token["token"], token["logprob"]] for token in content]
-    assert entry["turn"] is None
+    assert rollout["histories"][0]["entries"][4]["turn"] is None
 
 
 def test_what_is_not_there_is_not_found(folder: ModelFolder, tmp_path: Path) -> None:
@@ -214,7 +212,7 @@ def test_the_rollouts_of_a_group_are_parsed_once(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(rollouts, "read_json", lambda line: (parsed.append(line), read(line))[1])
     rewards = [rollouts.rollout(folder, "train", 1, 0, index)["reward"] for index in range(8)]
     assert rewards == list(range(8)) and len(parsed) == 1
-    folder.trajectories_file("train", 1).write_bytes(line.replace(b"7", b"7.5"))
+    folder.trajectories_file("train", 1).write_bytes(gzip.compress(line.replace(b"7", b"7.5")))
     assert rollouts.rollout(folder, "train", 1, 0, 7)["reward"] == 7.5
     folder.trajectories_file("train", 1).unlink()
     with pytest.raises(NotFound):
@@ -231,7 +229,6 @@ FIELDS = [
     "finish_reason",
     "function",
     "history",
-    "logprobs",
     "logs",
     "message",
     "messages",
@@ -242,8 +239,7 @@ FIELDS = [
     "reward",
     "role",
     "text",
-    "token",
-    "token_ids",
+    "num_tokens",
     "tool_calls",
     "trajectories",
     "turn_advantages",

@@ -1,6 +1,7 @@
 """The page's routes: over a folder, with a running server, and with keys."""
 
 import asyncio
+import gzip
 import json
 import re
 from importlib import resources
@@ -171,8 +172,8 @@ async def test_broken_numbers_and_halves_of_characters_are_sent_as_json(tmp_path
     with (folder.path / "history.jsonl").open("a") as history:
         history.write('{"step": 2, "train/reward": NaN, "x\\ud800": 1}\n{"step": 3, "tra')
     line = {"trajectories": [{"messages": [{"role": "user", "content": "a\ud800b"}], "reward": 1}]}
-    file = folder.path / "trajectories" / "train" / "0001.jsonl"
-    file.write_text(json.dumps(line | {"metrics": {"a": float("inf")}}) + "\n{cut")
+    content = json.dumps(line | {"metrics": {"a": float("inf")}}) + "\n{cut"
+    folder.trajectories_file("train", 1).write_bytes(gzip.compress(content.encode()))
     app = make_view(tmp_path)
     history = await get(app, f"{RUN}/history?metric=train/reward")
     assert history["steps"] == [1, 2] and history["metrics"]["train/reward"][1] is None

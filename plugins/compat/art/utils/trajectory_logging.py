@@ -71,9 +71,11 @@ def read_trajectory_groups_parquet(path: str | Path) -> list[TrajectoryGroup]:
 
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The groups of a Parquet or JSONL file as dictionaries, with `messages` in their trajectories."""
+    """The groups of a Parquet or JSONL file as dictionaries, with `messages` in their trajectories. ART's servers do not
+    compress their JSONL."""
     if file.suffix != ".parquet":
-        for group in read_lines(file):
+        lines = read_lines(file) if file.suffix == ".gz" else map(read_row, file.read_bytes().splitlines())
+        for group in lines:
             yield group | {"trajectories": [_with_messages(trajectory) for trajectory in group["trajectories"]]}
         return
     import polars as pl

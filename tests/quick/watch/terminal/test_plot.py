@@ -1,16 +1,9 @@
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from art_protocol.wire import LoRAConfig
-from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_watch.terminal.plot import HEIGHT, Curve, draw, print_plot, read_curve
-from tests.demo import HOSTILE_METRIC, log
-from tests.quick.watch.terminal.conftest import ESCAPES, SHOWN_ESCAPES, Ran, screen, shown
-
-Run = Callable[..., Ran]
+from tests.quick.watch.terminal.conftest import ESCAPES, SHOWN_ESCAPES, screen, shown
 
 
 def history(*values: float | None, first: int = 1) -> dict[str, Any]:
@@ -59,31 +52,3 @@ def test_charts_of_a_metric_share_their_axes() -> None:
     ]
     labels = [[line[:3] for line in chart_lines[1:-3]] for chart_lines in lines]
     assert labels[0] == labels[1] and max(map(len, shown(console).splitlines())) <= 40
-
-
-def test_pictures_and_pages_are_written(run: Run, folder: Path, tmp_path: Path) -> None:
-    for name, beginning in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.HTML", b"<!doctype html>")):
-        out = tmp_path / name
-        ran = run("plot", "webnav-8b", "webnav-lr2e5", "--out", out, "--path", folder)
-        assert (ran.code, ran.out) == (0, "") and f"{name} is written" in ran.err
-        assert out.read_bytes().startswith(beginning)
-    page = (tmp_path / "a.HTML").read_text()
-    assert "demo\\u002fwebnav-8b" in page or "demo/webnav-8b" in page
-
-
-def test_names_are_no_formulas_and_no_markup(run: Run, tmp_path: Path) -> None:
-    record = ModelRecord(name="a", project="p", base_model="b", lora=LoRAConfig())
-    model = ModelFolder(tmp_path, "p", "a")
-    model.create(record, tmp_path / "engine.log")
-    name = "train/$\\frac{</script><script>alert(1)"
-    log(model, 1, {name: 1.0, HOSTILE_METRIC: 1.0})
-    for suffix in ("svg", "html", "png"):
-        out = tmp_path / f"x.{suffix}"
-        assert run("plot", "a", "--metric", name, "--out", out, "--path", tmp_path).code == 0
-        assert b"<script>alert(1)" not in out.read_bytes()
-
-
-def test_a_file_that_cannot_be_written_is_an_error(run: Run, folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "none" / "x.svg"
-    code, _, err = run("plot", "webnav-8b", "--out", out, "--path", folder)
-    assert code == 2 and str(out) in err

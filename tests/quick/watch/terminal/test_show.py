@@ -109,7 +109,6 @@ def hostile(tmp_path: Path) -> Path:
     calls = [{"id": ESCAPES, "function": {"name": ESCAPES, "arguments": ESCAPES}}]
     answer = {"role": "assistant", "content": ESCAPES, "reasoning_content": ESCAPES}
     choice = {"index": 0, "finish_reason": ESCAPES, "message": answer | {"tool_calls": calls}}
-    choice["logprobs"] = {"content": [{"token": ESCAPES, "logprob": -1.0}]}
     messages = [
         {"role": ESCAPES, "content": ESCAPES, "name": ESCAPES},
         {"role": "tool", "content": [{"type": ESCAPES}], "tool_call_id": ESCAPES},

@@ -1,26 +1,35 @@
 BEGIN TRANSACTION;
+PRAGMA user_version=2;
 CREATE TABLE jobs (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    job_id TEXT NOT NULL UNIQUE,
-    idempotency_key TEXT,
-    owner TEXT NOT NULL,
-    request_digest TEXT NOT NULL,
-    project TEXT NOT NULL,
-    name TEXT NOT NULL,
-    state TEXT NOT NULL,
-    target_step INTEGER,
-    config TEXT NOT NULL,
-    batch BLOB,
-    trajectories BLOB,
-    report TEXT NOT NULL,
-    metrics TEXT NOT NULL DEFAULT '{}',
-    error TEXT,
-    created_at REAL NOT NULL,
-    finished_at REAL,
-    place REAL,             -- in the queue; NULL: its number
-    starts INTEGER NOT NULL DEFAULT 0
-);
-INSERT INTO "jobs" VALUES(1,'3e0857fe33394180950126c760815fee','key','me','digest','p','a','queued',NULL,'{"ratio_to":"start","ratio":"token","clip":"two_sided","epsilon":0.2,"epsilon_high":null,"dual_clip":3.0,"normalisation":"tokens","constant_length":1024,"baseline":"group_mean","scaling":"group_std","correction":"truncate","correction_high":2.0,"correction_low":0.0,"beta":0.0,"kl_estimator":"k3","kl_in":"loss","entropy_bonus":0.0,"overlong":"keep","overlong_length":null,"overlong_buffer":null,"preset":"grpo","learning_rate":0.0001,"warmup_steps":0,"schedule":"constant","schedule_steps":null,"max_grad_norm":1.0,"passes":1,"mini_batches":1,"sampling":"as_sampled","max_staleness":null,"allow_training_without_logprobs":false,"plot_tensors":false}',X'78015D50DB6AC3300CFD173F3BC14E0983FCCA084549D4E035B58D2CAF0FC6FF3E39ED60ECC5C847877351513B851C939A3E8B62822F5C3990C31740F804DAD4647BA31585E79B16EEE8AF6E6B3FAB077D99B53AC21E292C0DF2F9387467FAB13DC328CBCD2526B76476C1374667B5D19D954D8A70224525066271128C4354D3A50D2883ADC263CA7E0546C9728323A1A4C1353C6266143D21C0F60D9E616FC18B1A5AE4B136562BF08B49A65AE7AACB1B5793F9536C969528FD0F2B67C1474402CE2466A6FF38DB3ABE2E0E4EE5F13C90B8DD314A85D65FA47E00993D713D',X'7801CD504B0AC2400CDD7B8A326B91BAF52A524A98C636324ECA4CFC94A177375369FD805B71F9F23EC94B3278B3D80BB18F6657ECAB75614E28D08080E2343E70209BE9093A6E17A90438A2150E84D32CA93946686714D8A1FACC3962301A65D90B7AC9A38E8C8627334B20468A024ABEEB06CD1AF359C2ECF2127F764E61C02B844671B9291542D3506E01AEEE3467B9283BC92BA544CF8EEC505F3044553EA30E946DDF587DC76BFDCFEF2CEF98DAFCBEFEF65FEA57E3EA0ED1EAC31A','{"num_groups":0,"num_groups_trained":0,"num_trajectories":0,"num_trajectories_trained":0,"num_failed_rollouts":0,"num_rows":1,"num_trained_tokens":0,"num_tokens_without_logprob":0,"sampled_steps":{},"turns":{},"continuations":{},"dropped":[],"config":{},"notes":[]}','{"train/reward": 0.5}',NULL,1.79530951844200778013e+09,NULL,NULL,0);
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        job_id TEXT NOT NULL UNIQUE,
+        project TEXT NOT NULL,
+        name TEXT NOT NULL,
+        idempotency_key TEXT,
+        request_digest TEXT NOT NULL,
+        config TEXT NOT NULL,
+        batch BLOB,
+        trajectories BLOB,
+        created_at REAL NOT NULL,
+        place REAL,                             -- order in the queue; NULL: the number
+        state TEXT NOT NULL DEFAULT 'queued',
+        phase TEXT NOT NULL DEFAULT 'queued',
+        completed INTEGER,
+        total INTEGER,
+        target_step INTEGER,
+        attempts TEXT NOT NULL DEFAULT '{}',
+        next_attempt_at REAL,                   -- NULL: at once
+        last_error TEXT,
+        report TEXT NOT NULL,
+        metrics TEXT NOT NULL DEFAULT '{}',
+        finished_at REAL,
+        changes INTEGER NOT NULL DEFAULT 0,
+        num_tokens INTEGER NOT NULL DEFAULT 0,  -- computed for it
+        begins REAL,                            -- virtual times (fair_order.py); NULL: it has not begun
+        ends REAL,
+        seconds REAL                            -- of its last attempt, if that made a step
+    );
+INSERT INTO "jobs" VALUES(1,'3e0857fe33394180950126c760815fee','p','a','key','digest','{"ratio_to":"start","ratio":"token","clip":"two_sided","epsilon":0.2,"epsilon_high":null,"dual_clip":3.0,"normalisation":"tokens","constant_length":1024,"baseline":"group_mean","scaling":"group_std","correction":"truncate","correction_high":2.0,"correction_low":0.0,"beta":0.0,"kl_estimator":"k3","kl_in":"loss","entropy_bonus":0.0,"overlong":"keep","overlong_length":null,"overlong_buffer":null,"preset":"grpo","learning_rate":0.0001,"warmup_steps":0,"schedule":"constant","schedule_steps":null,"max_grad_norm":1.0,"passes":1,"mini_batches":1,"sampling":"as_sampled","max_staleness":null,"allow_training_without_logprobs":false,"plot_tensors":false}',X'78015D50DB8A84300CFD973C57510719F0571691AA59E98EB625A6330FE2BF6FD21961D997929E1CCE25072C1452DCA1FB3A80C9FEE0C4811CBE01C297A519BABAAC0C50787D68E1817E70B3FE6AD3985B6F600D4BA4302AE4D3BA9AA22A5B7D9A5696B3DB99DC98D805AF8CA23695296AD9ECD166E4809D2DB13809C6214277D30165A84FE131253F5946C9F26DD71D250D4E618B8951F48460E7A7F56C170D7E40A391DB53595AE0C22493609C287BF6677F9AE34381AEFAD35156067CDA4624E8B48FFEFFB7907BE11691AC084A8AAABCE733381E4667B3659B2F27960F8CD2ED1212E1E1BA7AC67E01DAC6807D',X'1F8B0800000000000203CD90C10E82301044EF7E05E9D918BCFA2B86904D59614D6D49775109E1DFDD6280C8C1A3F1D6B7339D767630F8B4D80A05CFE6949D8B7D666E28508180F230BE3992E5195DA817AB44B8A2951009A7D9A06666A8678AC1A19E4CC7188DFA6DF0825ED2A821A369AB0598890554FCF4F59A354E6F85E052ACEF9C538CF8805829E7875C11AA8A520B7065A339CB8FD24DF22AA9D00647B62FEF18599D6BD485FC1775537FBB9D651D539BDFD73FFE4BFD62DCBD00AA83F2514E020000',1.79530951844200778013e+09,NULL,'queued','queued',NULL,NULL,NULL,'{}',NULL,NULL,'{"num_groups":0,"num_groups_trained":0,"num_trajectories":0,"num_trajectories_trained":0,"num_failed_rollouts":0,"num_rows":1,"num_trained_tokens":0,"num_tokens_without_logprob":0,"sampled_steps":{},"turns":{},"continuations":{},"dropped":[],"config":{},"notes":[]}','{"train/reward": 0.5}',NULL,0,0,NULL,NULL,NULL);
 CREATE UNIQUE INDEX jobs_by_request ON jobs (project, name, idempotency_key);
 CREATE INDEX jobs_by_state ON jobs (state, number);
 DELETE FROM "sqlite_sequence";

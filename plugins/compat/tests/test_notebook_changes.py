@@ -1,4 +1,4 @@
-"""The changes of scripts/notebooks and its world, on texts of our own: no notebook is in this repository."""
+"""The changes of `plugins/compat/scripts/notebooks` and its world, on texts of our own: no notebook is in this repository."""
 
 import json
 from pathlib import Path
@@ -10,12 +10,12 @@ import pytest
 
 from tests.scripts import load_script
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "notebooks"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "notebooks"
 
 
 @pytest.fixture(scope="module")
 def notebooks() -> ModuleType:
-    return load_script("notebooks")
+    return load_script("plugins/compat/scripts/notebooks")
 
 
 def test_commands_do_nothing_and_skipped_cells_are_named(notebooks: ModuleType) -> None:

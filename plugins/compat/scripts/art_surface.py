@@ -1,7 +1,7 @@
 """The public surface of releases of openpipe-art, and what ART's own programs use of it.
 
 Both are read from the syntax of the sources. Nothing of ART is imported or run, and only facts leave this module: names,
-kinds, versions, and numbers of programs. `scripts/compatibility` writes them to plugins/compat/tests/art_surface.json.
+kinds, versions, and numbers of programs. `plugins/compat/scripts/compatibility` writes them to plugins/compat/tests/art_surface.json.
 
 The home of a name is the shortest path under which a release has the name. Other paths are entries of kind "path". Keywords are
 written `art.retry(max_attempts)`, fields and methods `art.Trajectory.reward`. Where a class takes its fields as keywords, only
