@@ -52,7 +52,8 @@ def make(path: Path, **settings: Any) -> tuple[FastAPI, Server]:
     server = build(ServerConfig(path=path, **settings))
     add_model(server.registry, "run", "art/tiny")
     (engine,) = server.engine.replicas
-    engine.base, engine.state = BaseModel("art/tiny", TINY_DIR), "ready"
+    server.engine.base = engine.base = BaseModel("art/tiny", TINY_DIR)
+    engine.state = "ready"
     _log_note_once.cache_clear()
     return make_app(server, inference_port=8000), server
 

@@ -76,7 +76,7 @@ async def test_a_train_request_that_its_path_refuses_is_not_read(
 ) -> None:
     app, server = make(tmp_path)
     if is_other_base:
-        server.engine.replicas[0].base = BaseModel("another", TINY_DIR)
+        server.engine.base = BaseModel("another", TINY_DIR)
     sent = 0
 
     async def parts() -> AsyncIterator[bytes]:
