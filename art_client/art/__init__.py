@@ -16,8 +16,8 @@ ART's arguments and ART's other names, which are in `art_compat`.
 # pyright: reportUnusedImport=false
 
 import importlib
+import importlib.util
 import pkgutil
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from art import types
@@ -152,7 +152,7 @@ if not TYPE_CHECKING:  # with `__getattr__` a type checker would accept every mi
         if name in _MODULE_BY_NAME:
             return getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)
         module = f"{__name__}.{name}"
-        if find_spec(module) is None:
+        if importlib.util.find_spec(module) is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return importlib.import_module(module)
 

@@ -85,8 +85,9 @@ async def test_strangers_see_the_state_only(tmp_path: Path) -> None:
     infer = frozenset({"infer"})
     keys = (ApiKey(key="k", scopes=infer), ApiKey(key="old", expires=PAST))  # type: ignore[arg-type]
     app, server = make(tmp_path / "keys", api_keys=keys)
-    server.engine.replicas[0].detail = "last log lines: a prompt"
-    bare = Health(engine="ready").model_dump()
+    (engine,) = server.engine.replicas
+    engine.state, engine.detail = "failed", "last log lines: a prompt"
+    bare = Health(engine="failed").model_dump()
     for path in ("/health", "/ready"):
         for key in (None, "wrong", "old"):
             assert await health(app, path, "box", key) == bare
@@ -100,7 +101,8 @@ async def test_strangers_see_the_state_only(tmp_path: Path) -> None:
     for key, reason in (("k", "a step of 'p/a', which trains"), ("q", "a step, which trains")):
         assert (await health(app, "/health", "box", key))["waits_for"] == reason
     app, server = make(tmp_path / "keyless")
-    server.engine.replicas[0].detail = "last log lines: a prompt"
+    (engine,) = server.engine.replicas
+    engine.state, engine.detail = "failed", "last log lines: a prompt"
     assert (await health(app, "/health", "localhost", None))["detail"] is not None
     assert await health(app, "/health", "evil.example", None) == bare
 
