@@ -1,11 +1,10 @@
 """Models that get their first step without a job."""
 
-from pathlib import Path
-
 import httpx
 import pytest
 
-from art_server.jobs import trainer_process
+from art_server.jobs.trainer_process import RankProgram
+from art_server.process.place import Command
 
 LORA = {"rank": 4, "target_modules": ["q_proj", "layers.1.mlp.up_proj"]}
 
@@ -22,14 +21,14 @@ async def make_models(http: httpx.AsyncClient) -> None:
     assert forked.status_code in (200, 201), forked.text
 
 
-def counted_starts(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The logs of all trainer's processes that are started from here on, in order."""
-    starts: list[Path] = []
-    start_child = trainer_process.start_child
+def counted_starts(monkeypatch: pytest.MonkeyPatch) -> list[RankProgram]:
+    """The trainer's programs that are started from here on, in order."""
+    starts: list[RankProgram] = []
+    prepare = RankProgram.prepare
 
-    async def start(command: object, log: object, *settings: object) -> object:
-        starts.append(log.path)  # type: ignore[attr-defined]
-        return await start_child(command, log, *settings)  # type: ignore[arg-type]
+    async def prepare_counted(program: RankProgram) -> Command:
+        starts.append(program)
+        return await prepare(program)
 
-    monkeypatch.setattr(trainer_process, "start_child", start)
+    monkeypatch.setattr(RankProgram, "prepare", prepare_counted)
     return starts

@@ -338,6 +338,7 @@ def test_fields_without_effect_are_listed() -> None:
     assert without_effect(config_of(text)) == [
         "general",
         "eval.general.workflow_alias",
+        "trainer_adapters.adapter.backend.init_args.dtype",
         "trainer_adapters.adapter.backend.server_config",
         "trainer_adapters.adapter.training.weight_decay",
         "workflow.llm",

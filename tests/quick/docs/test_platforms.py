@@ -14,16 +14,16 @@ from tests.fake_server import FakeArt
 
 LOOKS_LIKE = """
 import builtins, importlib, os, pkgutil, signal, sys
-import asyncio, multiprocessing.connection, socket, subprocess, tempfile, httpx, matplotlib.font_manager, openai, pydantic, tqdm.auto
+import asyncio, multiprocessing.connection, socket, subprocess, tempfile, filelock, httpx, matplotlib.font_manager, openai, pydantic, tqdm.auto
 # These know other systems themselves.
 
 system, modules, functions, signals = MISSING
 real_import = builtins.__import__
-def import_as_there(name, scope=None, *more):
-    importer = (scope or {}).get("__name__", "")
+def import_as_there(name, globals=None, locals=None, fromlist=(), level=0):
+    importer = (globals or {}).get("__name__", "")
     if name in modules and importer.split(".")[0] in ("art", "art_server", "__main__"):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    return real_import(name, scope, *more)
+    return real_import(name, globals, locals, fromlist, level)
 builtins.__import__ = import_as_there
 for name in functions:
     delattr(os, name)

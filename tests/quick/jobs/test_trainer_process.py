@@ -19,7 +19,7 @@ from art_server.jobs.trainer_process import (
     worker_command,
     worker_environment,
 )
-from art_server.process.place import cpu_seconds
+from art_server.process.place import Command, ProcessHere, cpu_seconds
 from art_server.process.shared.trainer_messages import (
     Batch,
     LayersTask,
@@ -168,7 +168,8 @@ async def test_a_program_that_got_the_id_of_a_process_that_ended_is_not_killed(
     await ended.wait()
     other = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
     other_pid = other.pid
-    trainer._process = type("Ended", (), {"pid": other_pid, "returncode": -9, "wait": ended.wait})()  # type: ignore[assignment]
+    process: Any = type("Ended", (), {"pid": other_pid, "returncode": -9, "wait": ended.wait})()
+    trainer._process = ProcessHere(process, Command(arguments=(), environment={}), None)
     await trainer.stop()
     other.terminate()
     assert await other.wait() == -signal.SIGTERM, "the trainer would have killed it"

@@ -13,11 +13,13 @@ from art_protocol.wire import ForkRequest, LoRAConfig, RegisterRequest, TrainCon
 from art_server import registration
 from art_server.errors import Conflict, InvalidInput
 from art_server.jobs.trainer import Trainer
+from art_server.jobs.trainer_process import TrainerDied
 from art_server.process.shared.trainer_messages import Progress, TrainTask
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.first_step import write_first_step
 from art_server.store.registry import RegisteredModel
 from tests.new_models import add_model
+from tests.places import HereInstead
 from tests.quick.checkpoints.house import TINY_LORA, House, house
 from tests.registering import counted_starts, make_models
 from tests.waiting import PATIENCE_SECONDS, until
@@ -152,12 +154,14 @@ async def test_beside_a_step_no_trainer_is_started(tmp_path: Path, monkeypatch: 
 
     async with house(tmp_path, make_trainer=Trainer) as here, here.client() as http:
         trainer = here.server.trainer
-        trainer.ranks[0]._command = [sys.executable, "-c", TRAINS_FOR_EVER]
+        trainer.set_base(TINY_DIR)
+        trainer.ranks[0].location = HereInstead(lambda _: [sys.executable, "-c", TRAINS_FOR_EVER])
         task = TrainTask(lora=LoRAConfig(), in_dir="0", out_dir="1", config=TrainConfig())
         training = asyncio.create_task(trainer.run(task, note))
         await begun.wait()
         await make_models(http)
         assert not training.done() and len(starts) == 1, "only the step's own process"
         await trainer.stop()
-        await asyncio.wait([training])
+        with pytest.raises(TrainerDied):
+            await training
         assert {model.record.name for model in here.registry.all()} == {"registered", "uploaded", "forked"}

@@ -99,7 +99,7 @@ def _unused(section: BaseModel, path: KeyPath) -> Iterator[KeyPath]:
         if UNUSED in field.metadata:
             if name in section.model_fields_set:
                 yield (*path, name)
-        elif isinstance(value, Training):
+        elif isinstance(value, Training | InitArgs):
             yield from ((*path, name, key) for key in value.model_extra or {})
         elif isinstance(value, BaseModel):
             yield from _unused(value, (*path, name))
