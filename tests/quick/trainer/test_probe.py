@@ -20,9 +20,9 @@ from art_server.process.shared.trainer_messages import (
     SampledSpan,
     TrainTask,
 )
+from art_server.store.adapter_layers import layer_kind
 from art_server.trainer.batches import make_train_batch
 from art_server.trainer.job import train
-from art_server.trainer.layers import layer_kind
 from art_server.trainer.policy import ADAPTER_FILE, Policy
 from art_server.trainer.probe import (
     NUM_TOKENS,
