@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import anyio
@@ -44,7 +44,7 @@ from art_server.machines.placing import RayProcess
 from art_server.process.background import Background
 from art_server.process.children import Children
 from art_server.process.shared.trainer_messages import MismatchLimits
-from art_server.settings import ServerConfig
+from art_server.settings import ApiKey, ServerConfig
 from art_server.store import files
 from art_server.store.base_models import BaseModel
 
@@ -81,7 +81,7 @@ class Hosts:
         self._is_busy = is_busy
         self._background = background
         self._ray = RayProcess(config, children) if config.cluster is not None else None
-        self.keys = (self._ray.key,) if self._ray is not None else ()
+        self.keys: Sequence[ApiKey] = (self._ray.key,) if self._ray is not None else ()
         self._joined: list[JoinedHost] = []
         self._offered: defaultdict[str, list[Path]] = defaultdict(list)
         self._tickets: dict[str, Path] = {}

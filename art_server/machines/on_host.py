@@ -15,7 +15,7 @@ from art_server.machines.joined import HostLost, HostProcess, JoinedHost, OrderF
 from art_server.machines.orders import SILENCE_SECONDS, StartEngine, StartRank
 from art_server.process.place import Endpoint, Program
 from art_server.process.shared.switches import SECRET_HEADER
-from art_server.settings import ServerConfig
+from art_server.settings import Device, ServerConfig
 from art_server.store.base_models import BaseModel
 
 NOT_SENT = {
@@ -38,7 +38,7 @@ class OnHost:
         base model."""
         self.host = host
         self.machine = f"host {host.name}"
-        self.device = host.greeting.device
+        self.device: Device = host.greeting.device
         self.address = host.greeting.address
         self.server_address = host.own_address
         self._slot = slot

@@ -26,7 +26,7 @@ def _lora(machine: Machine, name: str) -> Line:
     fused = gradient(policy)
     for layer in policy.model.modules():
         if isinstance(layer, Linear):
-            layer.__dict__.pop("forward", None)
+            vars(layer).pop("forward", None)
     peft = machine.timed(take_step)
     torch.set_float32_matmul_precision("high")
     with_tf32 = machine.timed(take_step)

@@ -66,7 +66,8 @@ def _models(machine: Machine, name: str) -> Line:
     rows = machine.timed(arms.prepare_step(policy, groups, 0))
     policy.use_trees(True)
     take_step = arms.prepare_step(policy, groups, 0)
-    seconds = []
+    seconds: list[float] = []
+    metrics: Line = {}
     for _ in range(NUM_STEPS):
         machine.synchronize()
         started = time.perf_counter()

@@ -122,7 +122,7 @@ def _ranks(machine: Machine, name: str) -> Line:
 
 
 def nccl_version(machine: Machine) -> str | None:
-    return ".".join(map(str, torch.cuda.nccl.version())) if machine.is_gpu else None
+    return ".".join(map(str, torch.cuda.nccl.version())) if machine.is_gpu else None  # type: ignore[attr-defined]
 
 
 async def _lose_rank(machine: Machine) -> Line:

@@ -42,7 +42,8 @@ def _walk(machine: Machine, name: str) -> Line:
         ids = forest.token_ids_T[node.start : node.stop][None].to(machine.device)
         positions = torch.arange(depth, depth + ids.shape[1], device=machine.device)[None]
         out = body(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-        return out.last_hidden_state, [(cached.keys, cached.values) for cached in cache.layers]
+        layers: list[Any] = cache.layers
+        return out.last_hidden_state, [(layer.keys, layer.values) for layer in layers]
 
     def clear() -> None:
         for parameter in policy.parameters.values():

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -163,7 +164,7 @@ async def test_a_program_that_got_the_id_of_a_process_that_ended_is_not_killed(
     trainer = make_trainer(tmp_path)
     await trainer.run(order("a"))
     ended = trainer._process
-    assert ended is not None
+    assert ended is not None and ended.pid is not None
     os.kill(ended.pid, signal.SIGKILL)
     await ended.wait()
     other = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)

@@ -62,7 +62,7 @@ def expected_step(model: Any, lora: LoRAConfig, seed: int, folder: Path) -> dict
         adapted = get_peft_model(model, peft_config(lora, model))
     chance = torch.Generator().manual_seed(seed)
     tensors = {
-        name: drawn(tuple(tensor.shape), tensor.shape[1] ** -0.5 if ".lora_A." in name else 0.0, chance)
+        name: drawn((tensor.shape[0], tensor.shape[1]), tensor.shape[1] ** -0.5 if ".lora_A." in name else 0.0, chance)
         for name, tensor in adapter_tensors(adapted).items()  # type: ignore[arg-type]
     }
     folder.mkdir()

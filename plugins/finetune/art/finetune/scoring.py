@@ -87,7 +87,9 @@ class Reward:
         judge = {name: options.pop(name) for name in ("base_url", "api_key") if name in options}
         with art.no_capture():
             judging = art.rewards.ruler_score_group(group, extra_litellm_params=judge, **options)
-            scored: art.TrajectoryGroup = await self._limited(self._ruler, judging)
+            scored = await self._limited(self._ruler, judging)
+        if scored is None:
+            raise RuntimeError("the judge failed, and swallow_exceptions hides the reason")
         for trajectory in scored:
             known = {name: trajectory.metrics[f"reward/{name}"] for name in self._evaluators}
             self._set(trajectory, known | {self._ruler: trajectory.reward})
