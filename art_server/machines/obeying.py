@@ -14,9 +14,9 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import aiohttp
-import anyio
 
 from art_protocol.log_file import LogFile
 from art_server.engine.command import EngineProgram
@@ -347,11 +347,13 @@ class Machinery:
 
     async def _fetch(self, digest: str, file: Path) -> None:
         hasher = hashlib.sha256()
-        async with self._session.get(f"{FILES}/{digest}") as response, await anyio.open_file(file, "wb") as opened:
+        async with self._session.get(f"{FILES}/{digest}") as response:
             response.raise_for_status()
-            async for chunk in response.content.iter_chunked(CHUNK_BYTES):
-                hasher.update(chunk)
-                await opened.write(chunk)
+            # Opened here, not in a thread: if this task is cancelled meanwhile, nobody would close the thread's file.
+            with open(file, "wb") as opened:  # noqa: ASYNC230
+                async for chunk in response.content.iter_chunked(CHUNK_BYTES):
+                    hasher.update(chunk)
+                    await asyncio.to_thread(opened.write, chunk)
         if hasher.hexdigest() != digest:
             raise ValueError(f"{file.name} came with other content than its digest says")
 
@@ -361,12 +363,10 @@ class Machinery:
             name = file.relative_to(folder).as_posix()
             headers = {DIGEST_HEADER: await asyncio.to_thread(files.file_digest, file)}
             url = f"{FOLDERS}/{order.ticket}/{name}"
-            async with (
-                await anyio.open_file(file, "rb") as opened,
-                self._session.put(url, data=read_all(opened), headers=headers) as response,
-            ):
-                if response.status != 200:
-                    raise OSError(f"the server refused {name}: {(await response.text())[:500]}")
+            with open(file, "rb") as opened:  # noqa: ASYNC230 - as in `_fetch`
+                async with self._session.put(url, data=read_all(opened), headers=headers) as response:
+                    if response.status != 200:
+                        raise OSError(f"the server refused {name}: {(await response.text())[:500]}")
 
     def _drop(self, folder: str) -> None:
         target = self._path(folder)
@@ -391,8 +391,8 @@ async def send_up(reader: asyncio.StreamReader, connection: aiohttp.ClientWebSoc
         await connection.close()
 
 
-async def read_all(file: anyio.AsyncFile[bytes]) -> AsyncIterator[bytes]:
-    while chunk := await file.read(CHUNK_BYTES):
+async def read_all(file: BinaryIO) -> AsyncIterator[bytes]:
+    while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
         yield chunk
 
 
