@@ -4,6 +4,7 @@ belongs to no mechanism and no plain room, or to more than one, and fails if the
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,10 +46,10 @@ def modules() -> Iterator[Path]:
 
 
 def faults() -> Iterator[str]:
-    named = paths(section())
+    named = Counter(paths(section()))
     yield from (f"{path.relative_to(ROOT)} does not exist" for path in named if not path.exists())
     for module in modules():
-        num_owners = sum(path == module or path in module.parents for path in named)
+        num_owners = sum(named[path] for path in (module, *module.parents))
         if num_owners != 1:
             yield f"{module.relative_to(ROOT)} belongs to {num_owners} mechanisms or plain rooms"
 
