@@ -12,7 +12,6 @@ ART's arguments and ART's other names, which are in `art_compat`.
 """
 
 # Programs use the imports for type checkers, this module does not.
-# ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
 import importlib
@@ -114,6 +113,24 @@ __all__ = [
     "rollout",
     "types",
 ]
+
+if TYPE_CHECKING:
+    # In an installed package, type checkers take a module for private unless `__all__` has its name.
+    __all__ += [
+        "backend",
+        "dev",
+        "environments",
+        "finetune",
+        "gather",
+        "langgraph",
+        "local",
+        "mcp",
+        "metrics",
+        "model",
+        "rewards",
+        "trackers",
+        "utils",
+    ]
 
 # In the repository each package of plugins/ has a folder `art` of its own. An installed package has one for all.
 __path__ = pkgutil.extend_path(__path__, __name__)
