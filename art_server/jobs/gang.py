@@ -103,12 +103,12 @@ class Gang:
                 rank.use(self._worker.model_copy(update=update) if self.num_ranks > 1 else self._worker)
 
     async def _gather(self) -> None:
-        """Takes the ranks that are available.
+        """Takes the ranks that are available. A lost machine's ranks are not, also before the machine is removed.
 
         Raises:
             TrainerError: no rank is available.
         """
-        available = [*self._own, *self.joined]
+        available = [*self._own, *(rank for rank in self.joined if not rank.location.lost)]
         if available != self.ranks:
             await self.stop()
             self.ranks = available
@@ -152,12 +152,15 @@ class Gang:
         """An address at which ranks of several machines find each other: the first rank opens the address.
 
         Raises:
-            TrainerError: the first rank's machine is lost, or has no port.
+            RankLost: the first rank's machine is lost.
+            TrainerError: the machine has no port.
         """
         first = self.ranks[0].location
         try:
             return f"tcp://{first.address or server_address}:{await first.free_port()}"
-        except (PlaceLost, PlaceFailed) as error:
+        except PlaceLost as error:
+            raise RankLost(str(error)) from error
+        except PlaceFailed as error:
             raise TrainerError("host_failed", str(error), retryable=True) from error
 
     async def run(

@@ -9,6 +9,7 @@ import pytest
 from art_server.jobs import gang as gang_module
 from art_server.jobs.gang import IDLE_SECONDS, Gang, Idleness
 from art_server.jobs.trainer_process import RankLost, TrainerDied, TrainerError, TrainerProcess, Usage
+from art_server.process.place import PlaceLost
 from art_server.process.shared.trainer_messages import Done, LoadTask, Progress, Task
 from tests.places import Elsewhere
 
@@ -145,6 +146,29 @@ async def test_a_lost_machine_is_the_reason_of_what_its_loss_breaks(
     with pytest.raises(TrainerError) as caught:
         await running
     assert caught.value.code == code
+
+
+async def test_a_lost_machine_has_no_rank_in_the_next_job(tmp_path: Path) -> None:
+    """Also before the server has closed the machine's connection."""
+    kept, lost = Rank("host a", None), Rank("host b", None)
+    gang = gang_of(tmp_path, kept, lost)
+    lost.location.lost = "its connection ended"  # type: ignore[misc]
+    kept.may_end.set()
+    await gang.run(TASK)
+    assert gang.ranks == [kept]
+
+
+async def test_a_machine_that_is_lost_before_the_ranks_meet_is_a_lost_machine(tmp_path: Path) -> None:
+    class Lost(Elsewhere):
+        server_address = "10.0.0.1"
+
+        async def free_port(self) -> int:
+            raise PlaceLost("host a was lost: its connection ended")
+
+    ranks = [Rank("host a", None), Rank("host b", None)]
+    ranks[0].location = Lost("host a")
+    with pytest.raises(RankLost, match="host a was lost"):
+        await gang_of(tmp_path, *ranks).run(TASK)
 
 
 @pytest.mark.parametrize(
