@@ -11,17 +11,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from art_server.process.children import claim_stdout
-from art_server.trainer import job, step, worker
-from art_server.trainer.policy import Policy
+from art_server.trainer import worker
 
 FILE = Path(sys.argv[2])
 CONFIG = json.loads(sys.argv[1])
-exec(sys.argv[3], {"rank": CONFIG["rank"], "is_last": CONFIG["rank"] == CONFIG["num_ranks"] - 1})
 
 
 def kill() -> None:
@@ -78,12 +77,22 @@ def comes_to(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return faulty
 
 
-Policy._load_base = comes_to("load", Policy._load_base)
-Policy.scores = comes_to("forward", Policy.scores)
-torch.Tensor.backward = comes_to("backward", torch.Tensor.backward)
-step.join_gradients = comes_to("join", step.join_gradients)
-step.sum_gradients = comes_to("reduce", step.sum_gradients)
-job.save_checkpoint = comes_to("save", job.save_checkpoint)
+def import_faulty() -> ModuleType:
+    """The trainer, with the faults."""
+    tasks = import_tasks()
+    from art_server.trainer import job, step
+    from art_server.trainer.policy import Policy
+
+    Policy._load_base = comes_to("load", Policy._load_base)
+    Policy.scores = comes_to("forward", Policy.scores)
+    torch.Tensor.backward = comes_to("backward", torch.Tensor.backward)
+    step.join_gradients = comes_to("join", step.join_gradients)
+    step.sum_gradients = comes_to("reduce", step.sum_gradients)
+    job.save_checkpoint = comes_to("save", job.save_checkpoint)
+    return tasks
+
 
 if __name__ == "__main__":
+    exec(sys.argv[3], {"rank": CONFIG["rank"], "is_last": CONFIG["rank"] == CONFIG["num_ranks"] - 1})
+    import_tasks, worker.import_tasks = worker.import_tasks, import_faulty
     worker.main(claim_stdout())

@@ -119,7 +119,7 @@ async def start_child(
 
 def main(path: str) -> None:
     """Forks a process for each connection. The connection gets the process id, and later the exit code."""
-    import art_server.trainer.worker  # noqa: F401  # what all processes share
+    import art_server.trainer.tasks  # noqa: F401  # what all processes share
 
     children.be_child()
     listening = socket.socket(socket.AF_UNIX)

@@ -28,8 +28,10 @@ class HereInstead(Here):
         self,
         arguments: Callable[[WorkerConfig], Sequence[str]],
         variables: Mapping[str, str] | None = None,
+        machine: str = "this machine",
     ):
         super().__init__(device="cpu", variables=variables)
+        self.machine = machine
         self._arguments = arguments
 
     async def start(self, program: Program, log: LogFile) -> ProcessHere:

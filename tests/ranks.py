@@ -63,10 +63,18 @@ class Ranks:
 
 @contextmanager
 def running(
-    base: Path, folder: Path, number: int, unlike: Mapping[str, Any] = NOTHING, code: str = "", **settings: Any
+    base: Path,
+    folder: Path,
+    number: int,
+    unlike: Mapping[str, Any] = NOTHING,
+    code: str = "",
+    *,
+    on_hosts: bool = False,
+    **settings: Any,
 ) -> Iterator[Ranks]:
     """`number` ranks on this base, which end with the block. `settings` are fields of WorkerConfig, and `unlike` other ones of
-    the last rank, as on a machine of its own. Each rank runs `code` first (`faulty_rank.py`)."""
+    the last rank, as on a machine of its own. Each rank runs `code` first (`faulty_rank.py`). With `on_hosts` the server takes
+    each rank for one on another machine."""
     folder.mkdir(parents=True)
 
     def faulty(worker: WorkerConfig) -> list[str]:
@@ -75,9 +83,12 @@ def running(
             config = config.model_copy(update=unlike)
         return [sys.executable, str(FAULTY), config.model_dump_json(), str(folder / f"fault-{worker.rank}"), code]
 
+    variables = {"PYTHONPATH": str(FAULTY.parents[1])}
     gang = Gang(
         log_dir=folder,
-        locations=[HereInstead(faulty, {"PYTHONPATH": str(FAULTY.parents[1])}) for _ in range(number)],
+        locations=[
+            HereInstead(faulty, variables, f"host {rank}" if on_hosts else "this machine") for rank in range(number)
+        ],
         cache_dir=folder,
         meeting=folder / "meeting",
         budgets=Budgets(folder / "budgets.json"),

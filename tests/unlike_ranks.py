@@ -10,8 +10,8 @@ from art_server.jobs.trainer_process import TrainerError
 from tests.ranks import BUDGET, RATE, World, difference, running
 
 FLEX = """
-from art_server.trainer import agreement, attention, policy
-agreement.default_kind = policy.default_kind = lambda device: "flex"
+from art_server.trainer import attention, facts, policy
+facts.default_kind = policy.default_kind = lambda device: "flex"
 policy.flex_padding = lambda num_tokens: 0
 of = attention.ForestAttention.of.__func__
 attention.ForestAttention.of = classmethod(lambda cls, forest, kind, device: of(cls, forest, "segments", device))
@@ -77,7 +77,7 @@ UNLIKE: dict[str, tuple[dict[str, Any], str, str]] = {
     "number type": ({"dtype": "bfloat16"}, "", "number type float32 and bfloat16"),
     "attention": (
         {},
-        "from art_server.trainer import agreement\nif rank: agreement.default_kind = lambda device: 'flex'",
+        "from art_server.trainer import facts\nif rank: facts.default_kind = lambda device: 'flex'",
         "attention segments and flex",
     ),
     "build": ({}, "import torch\nif rank: torch.__version__ = '1.0+cu1'", "and 1.0+cu1"),
@@ -106,7 +106,9 @@ if rank: checking.make_micro_batches = lambda chosen, max_tokens, **more: make(c
 def check_refused(world: World, tmp_path: Path, name: str) -> None:
     """Checks that the error names both machines and what differs. The job is not its cause, and no process died."""
     unlike, code, said = UNLIKE[name]
-    with running(world.base, tmp_path / "two", 2, unlike, code, max_tokens_per_micro_batch=BUDGET) as two:
+    with running(
+        world.base, tmp_path / "two", 2, unlike, code, on_hosts=True, max_tokens_per_micro_batch=BUDGET
+    ) as two:
         with pytest.raises(TrainerError) as caught:
             two.train(world.start, tmp_path / "out", TrainConfig(learning_rate=RATE), world.batches[:1])
         assert set(two.gang.pids.values()) == {None}

@@ -26,10 +26,10 @@ learns others."""
 FALLEN_FOR_RISEN = 4
 """For each prompt that earns more than before, this number of prompts must have fallen."""
 MOST, FEW = 0.75, 0.5
-"""Shares of the answers that are alike, or cut. Answers collapsed if this share is at least MOST, and at most FEW in the
+"""Shares of the answers that are alike, or cut. Answers became so if this share is at least MOST, and at most FEW in the
 batch of the good step."""
 SHORTER = 4
-"""Answers collapsed if they became this many times shorter."""
+"""Answers that became this many times shorter, or cut, collapsed if the policy also became sure of them (ONE_ANSWER)."""
 MORE_NATS = 2.0
 """Answers collapsed if the mean log-probability of their tokens fell by this much, as for a policy that writes at random."""
 
@@ -130,15 +130,19 @@ def _collapse(signs: BatchSigns, earlier: Sequence[BatchSigns]) -> str | None:
         changes.append(
             f"{signs.commonest:.0%} of the answers are the same one, to different prompts ({good.commonest:.0%})"
         )
+    lengths: list[str] = []
     if signs.cut >= MOST and good.cut <= FEW:
-        changes.append(f"{signs.cut:.0%} of the answers are cut at their length limit ({good.cut:.0%})")
+        lengths.append(f"{signs.cut:.0%} of the answers are cut at their length limit ({good.cut:.0%})")
     if signs.num_tokens * SHORTER <= good.num_tokens:
-        changes.append(f"an answer has {signs.num_tokens:.3g} tokens on average ({good.num_tokens:.3g})")
-    if signs.surprise is not None and good.surprise is not None and signs.surprise >= good.surprise + MORE_NATS:
-        probabilities = (math.exp(-signs.surprise), math.exp(-good.surprise))
-        changes.append("the probability of a sampled token is {:.2g} ({:.2g})".format(*probabilities))
+        lengths.append(f"an answer has {signs.num_tokens:.3g} tokens on average ({good.num_tokens:.3g})")
+    if signs.surprise is not None and good.surprise is not None:
+        now, was = math.exp(-signs.surprise), math.exp(-good.surprise)
+        if signs.surprise >= good.surprise + MORE_NATS or (lengths and now > ONE_ANSWER >= was):
+            changes.append(f"the probability of a sampled token is {now:.2g} ({was:.2g})")
+    # The answers to other prompts may have another length, so a length alone says nothing.
     if not changes:
         return None
+    changes += lengths
     return (
         f"the answers collapsed: {', and '.join(changes)}; in brackets those of step {good.step}, which earned "
         f"{good.rewards.mean:.3g} on average where those of step {signs.step} earn {mean:.3g}. `await "

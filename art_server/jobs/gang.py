@@ -16,6 +16,7 @@ from art_server.process.shared.trainer_messages import (
     Task,
     TrainTask,
     WorkerConfig,
+    difference_of_ranks,
 )
 
 LAST_SECONDS = 5.0
@@ -134,6 +135,26 @@ class Gang:
                     retryable=True,
                 )
 
+    async def _start(self) -> None:
+        """Starts the ranks that do not run, and compares what all ranks compute with: a CPU cannot even sum with a GPU.
+
+        Raises:
+            TrainerError: a rank did not start, or the ranks are unlike.
+        """
+        try:
+            async with asyncio.TaskGroup() as starts:
+                for rank in self.ranks:
+                    starts.create_task(rank.start())
+        except* TrainerError as errors:
+            failed = next(error for error in errors.exceptions if isinstance(error, TrainerError))
+        else:
+            failed = None
+        if failed is not None:
+            raise failed
+        difference = difference_of_ranks([rank.machine for rank in self.ranks], [rank.facts for rank in self.ranks])
+        if difference is not None:
+            raise TrainerError(UNLIKE_RANKS, difference, retryable=True)
+
     async def _prepare(self) -> None:
         """Sets where the ranks meet, if they have not met."""
         if self._have_met and not self._all_run():
@@ -185,6 +206,7 @@ class Gang:
         await self._prepare()
         async with contextlib.AsyncExitStack() as on_failure:
             on_failure.push_async_callback(self.stop)
+            await self._start()
 
             async def note(progress: Progress) -> None:
                 self._phase, self._idleness = progress.phase, Idleness()

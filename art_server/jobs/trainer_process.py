@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -138,6 +138,8 @@ class TrainerProcess:
         """The configuration of the process that the next task starts."""
         self.budgets: Budgets | None = None
         """Stores the token budgets that the process learns."""
+        self.facts: Mapping[str, str] = {}
+        """What the process that was started last computes with, by name."""
         self._cache_dir = cache_dir
         self._log = LogFile(log_path)
         self._process: Process | None = None
@@ -199,9 +201,27 @@ class TrainerProcess:
             TrainerDied: the process ended or hung.
             RankLost: the process's machine is lost.
         """
-        try:
+        with self._errors_of_the_place():
             async with self._delivered(task) as task_there:
                 return await self._run(task_there, on_progress, batch)
+
+    async def start(self) -> None:
+        """Starts the process, unless it runs. Afterwards `facts` are known.
+
+        Raises:
+            TrainerError: the process's machine could not do what was asked.
+            TrainerDied: the process ended or hung.
+            RankLost: the process's machine is lost.
+        """
+        with self._errors_of_the_place():
+            async with self._lock:
+                await self._ensure_started()
+
+    @contextlib.contextmanager
+    def _errors_of_the_place(self) -> Iterator[None]:
+        """Raises what the place raises as errors of the trainer."""
+        try:
+            yield
         except PlaceLost as error:
             raise RankLost(str(error)) from error
         except PlaceFailed as error:
@@ -311,7 +331,7 @@ class TrainerProcess:
             answer = await self._receive_in_time(process)
             assert isinstance(answer, Ready), f"the trainer's first answer is {answer!r}"
             on_failure.pop_all()
-        self._is_ready = True
+        self.facts, self._is_ready = answer.facts, True
         logger.info("%s is ready on %s", self.name, self.machine)
 
     async def _receive(self, process: Process) -> Ready | Progress | Learned | Done | Failed:

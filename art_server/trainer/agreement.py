@@ -1,8 +1,8 @@
 """What the ranks of a gang agree on before they compute (`gang.py`): no rank may follow its own machine's numbers.
 
-What cannot be made equal is compared where the ranks meet (`own_facts`). Before each job the first rank decides what the plan
-depends on, and all ranks take its terms (`agree_on_terms`). Before the first pass over a plan the ranks compare its digests
-(`check_plan`): where plans differ, two ranks compute some tokens and no rank computes others, which makes another gradient
+What cannot be made equal (`facts.py`) is compared by the server before the ranks meet. Before each
+job the first rank decides what the plan depends on, and all ranks take its terms (`agree_on_terms`). Before the first pass over
+a plan the ranks compare its digests (`check_plan`): where plans differ, two ranks compute some tokens and no rank computes others, which makes another gradient
 without an error.
 
 A gang of one exchanges nothing.
@@ -10,15 +10,11 @@ A gang of one exchanges nothing.
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 
 import torch
 
-from art_server import __version__
 from art_server.process.shared.trainer_messages import TrainerMessage
-from art_server.trainer.attention import default_kind
 from art_server.trainer.batches import MicroBatch
 from art_server.trainer.gang import check_alike
 from art_server.trainer.memory import device_memory
@@ -42,29 +38,6 @@ class Terms(TrainerMessage):
     sequence_gap: float | None
     facts: dict[str, str]
     """What must be equal on all ranks, by name."""
-
-
-def own_facts(device: torch.device, dtype: torch.dtype, trainer: str, *, is_sharded: bool) -> dict[str, str]:
-    """What no rank can change and what must be equal on all ranks, by name.
-
-    Versions have their build tags: another build has other kernels and another NCCL. Cards may differ, except where the ranks
-    share the weights: whether attention compiles depends on the card, and a rank that fails alone would leave the others in a
-    pass.
-    """
-    facts = {
-        "device": device.type,
-        "number type": str(dtype).removeprefix("torch."),
-        "attention": default_kind(device),
-        "precision of float32 products": torch.get_float32_matmul_precision(),
-        "NVIDIA_TF32_OVERRIDE": os.environ.get("NVIDIA_TF32_OVERRIDE", "unset"),
-        "trainer": trainer,
-        "torch": torch.__version__,
-        **{name: version(name) for name in ("transformers", "peft")},
-        "agent-reinforcement-trainer": __version__,
-    }
-    if is_sharded and device.type == "cuda":
-        facts["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
-    return facts
 
 
 def agree_on_terms(policy: Policy, max_tokens: int) -> Terms:

@@ -12,11 +12,12 @@ and passes it to each layer. There are two kinds with the same result:
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
+from art_server.trainer.facts import AttentionKind
 from art_server.trainer.tree import Forest, Node
 
 TREE_ATTENTION = "art_tree"
@@ -32,8 +33,6 @@ MIN_FLEX_TOKENS = 256
 """Forests are padded to at least this length: a single block would need a separate compiled graph."""
 
 MAX_GRAPHS = 64
-
-AttentionKind = Literal["segments", "flex"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +69,6 @@ class ForestAttention:
         if window not in self.masks:
             self.masks[window] = make(self, window)
         return self.masks[window]
-
-
-def default_kind(device: torch.device) -> AttentionKind:
-    return "segments" if device.type == "cpu" else "flex"
 
 
 def flex_padding(num_tokens: int) -> int:

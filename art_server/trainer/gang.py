@@ -13,7 +13,6 @@ repeats the job.
 import contextlib
 import datetime
 import fcntl
-import json
 import math
 import os
 import socket
@@ -24,6 +23,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from art_server.process.shared.trainer_messages import difference_of_ranks
 from art_server.trainer.memory import is_out_of_memory
 
 WAIT = datetime.timedelta(minutes=25)
@@ -69,13 +69,9 @@ class Gang:
         *,
         is_sharded: bool,
         machine: str,
-        facts: Mapping[str, str],
     ) -> "Gang":
         """Waits until all ranks have joined. `meeting` is a file on this machine, new for each gang; for ranks on several
-        machines it is `tcp://ADDRESS:PORT` of the first machine. `facts` must be equal on all ranks.
-
-        Raises:
-            UnlikeRanks: the facts differ.
+        machines it is `tcp://ADDRESS:PORT` of the first machine.
         """
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if device.type == "cuda":
@@ -89,8 +85,6 @@ class Gang:
             store = dist.FileStore(meeting, size)
         store.set_timeout(WAIT)
         machines = _exchange(store, "machine", machine, rank, size)
-        # Before the ranks connect: a CPU cannot even sum with a GPU.
-        check_alike(machines, [json.loads(text) for text in _exchange(store, "facts", json.dumps(facts), rank, size)])
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=WAIT)
         return cls(rank, size, is_sharded=is_sharded, machines=machines)
 
@@ -216,18 +210,10 @@ def check_alike(machines: Sequence[str], facts: Sequence[Mapping[str, str]]) -> 
     """Checks that all ranks have the same facts, by name.
 
     Raises:
-        UnlikeRanks: the facts differ. The message names two machines, and the facts in which they differ.
+        UnlikeRanks: the facts differ.
     """
-    first = facts[0]
-    for rank, other in enumerate(facts):
-        names = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
-        if names:
-            listed = ", ".join(f"{name} {first.get(name, 'none')} and {other.get(name, 'none')}" for name in names)
-            raise UnlikeRanks(
-                f"rank 0 on {machines[0]} and rank {rank} on {machines[rank]} do not compute alike: {listed}. Nothing was "
-                "trained. Give both machines the same kind of device and the same packages, or let only one of them offer ranks "
-                "(--ranks 0 on the other)"
-            )
+    if (difference := difference_of_ranks(machines, facts)) is not None:
+        raise UnlikeRanks(difference)
 
 
 def is_lost_connection(error: Exception) -> bool:

@@ -16,14 +16,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from art_protocol.wire import LoRAConfig
 from art_server.trainer.attention import (
     TREE_ATTENTION,
-    AttentionKind,
     ForestAttention,
-    default_kind,
     flex_padding,
 )
 from art_server.trainer.base import adapter_tensors, load_base, peft_config, usual_attention
 from art_server.trainer.batches import MicroBatch
 from art_server.trainer.distributions import RAW, cut_pieces
+from art_server.trainer.facts import AttentionKind, default_kind, usual_device, usual_dtype
 from art_server.trainer.gang import ALONE, Gang
 from art_server.trainer.head import Scores, max_logits, score_targets, whole_pieces
 from art_server.trainer.host_copy import HostCopy
@@ -54,8 +53,7 @@ class Policy:
     ) -> None:
         """Loads the base. Defaults: bfloat16 on CUDA and float32 elsewhere; the first GPU, or the CPU where there is none; no
         other ranks. The ranks of a sharded gang load their policies at the same time."""
-        available = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.device = available if device is None else device
+        self.device = usual_device() if device is None else device
         self.dtype = dtype or usual_dtype(self.device)
         self.base_model = base_model
         self.gang = gang
@@ -381,11 +379,6 @@ class Policy:
 
     def _drop_adapter(self) -> None:
         self._base, self._model, self._lora = self.model.unload(), None, None
-
-
-def usual_dtype(device: torch.device) -> torch.dtype:
-    """The number type of a base model on this device if none is requested."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _save(model: PeftModel, tensors: dict[str, torch.Tensor], folder: Path) -> None:

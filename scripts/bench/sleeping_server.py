@@ -24,10 +24,10 @@ def serve() -> None:
 
 def work() -> None:
     from art_server.process.children import claim_stdout
-    from art_server.trainer import worker
+    from art_server.trainer import tasks, worker
 
     sys.argv.pop(1)
-    seconds, train = float(sys.argv.pop(1)), worker.train
+    seconds, train = float(sys.argv.pop(1)), tasks.train
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
         until = time.monotonic() + seconds
@@ -35,7 +35,7 @@ def work() -> None:
         time.sleep(max(0.0, until - time.monotonic()))
         return result
 
-    worker.train = slowly
+    tasks.train = slowly
     worker.main(claim_stdout())
 
 

@@ -141,7 +141,7 @@ def work() -> None:
     from art_server.process.children import claim_stdout
     from art_server.process.shared.trainer_messages import Done, Progress, TrainTask
     from art_server.store.model_folder import CONTENT_FILES
-    from art_server.trainer import worker
+    from art_server.trainer import tasks, worker
     from art_server.trainer.token_record import TokenRecord
 
     def train(policy: Any, task: TrainTask, _: int, report: Any, **__: Any) -> Done:
@@ -153,7 +153,7 @@ def work() -> None:
         report(Progress(phase="save", completed=0, total=1))
         return Done(metrics={}, environment={"trainer": "idle"})
 
-    worker.train = train
+    tasks.train = train
     worker.main(claim_stdout())
 
 

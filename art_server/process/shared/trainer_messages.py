@@ -3,6 +3,7 @@
 The server resolves all token sequences, so the trainer knows nothing of chat messages, templates or engines.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -243,9 +244,11 @@ Task = Annotated[LoadTask | LayersTask | TrainTask, Field(discriminator="kind")]
 
 
 class Ready(TrainerMessage):
-    """The trainer's first line: it is ready for tasks."""
+    """The trainer's first line: the process takes tasks, and computes them once the rest of the trainer is imported."""
 
     event: Literal["ready"] = "ready"
+    facts: dict[str, str] = {}
+    """What must be equal on all ranks, by name (`trainer/facts.py`)."""
 
 
 class Progress(TrainerMessage):
@@ -296,3 +299,19 @@ class Failed(TrainerMessage):
 
 
 TrainerReply = Annotated[Ready | Progress | Learned | Done | Failed, Field(discriminator="event")]
+
+
+def difference_of_ranks(machines: Sequence[str], facts: Sequence[Mapping[str, str]]) -> str | None:
+    """The sentence that names two machines whose ranks have unlike facts, and the facts in which they differ; None if all
+    ranks have the same facts."""
+    first = facts[0]
+    for rank, other in enumerate(facts):
+        names = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+        if names:
+            listed = ", ".join(f"{name} {first.get(name, 'none')} and {other.get(name, 'none')}" for name in names)
+            return (
+                f"rank 0 on {machines[0]} and rank {rank} on {machines[rank]} do not compute alike: {listed}. Nothing was "
+                "trained. Give both machines the same kind of device and the same packages, or let only one of them offer ranks "
+                "(--ranks 0 on the other)"
+            )
+    return None

@@ -35,7 +35,7 @@ WORDS = ["tea", "cup", "red", "blue", "north", "south", "cat", "dog"]
 
 UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
     "number type": ({"dtype": "bfloat16"}, ""),
-    "attention": ({}, "from art_server.trainer import agreement\nagreement.default_kind = lambda device: 'flex'"),
+    "attention": ({}, "from art_server.trainer import facts\nfacts.default_kind = lambda device: 'flex'"),
 }
 
 

@@ -27,12 +27,17 @@ class Rank(TrainerProcess):
         super().__init__(location=location, log_path=Path("rank.log"), cache_dir=Path("unsloth"))
         self.may_end = asyncio.Event()
         self.num_readings = 0
+        self.start_error: TrainerError | None = None
         self._end = end
         self._readings = readings
 
     @property
     def is_running(self) -> bool:
         return True
+
+    async def start(self) -> None:
+        if self.start_error is not None:
+            raise self.start_error
 
     def usage(self) -> Usage | None:
         self.num_readings += 1
@@ -146,6 +151,23 @@ async def test_a_lost_machine_is_the_reason_of_what_its_loss_breaks(
     with pytest.raises(TrainerError) as caught:
         await running
     assert caught.value.code == code
+
+
+async def test_ranks_that_compute_unlike_get_no_task(tmp_path: Path) -> None:
+    ranks = [Rank("host a", None), Rank("host b", None)]
+    ranks[0].facts, ranks[1].facts = {"number type": "float32"}, {"number type": "bfloat16"}
+    with pytest.raises(
+        TrainerError, match=r"host a and rank 1 on host b .* number type float32 and bfloat16"
+    ) as caught:
+        await gang_of(tmp_path, *ranks).run(TASK)
+    assert (caught.value.code, caught.value.retryable) == ("unlike_ranks", True)
+
+
+async def test_a_rank_that_does_not_start_is_the_reason(tmp_path: Path) -> None:
+    ranks = [Rank("host a", None), Rank("host b", None)]
+    ranks[1].start_error = TrainerDied("it ended with status 1")
+    with pytest.raises(TrainerDied, match="status 1"):
+        await gang_of(tmp_path, *ranks).run(TASK)
 
 
 async def test_a_lost_machine_has_no_rank_in_the_next_job(tmp_path: Path) -> None:

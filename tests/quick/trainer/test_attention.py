@@ -11,13 +11,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from art_server.trainer import attention as attention_module
 from art_server.trainer.attention import (
     ForestAttention,
-    default_kind,
     flex_padding,
     make_block_mask,
     make_segments,
     mask_function,
     tree_attention,
 )
+from art_server.trainer.facts import default_kind
 from art_server.trainer.tree import Forest, lay_out, pad_forest, sort_sequences
 
 CPU = torch.device("cpu")

@@ -27,16 +27,16 @@ from art_server.process.shared.trainer_messages import (
     LoadTask,
     MismatchLimits,
     Progress,
-    Ready,
     Task,
     TrainableGroup,
     TrainableTrajectory,
     TrainTask,
     WorkerConfig,
 )
+from art_server.trainer.facts import find_device, own_facts
 from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
-from art_server.trainer.worker import Worker, find_device
+from art_server.trainer.tasks import Worker
 from tests.first_steps import write_first_checkpoint
 from tests.processes import is_alive
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -103,7 +103,8 @@ def test_worker_answers_each_line_and_ends_with_its_stdin(
         return replies
 
     ready = json.loads(answers.readline())
-    assert ready == {"event": "ready"}
+    assert ready == {"event": "ready", "facts": own_facts(config)}
+    assert ready["facts"]["number type"] == "float32"
     (loaded,) = ask(LoadTask())
     assert loaded == {
         "event": "done",
@@ -185,7 +186,7 @@ def test_wherever_the_base_is_between_steps_they_are_the_same(
         limits = MismatchLimits(high=1.0, wrong=1.0)
         layers = LayersTask(lora=LORA, out_dir=str(folder / "layers"), mismatch_limits=limits)
         tasks.insert(1, layers)  # it leaves nothing behind for the steps after it
-        _, *ended = serve(Worker, base_dir, *tasks, between_steps=way)  # type: ignore[arg-type]
+        ended = serve(Worker, base_dir, *tasks, between_steps=way)  # type: ignore[arg-type]
         assert [answer["event"] for answer in ended] == ["done"] * 4
         assert set(ended[1]["layer_probes"]) == {path.name for path in (folder / "layers").iterdir()}
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
@@ -201,7 +202,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 def test_unsloth_that_cannot_be_imported_is_said_in_one_sentence(base_dir: Path) -> None:
-    _, *refused = serve(Worker, base_dir, LoadTask(), LoadTask(), trainer="unsloth")
+    refused = serve(Worker, base_dir, LoadTask(), LoadTask(), trainer="unsloth")
     for answer in refused:
         assert (answer["event"], answer["code"]) == ("failed", "trainer_error")
         assert "--trainer unsloth" in answer["message"] and "\n" not in answer["message"]
@@ -209,7 +210,7 @@ def test_unsloth_that_cannot_be_imported_is_said_in_one_sentence(base_dir: Path)
 
 def test_auto_is_peft(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "unsloth", None)
-    _, loaded = serve(Worker, base_dir, LoadTask(), trainer="auto")
+    (loaded,) = serve(Worker, base_dir, LoadTask(), trainer="auto")
     assert loaded["event"] == "done"
 
 
@@ -257,7 +258,7 @@ class ExhaustedWorker(Worker):
 def test_out_of_memory_says_what_to_reduce_and_frees_the_policy(base_dir: Path, tmp_path: Path, make_batch) -> None:
     write_first_checkpoint(str(base_dir), LORA, 0, tmp_path / "0")
     task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1))
-    _, first, second = serve(ExhaustedWorker, base_dir, task, task)
+    first, second = serve(ExhaustedWorker, base_dir, task, task)
     assert (first["event"], first["code"]) == ("failed", "out_of_memory")
     assert "20.00 GiB" in first["message"]
     assert second == first
@@ -278,7 +279,7 @@ class RefusedWorker(Worker):
 def test_memory_that_the_driver_refuses_does_not_end_the_process(base_dir: Path, tmp_path: Path, make_batch) -> None:
     write_first_checkpoint(str(base_dir), LORA, 0, tmp_path / "0")
     task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1))
-    _, failed = serve(RefusedWorker, base_dir, task)
+    (failed,) = serve(RefusedWorker, base_dir, task)
     assert (failed["event"], failed["code"]) == ("failed", "out_of_memory")
 
 
@@ -297,7 +298,7 @@ def test_a_cancelled_task_writes_nothing_and_gives_the_device_up(
 ) -> None:
     write_first_checkpoint(str(base_dir), LORA, 0, tmp_path / "0")
     task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1, num_groups=20))
-    _, first, second = serve(CancelledWorker, base_dir, task, task, between_steps=between_steps)
+    first, second = serve(CancelledWorker, base_dir, task, task, between_steps=between_steps)
     assert (first["event"], first["code"], first["retryable"]) == ("failed", "cancelled", True)
     assert second == first and not (tmp_path / "1").exists()
 
@@ -313,7 +314,7 @@ def test_a_signal_for_an_earlier_task_leaves_the_next_task_alone(base_dir: Path,
 
     write_first_checkpoint(str(base_dir), LORA, 0, tmp_path / "0")
     task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1))
-    _, *answers = serve(SignalledWorker, base_dir, LoadTask(), task)
+    answers = serve(SignalledWorker, base_dir, LoadTask(), task)
     assert [answer["event"] for answer in answers] == ["done", "done"] and len(loaded) == 1
 
 
@@ -334,7 +335,7 @@ def test_a_step_that_fails_does_not_stay_on_a_device_that_the_engine_wants(
     write_first_checkpoint(str(base_dir), LORA, 0, tmp_path / "0")
     workers: list[Worker] = []
     bad = train_task(tmp_path / "0", tmp_path / "1", with_nan(make_batch(1)))
-    _, failed = serve(kept_in(workers), base_dir, bad, between_steps="leave")
+    (failed,) = serve(kept_in(workers), base_dir, bad, between_steps="leave")
     assert failed["code"] == "non_finite"
     assert workers[0]._policy is None
 
@@ -363,14 +364,14 @@ def test_the_memory_of_a_step_that_fails_is_free_before_the_answer(
             gc.disable()
             return policy
 
-        def _answer(self, answer: Ready | Progress | Learned | Done | Failed) -> None:
+        def _answer(self, answer: Progress | Learned | Done | Failed) -> None:
             if isinstance(answer, Failed):
                 assert not any(weight() is not None for weight in weights)
             super()._answer(answer)
 
     bad = train_task(tmp_path / "0", tmp_path / "1", with_nan(make_batch(1)))
     try:
-        _, failed = serve(SeenWorker, base_dir, bad, between_steps=between_steps)
+        (failed,) = serve(SeenWorker, base_dir, bad, between_steps=between_steps)
     finally:
         gc.enable()
     assert failed["code"] == "non_finite" and weights
@@ -385,7 +386,7 @@ def test_a_full_disk_is_no_fault_of_the_task(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    _, failed = serve(Worker, base_dir, train_task(tmp_path / "0", tmp_path / "1", make_batch(1)))
+    (failed,) = serve(Worker, base_dir, train_task(tmp_path / "0", tmp_path / "1", make_batch(1)))
     assert (failed["code"], failed["retryable"]) == ("no_disk_space", True)
 
 

@@ -131,7 +131,11 @@ def test_the_server_loads_no_torch_and_nothing_of_the_client() -> None:
     assert not {"torch", "torchvision", "vllm", "transformers", "art"} & loaded
 
 
-@pytest.mark.parametrize("module", ["art_server.trainer.worker", "art_server.engine.vllm_process.child"])
+def test_a_rank_tells_what_it_computes_with_before_the_slow_imports() -> None:
+    assert not {"transformers", "peft"} & loaded_by("art_server.trainer.worker")
+
+
+@pytest.mark.parametrize("module", ["art_server.trainer.tasks", "art_server.engine.vllm_process.child"])
 def test_the_servers_processes_import_nothing_of_the_client(module: str) -> None:
     assert "art" not in {room(reached) for reached in reach(import_graph(), module)}
 
