@@ -122,7 +122,7 @@ class Trainer:
 
 
 class NoLedger:
-    def forget_steps(self, project: str, name: str, after: int = -1) -> None: ...
+    def forget_steps(self, model: int, after: int) -> None: ...
 
 
 class Server:
@@ -131,7 +131,8 @@ class Server:
     def __init__(self, folder: Path):
         self.folder, self.engine, self.trainer = folder, FakeEngine(), Trainer()
         gate = PauseGate()
-        self.registry, self.queue = Registry(folder), JobQueue(folder / "jobs.sqlite")
+        self.registry = Registry(folder)
+        self.queue = JobQueue(self.registry.database)
         self.checkpoints = Checkpoints(
             registry=self.registry,
             queue=self.queue,
@@ -176,7 +177,7 @@ class Server:
         await asyncio.wait([self.task])
         if not self.task.cancelled():
             assert isinstance(self.task.exception(), Killed), self.task.exception()
-        self.queue.close()
+        self.registry.database.close()
 
     async def create(self, name: str) -> None:
         add_model(self.registry, name, write=lambda checkpoint: (checkpoint / WEIGHTS).write_text(""))
@@ -188,7 +189,7 @@ class Server:
             return repeated
         batch = Batch(groups=[], num_groups=number).model_dump_json().encode()
         payload = Payload(batch, pack_rows([{"trajectories": []}]))
-        request = ("p", model.record.name, key, body, TrainConfig(), payload, JobReport())
+        request = (model.number, key, body, TrainConfig(), payload, JobReport())
         return await asyncio.to_thread(self.queue.insert, *request)
 
 
