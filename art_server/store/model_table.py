@@ -53,18 +53,16 @@ class ModelTable:
         known."""
         with self._database.changes("the model") as connection:
             where = "project = ? AND name = ? ORDER BY is_deleted, model DESC"
-            for (model,) in connection.execute(f"SELECT model FROM models WHERE {where}", (project, name)):
+            for (model,) in self._database.select(f"SELECT model FROM models WHERE {where}", project, name):
                 return model
             row = {"project": project, "name": name, "folder": name, "registered_at": 0.0, "is_deleted": 1}
             return insert(connection, "models", row)
 
     def add(self, record: ModelRecord) -> int:
-        """Gives a new model its number. A row of this name, whose folder was deleted or replaced, becomes that of a deleted
-        model."""
+        """Gives a new model its number. If a row has this name, the folder of the row's model was deleted or replaced, and the
+        row becomes a deleted model's."""
         with self._database.changes("the model") as connection:
-            where = "project = ? AND name = ? AND NOT is_deleted"
-            for (model,) in connection.execute(f"SELECT model FROM models WHERE {where}", (record.project, record.name)):
-                self.delete(model)
+            self._free(record.project, record.name)
             row = {
                 "project": record.project,
                 "name": record.name,
@@ -74,7 +72,10 @@ class ModelTable:
             return insert(connection, "models", row)
 
     def rename(self, model: int, name: str) -> None:
-        self._change("UPDATE models SET folder = name, name = ? WHERE model = ?", name, model)
+        """Gives a model another name, as `add` does."""
+        with self._database.changes("the model"):
+            self._free(self.read(model).project, name)
+            self._change("UPDATE models SET folder = name, name = ? WHERE model = ?", name, model)
 
     def roll_back(self, model: int, step: int) -> None:
         """Notes that the checkpoints behind a step are to be set aside."""
@@ -90,6 +91,11 @@ class ModelTable:
             for table in ("steps", "metrics"):
                 connection.execute(f"DELETE FROM {table} WHERE model = ?", (model,))
             connection.execute("UPDATE models SET is_deleted = 1 WHERE model = ?", (model,))
+
+    def _free(self, project: str, name: str) -> None:
+        where = "project = ? AND name = ? AND NOT is_deleted"
+        for (model,) in self._database.select(f"SELECT model FROM models WHERE {where}", project, name):
+            self.delete(model)
 
     def _change(self, statement: str, *values: object) -> None:
         with self._database.changes("the model") as connection:

@@ -1,7 +1,7 @@
 """The server's database, `PATH/.server/server.sqlite`: models, their metrics and the table of jobs.
 
-A model has a number, the column `model`. It is given at the registration, stays when the model is renamed, and is never used
-again. Metrics, jobs and the records of the ledger refer to the number.
+A model has a number, the column `model`. The number is given at the registration, stays when the model is renamed, and is never
+used again. Metrics, jobs and the records of the ledger refer to the number.
 
 An earlier server kept jobs in `jobs.sqlite` and metrics in `history.sqlite`. The first start takes the jobs over in the
 transaction that makes the tables, and then sets both files aside. The metrics are read from each model's history.jsonl.
@@ -12,6 +12,7 @@ import os
 import sqlite3
 from pathlib import Path
 
+from art_server.store import files
 from art_server.store.database import Database, column_names, open_database, transaction, unread_version
 from art_server.store.model_folder import list_model_folders
 
@@ -170,8 +171,9 @@ def take_jobs(connection: sqlite3.Connection, root: Path) -> None:
 
 def set_aside(server_dir: Path) -> None:
     """Renames the files of an earlier server, so that this earlier version, started again, repeats no job."""
-    for name in EARLIER_FILES:
-        for ending in ("-wal", "-shm", ""):
-            file = server_dir / f"{name}{ending}"
-            if file.exists():
-                os.replace(file, server_dir / f"earlier-{name}{ending}")
+    names = [f"{name}{ending}" for name in EARLIER_FILES for ending in ("-wal", "-shm", "")]
+    existing = [name for name in names if (server_dir / name).exists()]
+    if existing:
+        files.sync(server_dir)  # with the new database's entry
+    for name in existing:
+        os.replace(server_dir / name, server_dir / f"earlier-{name}")

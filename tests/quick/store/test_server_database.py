@@ -200,3 +200,16 @@ def test_a_folder_that_cannot_be_moved_keeps_its_name(tmp_path: Path, monkeypatc
     assert registry.rename(model, "c").id == "p/c"
     registry.database.close()
     assert numbers(tmp_path) == {"p/c": model.number}
+
+
+def test_a_name_whose_folder_is_gone_is_free(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        make_model(tmp_path, "p", name)
+    before = numbers(tmp_path)
+    for name in ("b", "c"):
+        shutil.rmtree(tmp_path / "p" / "models" / name)
+    registry = Registry(tmp_path)
+    assert registry.rename(registry.get("p", "a"), "b").number == before["p/a"]
+    registry.database.close()
+    make_model(tmp_path, "p", "c")
+    assert numbers(tmp_path) == {"p/b": before["p/a"], "p/c": before["p/c"]}, "the same folder was put back"
