@@ -175,9 +175,7 @@ async def session(
     refused_names: TheRefusedNames,
     caller: TheCaller,
 ) -> SessionReply:
-    reply = await asyncio.to_thread(
-        read_session, ledger, model.number, model.record.project, session, caller.owner
-    )
+    reply = await asyncio.to_thread(read_session, ledger, model.number, model.record.project, session, caller.owner)
     if reply.num_choices or reply.unused:
         return reply
     answers = await asyncio.to_thread(ledger.count_answers, session)

@@ -145,9 +145,7 @@ class JobQueue:
                 return self.get(job.job_id)
         return None
 
-    def _check_acceptable(
-        self, model: int, expected_step: int | None, newest_step: Callable[[], int | None]
-    ) -> None:
+    def _check_acceptable(self, model: int, expected_step: int | None, newest_step: Callable[[], int | None]) -> None:
         ((project, name),) = self._rows("SELECT project, name FROM models WHERE model = ?", model)
         pending = self._rows(f"SELECT model FROM {JOBS} WHERE state IN ('queued', 'running') AND project = ?", project)
         if len(pending) >= self._max_queued:
@@ -249,7 +247,9 @@ class JobQueue:
         """Lets the keys of a model's ended jobs whose step is later than `after` name new jobs, because these steps are
         deleted."""
         self._rows(
-            f"UPDATE jobs SET idempotency_key = NULL WHERE model = ? AND state IN {ENDED} AND target_step > ?", model, after
+            f"UPDATE jobs SET idempotency_key = NULL WHERE model = ? AND state IN {ENDED} AND target_step > ?",
+            model,
+            after,
         )
 
     def batch(self, job_id: str) -> bytes:

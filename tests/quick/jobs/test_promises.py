@@ -8,6 +8,7 @@ trained on, in their order.
 """
 
 import asyncio
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -553,10 +554,8 @@ class Jobs(RuleBasedStateMachine):
             with pytest.MonkeyPatch.context() as patches:
                 if is_killed:
                     patches.setattr(ModelFolder, method, die)
-                try:
+                with contextlib.suppress(Killed):
                     await change()
-                except Killed:
-                    pass
             if is_killed:
                 await self._restart()
 

@@ -136,7 +136,9 @@ class House:
 
     def add_job(self, name: str) -> str:
         payload = Payload.make(Batch(groups=[]))
-        return self.queue.insert(self.registry.get("p", name).number, None, "digest", TrainConfig(), payload, JobReport(num_rows=0)).job_id
+        return self.queue.insert(
+            self.registry.get("p", name).number, None, "digest", TrainConfig(), payload, JobReport(num_rows=0)
+        ).job_id
 
     async def ask(self, name: str, key: bytes = b"key") -> tuple[str, str]:
         """Sends one request until it is answered, as the proxy does; returns the adapter that answered and its replica."""

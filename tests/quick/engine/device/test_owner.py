@@ -152,7 +152,9 @@ class House:
     def add_job(self, name: str) -> str:
         payload = Payload.make(Batch(groups=[]))
         report = JobReport(num_rows=0)
-        return self.queue.insert(self.registry.get("p", name).number, None, "digest", TrainConfig(), payload, report).job_id
+        return self.queue.insert(
+            self.registry.get("p", name).number, None, "digest", TrainConfig(), payload, report
+        ).job_id
 
     async def ask(self, name: str) -> str:
         """Sends one request until it is answered, as the API does; returns the adapter that answered."""

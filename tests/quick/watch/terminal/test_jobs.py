@@ -13,7 +13,6 @@ from art_protocol.wire import ErrorDetail, JobReport
 from art_server.jobs.queue import JobQueue
 from art_server.server import Server
 from art_server.store import files
-from art_server.store.model_folder import ModelFolder
 from art_watch.terminal.tables import job_progress, print_jobs, print_status
 from tests.http_server import served
 from tests.quick.api.idle_server import make
