@@ -29,7 +29,7 @@ def number_records(file: Path, number_of: Callable[[str, str], int]) -> None:
 def _number(database: sqlite3.Connection, number_of: Callable[[str, str], int]) -> None:
     has_lost = bool(column_names(database, "lost_choices"))
     lost = "UNION SELECT project, name FROM lost_choices" if has_lost else ""
-    names = f"SELECT project, name FROM records WHERE name IS NOT NULL {lost}"
+    names = f"SELECT DISTINCT project, name FROM records WHERE name IS NOT NULL {lost}"
     numbers = [(*row, number_of(*row)) for row in database.execute(names).fetchall()]
     database.execute("CREATE TEMP TABLE numbers (project TEXT, name TEXT, model INTEGER, PRIMARY KEY (project, name))")
     database.executemany("INSERT INTO numbers VALUES (?, ?, ?)", numbers)

@@ -318,8 +318,8 @@ class Registry:
         except OSError:
             self.table.rename(model.number, model.record.name)
             raise
-        renamed = self._make_model(model.number, folder, folder.read(), model.step)
-        self._models[model.number] = renamed
+        record = model.record.model_copy(update={"name": name})
+        renamed = self._models[model.number] = self._make_model(model.number, folder, record, model.step)
         with contextlib.suppress(ServerError):  # the next start does it
             self.table.settle(model.number)
         return renamed
