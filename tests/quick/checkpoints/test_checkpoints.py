@@ -304,6 +304,7 @@ async def test_samples_of_steps_that_are_gone_do_not_count_for_new_ones_of_the_n
 
 async def test_jobs_refuse_rollback_and_deletion(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=3)
+    add_model(tmp_path, tiny_adapter, name="b")
     async with house(tmp_path) as here:
         job = here.add_job()
         for _ in ("queued", "running"):
