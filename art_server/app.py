@@ -33,7 +33,7 @@ def make_app(server: Server, inference_port: int | None) -> FastAPI:
     keys = Keys(config.api_keys, server.hosts.keys if server.hosts is not None else ())
     app.state.server = server
     app.state.keys, app.state.inference_port = keys, inference_port
-    app.state.runs = Runs(config.path, server.registry.history)
+    app.state.runs = Runs(config.path, server.registry.history_of)
     app.state.is_stopping = False
     app.state.model_keys = ModelKeys(read_secret(config.server_dir / "model_keys_secret"))
     error_responses.add_error_handlers(app)

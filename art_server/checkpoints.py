@@ -139,7 +139,7 @@ class Checkpoints:
             step = source.step if request.step is None else request.step
             folder = self._registry.folder(request.project, request.name)
             await asyncio.to_thread(self._fork, source, step, folder)
-            model = self._registry.add(folder, folder.read())
+            model = await asyncio.to_thread(self._registry.add, folder, folder.read())
         logger.info("%s was forked from %s", model.id, source.adapter_name(step))
         return model
 
@@ -217,7 +217,7 @@ class Checkpoints:
             folder = self._registry.folder(model.record.project, name)
             if folder.path.exists():
                 raise model_exists(folder.model_id)
-            renamed = await self._leave(model, lambda leaving: self._rename(leaving, folder))
+            renamed = await self._leave(model, lambda leaving: self._registry.rename(leaving, name))
         logger.info("%s is %s now", model.id, renamed.id)
         return renamed
 
@@ -255,7 +255,7 @@ class Checkpoints:
         """
 
         def held() -> T:
-            with self._queue.held_idle(model.record.project, model.record.name):
+            with self._queue.held_idle(model.number):
                 return change()
 
         return await asyncio.to_thread(held)
@@ -267,29 +267,22 @@ class Checkpoints:
                 code="step_moved",
                 param="step",
             )
-        # Before the folders change: a server that dies in between has only forgotten who sampled what.
-        self._ledger.forget_steps(model.record.project, model.record.name, after=step)
-        self._queue.forget_keys(model.record.project, model.record.name, after=step)
-        model.history.roll_back(step)
-        model.folder.roll_back(step)
+        # Before the commit: a server that dies in between has only forgotten who sampled what.
+        self._ledger.forget_steps(model.number, after=step)
+        with self._registry.database.changes("the rollback"):
+            self._queue.forget_keys(model.number, after=step)
+            model.history.roll_back(step)
+            self._registry.table.roll_back(model.number, step)
+        try:
+            self._registry.settle(model.number)
+        except BaseException:
+            model.is_verified = False  # the model's next use tries again
+            raise
 
     def _move_to_trash(self, model: RegisteredModel) -> Path:
-        self._ledger.forget_steps(model.record.project, model.record.name)
-        self._queue.forget_keys(model.record.project, model.record.name)
-        model.history.delete()
         trash = model.folder.move_to_trash()
         self._registry.remove(model)
         return trash
-
-    def _rename(self, model: RegisteredModel, folder: ModelFolder) -> RegisteredModel:
-        project, before, name = model.record.project, model.record.name, folder.name
-        # Before the folder changes: a server that dies in between has only lost track of jobs and of who sampled what.
-        self._ledger.rename(project, before, name)
-        self._queue.rename(project, before, name)
-        model.history.rename(folder.model_id)
-        model.folder.rename(name)
-        self._registry.remove(model)
-        return self._registry.add(folder, folder.read())
 
 
 @contextlib.contextmanager

@@ -86,12 +86,11 @@ class InferenceRequest:
         return is_asked or (self.model is not None and self.model.record.always_logprobs)
 
     @property
-    def scope(self) -> tuple[str, str | None, str | None]:
-        """Owner, project and name, by which the ledger tells models and their callers apart."""
+    def scope(self) -> tuple[str, int | None]:
+        """Owner and the model's number, by which the ledger tells models and their callers apart."""
         if self.model is None:
-            return self.owner, None, None
-        record = self.model.record
-        return record.project, record.project, record.name
+            return self.owner, None
+        return self.model.record.project, self.model.number
 
     def art_field(self, opened: OpenRequest, index: int) -> dict[str, Any]:
         """The `art` field of a choice, with the id of its record and the number of its tokens; without a record,
@@ -252,12 +251,11 @@ class Proxy:
 
     def _to_record(self, inference: InferenceRequest, request_id: str) -> Request:
         """A request as the ledger stores it."""
-        owner, project, name = inference.scope
+        owner, model = inference.scope
         return Request(
             request_id=request_id,
             api=inference.api,
-            project=project,
-            name=name,
+            model=model,
             step=inference.step,
             owner=owner,
             session=inference.session,

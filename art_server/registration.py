@@ -92,7 +92,7 @@ class Registration:
                     self._registry.folder(record.project, record.name)
                     with files.disk_errors("the model"):
                         await asyncio.to_thread(self._publish, folder, record, content)
-                    model = self._registry.add(folder, record)
+                    model = await asyncio.to_thread(self._registry.add, folder, record)
                     logger.info("registered %s on %s", model.id, record.base_model)
                 return model
         finally:

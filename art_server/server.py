@@ -27,6 +27,7 @@ from art_server.jobs.reports import Reports
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.train_requests import TrainRequests
 from art_server.jobs.trainer import Trainer
+from art_server.ledger.earlier import number_records
 from art_server.ledger.intake import Intake
 from art_server.ledger.ledger import Ledger, Retention
 from art_server.process.background import Background, LoopWatch
@@ -108,8 +109,7 @@ class Server:
     def close(self) -> None:
         """Releases the folder of a server that has started nothing."""
         self.ledger.close()
-        self.queue.close()
-        self.registry.history.close()
+        self.registry.database.close()
         os.close(self.lock_file)
 
     async def _prune(self) -> None:
@@ -177,7 +177,15 @@ def build(
     background, loop_watch, gate = Background(), LoopWatch(), PauseGate()
     reports = Reports(config.trackers, config.log_dir)
     retention = Retention(config.ledger_max_age_days * 86400.0, int(config.ledger_max_gb * 2**30))
-    ledger = Ledger(config.server_dir / "ledger.sqlite", retention, config.splicing)
+
+    def forget_steps(model: int, after: int) -> None:
+        ledger.forget_steps(model, after)
+        queue.forget_keys(model, after)
+
+    registry = Registry(config.path, forget_steps)
+    ledger_file = config.server_dir / "ledger.sqlite"
+    number_records(ledger_file, registry.table.number_of)
+    ledger = Ledger(ledger_file, retention, config.splicing)
     intake = Intake(ledger, background)
 
     def is_busy() -> bool:
@@ -226,13 +234,7 @@ def build(
             background=background,
             children=children,
         )
-    queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs, config.shares)
-
-    def forget_steps(project: str, name: str, after: int) -> None:
-        ledger.forget_steps(project, name, after)
-        queue.forget_keys(project, name, after)
-
-    registry = Registry(config.path, forget_steps)
+    queue = JobQueue(registry.database, config.max_queued_jobs, config.shares)
     check_shares(config, registry)
     base = BaseLoader(
         config=config,
@@ -274,7 +276,9 @@ def build(
         report=reports.take,
         more_trainers=trainer.more,
     )
-    train_requests = TrainRequests(ledger=ledger, engine=engine, runner=runner, queue=queue)
+    train_requests = TrainRequests(
+        ledger=ledger, engine=engine, runner=runner, queue=queue, name_of=registry.table.name_of
+    )
     proxy = Proxy(
         registry=registry,
         ledger=ledger,

@@ -92,7 +92,7 @@ class Uploads:
         log = self._engine.log_path
         await asyncio.to_thread(place_checkpoint, folder, description, content, log)
         if model is None:
-            return self._registry.add(folder, description.of_model(project, name))
+            return await asyncio.to_thread(self._registry.add, folder, folder.read())
         # The cache may hold prompts of a deleted step with this number.
         self._engine.forget_prompts()
         return model

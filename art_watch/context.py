@@ -1,7 +1,7 @@
 """What a run is: its base, when it began, how much it trained, the configuration in force, and what its jobs noted.
 
-The jobs are read from the table of the server that made them (`art_server/jobs/queue.py`), which `art view` finds in the
-same folder. A model's folder that was copied alone has no table.
+The jobs are read from the database of the server that made them (`art_server/jobs/queue.py`), which `art view` finds in the
+same folder. A model's folder that was copied alone has no database.
 """
 
 import contextlib
@@ -14,8 +14,9 @@ from typing import Any
 from urllib.parse import quote
 
 from art_protocol.wire import JobReport, TrainConfig
-from art_server.jobs.job_row import COLUMNS, Job, read_job
+from art_server.jobs.job_row import COLUMNS, JOBS, Job, read_job
 from art_server.store.model_folder import ModelFolder
+from art_server.store.server_database import FILE
 from art_watch.runs import Runs, read_record
 
 MAX_JOBS = 500
@@ -30,7 +31,7 @@ def context(runs: Runs, folder: ModelFolder) -> dict[str, Any]:
     history, record = runs.history(folder), read_record(folder)
     num_rows, first_at, last_at = history.span()
     created_at = record.created_at if record is not None else 0.0
-    jobs = [job for job in read_jobs(runs.root, folder) if job.created_at >= created_at]
+    jobs = read_jobs(runs.root, folder, created_at)
     config = next((job.report.config for job in jobs if job.report.config), {})
     trained, dead, submitted = (history.means(name) for name in (TOKENS, DEAD, SUBMITTED))
     rates = history.newest("loss/learning_rate", 1)
@@ -73,18 +74,23 @@ def idle(trained: Mapping[int, float], dead: Collection[int]) -> str | None:
     return f"{len(idle_steps)} of {len(steps)} steps trained nothing{reason}."
 
 
-def read_jobs(root: Path, folder: ModelFolder) -> list[Job]:
-    """The newest jobs of a model, the newest first; none without the table of a server of this version."""
-    file = root / ".server" / "jobs.sqlite"
+def read_jobs(root: Path, folder: ModelFolder, registered_at: float) -> list[Job]:
+    """The newest jobs of the model that was registered at this time, the newest first; none without the database of a server of
+    this version."""
+    file = root / ".server" / FILE
     if not file.exists():
         return []
     # Without a write-ahead log nobody writes the table, and SQLite needs no files beside it.
     mode = "mode=ro" if file.with_name(f"{file.name}-wal").exists() else "immutable=1"
-    query = f"SELECT {COLUMNS} FROM jobs WHERE project = ? AND name = ? ORDER BY number DESC LIMIT ?"
+    query = (
+        f"SELECT {COLUMNS} FROM {JOBS} WHERE project = ? AND name = ? AND registered_at = ? AND NOT is_deleted"
+        " ORDER BY number DESC LIMIT ?"
+    )
+    values = (folder.project, folder.name, registered_at, MAX_JOBS)
     try:
         with contextlib.closing(sqlite3.connect(f"file:{quote(str(file))}?{mode}", uri=True)) as database:
             database.row_factory = sqlite3.Row
-            return [read_job(row) for row in database.execute(query, (folder.project, folder.name, MAX_JOBS))]
+            return [read_job(row) for row in database.execute(query, values)]
     except sqlite3.Error:
         return []
 

@@ -4,6 +4,7 @@ Calls block on the disk: from an event loop use a thread.
 """
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from art_server.store.files import file_mark, folder_size
 from art_server.store.history import HistoryTable, MetricHistory
 from art_server.store.model_folder import ABOUT_FILE, ModelFolder, ModelRecord, list_model_folders
 from art_server.store.registry import check_name
+from art_server.store.server_database import open_server_database
 
 REWARDS = ("train/reward", "val/reward")
 NUM_SPARK = 40
@@ -19,14 +21,16 @@ NUM_SPARK = 40
 
 
 class Runs:
-    """The models under a folder. `table` has the histories of a running server. Without a table, and for models that no
+    """The models under a folder. `history_of` finds the histories of a running server. Without a server, and for models that no
     server has, the file history.jsonl is read."""
 
-    def __init__(self, root: Path, table: HistoryTable | None = None):
+    def __init__(self, root: Path, history_of: Callable[[ModelFolder], MetricHistory | None] = lambda folder: None):
         self.root = root.absolute()
-        self._table = table
-        self._files = HistoryTable(None)
+        self._history_of = history_of
+        self._files = HistoryTable(open_server_database(None))
         """The rows of history.jsonl files."""
+        self._numbers: dict[str, int] = {}
+        """The numbers of the models in `_files`."""
         self._marks: dict[str, tuple[int, int]] = {}
         """The marks of the files in `_files` when they were read, by model."""
         self._lock = threading.Lock()
@@ -53,14 +57,16 @@ class Runs:
 
     def history(self, folder: ModelFolder) -> MetricHistory:
         """A model's history; empty before its first step."""
-        if self._table is not None and folder.exists():
-            return self._table.of(folder)
+        served = self._history_of(folder)
+        if served is not None:
+            return served
         mark = file_mark(folder.history_file)
         with self._lock:
+            number = self._numbers.setdefault(folder.model_id, len(self._numbers))
             if self._marks.get(folder.model_id) != mark:
-                self._files.replace(folder)
+                self._files.replace(number, folder)
                 self._marks[folder.model_id] = mark
-        return self._files.of(folder)
+        return self._files.of(number, folder)
 
     def summary(self, folder: ModelFolder) -> dict[str, Any]:
         """A model in one line: names, newest step, rewards, best step, times."""

@@ -19,10 +19,11 @@ from safetensors.numpy import save_file
 
 from art_protocol import history as rows
 from art_protocol.wire import Dropped, JobReport, LoRAConfig, TrainConfig
-from art_server.jobs.queue import JobQueue
 from art_server.process.shared import clock
-from art_server.store.database import insert, open_database, transaction
+from art_server.store.database import insert
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
+from art_server.store.model_table import ModelTable
+from art_server.store.server_database import open_server_database
 from tests.demo_groups import NUM_DISTINCT, DemoGroup, Words, logged, make_group
 
 NAMES = ("webnav-8b", "webnav-lr2e5", "sql-repair", "tau-airline", "math-hints", "2048-small")
@@ -72,11 +73,14 @@ def make_demo(
 
 def write_jobs(root: Path, steps: Sequence[tuple[ModelFolder, int]], **changes: Any) -> None:
     """Adds a done job for each of these steps to the table of jobs."""
-    JobQueue(root / ".server" / "jobs.sqlite").close()  # makes the table
-    database = open_database(root / ".server" / "jobs.sqlite", "", is_durable=False)
-    with contextlib.closing(database), transaction(database):
+    with contextlib.closing(open_server_database(root)) as database, database.changes("jobs") as connection:
+        table = ModelTable(database)
+        numbers = {(row.project, row.name): row.model for row in table.rows()}
         for folder, step in steps:
-            insert(database, "jobs", job_row(folder, step) | changes)
+            names = (folder.project, folder.name)
+            if names not in numbers:
+                numbers[names] = table.add(folder.read())
+            insert(connection, "jobs", job_row(folder, step) | {"model": numbers[names]} | changes)
 
 
 def job_row(folder: ModelFolder, step: int) -> dict[str, Any]:
@@ -94,8 +98,6 @@ def job_row(folder: ModelFolder, step: int) -> dict[str, Any]:
     return {
         "job_id": f"{folder.model_id}-{step}",
         "request_digest": "",
-        "project": folder.project,
-        "name": folder.name,
         "config": config.model_dump_json(),
         "report": report.model_dump_json(),
         "created_at": clock.now() - 60.0,

@@ -60,6 +60,10 @@ def bare(identity: str, **mark: Any) -> dict[str, Any]:
     return {"message": message, "finish_reason": "stop", "art": {"id": identity, **mark}}
 
 
+NUMBERS = {"a": 1, "b": 2}
+"""The numbers of the project's models, by name."""
+
+
 def record(
     identity: str,
     prompt: list[int],
@@ -68,7 +72,7 @@ def record(
     prefix: bytes = conversation.EMPTY,
     text: str = "yes",
 ) -> Record:
-    request = Request("r", "chat", "p", name, 0, "me", prefix_digest=prefix)
+    request = Request("r", "chat", NUMBERS[name], 0, "p", prefix_digest=prefix)
     stored = Record(identity, request, prompt, tokens, [-0.5] * len(tokens), "stop", {}, 0.0)
     return dataclasses.replace(stored, answer_digest=conversation.text_digest(text))
 
@@ -85,6 +89,8 @@ def sources(**overrides: Any) -> TokenSources:
         return [9 + len(messages), *tokenize(messages[-1]["content"]), 99]
 
     known: dict[str, Any] = {
+        "model": NUMBERS["a"],
+        "name_of": {number: f"p/{name}" for name, number in NUMBERS.items()}.__getitem__,
         "find_record": lambda _: None,
         "find_by_logprobs": lambda logprobs: [],
         "find_by_conversation": lambda prefix, answer: [],

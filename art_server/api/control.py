@@ -168,22 +168,27 @@ async def log(model: PathModel, body: Groups, reports: TheReports) -> LogReply:
 
 @router.get("/api/models/{project}/{name}/sessions/{session}")
 async def session(
-    model: PathModel, session: str, ledger: TheLedger, refused_names: TheRefusedNames, caller: TheCaller
+    model: PathModel,
+    session: str,
+    ledger: TheLedger,
+    registry: TheRegistry,
+    refused_names: TheRefusedNames,
+    caller: TheCaller,
 ) -> SessionReply:
-    project, name = model.record.project, model.record.name
-    reply = await asyncio.to_thread(read_session, ledger, project, name, session, caller.owner)
+    reply = await asyncio.to_thread(read_session, ledger, model.number, model.record.project, session, caller.owner)
     if reply.num_choices or reply.unused:
         return reply
     answers = await asyncio.to_thread(ledger.count_answers, session)
     others = {
-        f"{project}/{name}": count
-        for (_, project, name), count in answers.items()
-        if project is not None and (caller.projects is None or project in caller.projects)
+        number: count
+        for (owner, number), count in answers.items()
+        if number is not None and (caller.projects is None or owner in caller.projects)
     }
+    names = await asyncio.to_thread(lambda: [registry.table.name_of(number) for number in others])
     return reply.model_copy(
         update={
-            "other_models": others,
-            "num_base_answers": answers.get((caller.owner, None, None), 0),
+            "other_models": dict(zip(names, others.values(), strict=True)),
+            "num_base_answers": answers.get((caller.owner, None), 0),
             "unknown_models": refused_names.of_session(caller.owner, session),
         }
     )

@@ -74,8 +74,11 @@ class Job:
     """A row of the table, without its payload."""
 
     job_id: str
+    model: int
+    """The number of the job's model."""
     project: str
     name: str
+    """Project and name that the model has now."""
     idempotency_key: str | None
     """The client's key; None without a key, and when the key may name another job."""
     request_digest: str
@@ -154,6 +157,8 @@ class Job:
         return JobEvent(event="error", job_id=self.job_id, error=error, report=self.report)
 
 
+JOBS = "jobs JOIN models USING (model)"
+"""The table of jobs with the names of their models."""
 COLUMNS = ", ".join(column.name for column in fields(Job))
 
 

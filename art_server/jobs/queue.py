@@ -1,4 +1,4 @@
-"""The table of jobs: every train request that was acknowledged, in its own SQLite file.
+"""The table of jobs: every train request that was acknowledged.
 
 A row holds all that is known of a job: what it trains, its state, its phase and progress, its attempts so far and the time
 of the next. Clients, the page, `art jobs` and trackers get the row. A job is written with its resolved payload and the
@@ -11,22 +11,19 @@ Commits are synchronous, but for progress: an acknowledged job survives a power 
 import contextlib
 import json
 import sqlite3
-import threading
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 from art_protocol.wire import ErrorDetail, JobReport, JobState, TrainConfig
 from art_server.errors import Conflict, NotFound, TooMany
 from art_server.jobs.batch_signs import BatchSigns
 from art_server.jobs.fair_order import FairOrder
-from art_server.jobs.job_row import COLUMNS, ENDED, PENDING, Job, Payload, WaitingJob, read_job
-from art_server.jobs.job_schema import migrate_jobs
+from art_server.jobs.job_row import COLUMNS, ENDED, JOBS, PENDING, Job, Payload, WaitingJob, read_job
 from art_server.process.shared import clock
-from art_server.store.database import database_errors, insert, open_database, transaction
+from art_server.store.database import Database, database_errors, insert
 
-OF_KEY = "project = ? AND name = ? AND idempotency_key = ?"
+OF_KEY = "model = ? AND idempotency_key = ?"
 FAILED_PAYLOAD_SECONDS = 3 * 86400.0
 """How long the payload of a failed job is kept, so that a request with the same key can run it again."""
 RATE_JOBS = 20
@@ -48,39 +45,35 @@ def step_moved(reason: str) -> Conflict:
 
 
 class JobQueue:
-    """The table. Calls block for a few milliseconds; from the event loop use `asyncio.to_thread`."""
+    """The table. Calls block for a few milliseconds; from the event loop use `asyncio.to_thread`. A model is named by its
+    number."""
 
-    def __init__(self, file: Path, max_queued: int = 1000, shares: Mapping[str, float] | None = None):
+    def __init__(self, database: Database, max_queued: int = 1000, shares: Mapping[str, float] | None = None):
         """`max_queued` jobs of a project may wait. `shares` are the weights of projects in `fair_order.py`."""
         self._max_queued = max_queued
-        self._lock = threading.RLock()
-        self._db = open_database(file, "", is_durable=True)
-        migrate_jobs(self._db)
+        self.database = database
+        self._lock, self._db = database.lock, database.connection
         self._order = FairOrder(shares or {})
-        for project, begins, ends in self._rows("SELECT project, MAX(begins), MAX(ends) FROM jobs GROUP BY project"):
+        for project, begins, ends in self._rows(f"SELECT project, MAX(begins), MAX(ends) FROM {JOBS} GROUP BY project"):
             if begins is not None:
                 self._order.began = max(self._order.began, begins)
                 self._order.finishes[project] = ends
         # A start is often the remedy for what made jobs wait.
         self._db.execute("UPDATE jobs SET next_attempt_at = NULL WHERE next_attempt_at IS NOT NULL")
 
-    def close(self) -> None:
-        with self._lock:
-            self._db.close()
-
     # --- requests ---
 
-    def has_key(self, project: str, name: str, key: str) -> bool:
+    def has_key(self, model: int, key: str) -> bool:
         """Whether an earlier request with this key made a job."""
-        return bool(self._select(OF_KEY, project, name, key))
+        return bool(self._select(OF_KEY, model, key))
 
-    def find_key(self, project: str, name: str, key: str, body_digest: str) -> Job | None:
+    def find_key(self, model: int, key: str, body_digest: str) -> Job | None:
         """The job that an earlier request with the same key made, from any caller; None if there is none.
 
         Raises:
             Conflict: the key was used for a request with another body.
         """
-        rows = self._select(OF_KEY, project, name, key)
+        rows = self._select(OF_KEY, model, key)
         if not rows:
             return None
         if rows[0].request_digest != body_digest:
@@ -93,8 +86,7 @@ class JobQueue:
 
     def insert(
         self,
-        project: str,
-        name: str,
+        model: int,
         key: str | None,
         body_digest: str,
         config: TrainConfig,
@@ -120,8 +112,7 @@ class JobQueue:
             "job_id": job_id,
             "idempotency_key": key,
             "request_digest": body_digest,
-            "project": project,
-            "name": name,
+            "model": model,
             "config": config.model_dump_json(),
             "batch": zlib.compress(payload.batch, 1),
             "trajectories": payload.trajectories,
@@ -133,42 +124,39 @@ class JobQueue:
             "expected_step": expected_step,
         }
         with self._lock, database_errors("the job"):
-            twin = None if key is None else self.find_key(project, name, key, body_digest)
+            twin = None if key is None else self.find_key(model, key, body_digest)
             if twin is not None:
                 return twin
-            self._check_acceptable(project, name, expected_step, newest_step)
+            self._check_acceptable(model, expected_step, newest_step)
             insert(self._db, "jobs", row)
         return self.get(job_id)
 
-    def revive(self, project: str, name: str, key: str, newest_step: Callable[[], int | None]) -> Job | None:
+    def revive(self, model: int, key: str, newest_step: Callable[[], int | None]) -> Job | None:
         """The failed job of a key, queued again as if it was new. None if the key names no failed job any more.
 
         Raises:
             TooMany, Conflict: `insert` would refuse the job.
         """
         with self._lock, database_errors("the job"):
-            for job in self._select(f"{OF_KEY} AND state = 'failed' AND batch IS NOT NULL", project, name, key):
-                self._check_acceptable(project, name, job.expected_step, newest_step)
+            for job in self._select(f"{OF_KEY} AND state = 'failed' AND batch IS NOT NULL", model, key):
+                self._check_acceptable(model, job.expected_step, newest_step)
                 values = {"state": "queued", "attempts": "{}", "place": None, "finished_at": None}
                 self._update(job.job_id, values | NO_PROGRESS, ("failed",))
                 return self.get(job.job_id)
         return None
 
-    def _check_acceptable(
-        self, project: str, name: str, expected_step: int | None, newest_step: Callable[[], int | None]
-    ) -> None:
-        names = self._db.execute(
-            "SELECT name FROM jobs WHERE state IN ('queued', 'running') AND project = ?", (project,)
-        ).fetchall()
-        if len(names) >= self._max_queued:
+    def _check_acceptable(self, model: int, expected_step: int | None, newest_step: Callable[[], int | None]) -> None:
+        ((project, name),) = self._rows("SELECT project, name FROM models WHERE model = ?", model)
+        pending = self._rows(f"SELECT model FROM {JOBS} WHERE state IN ('queued', 'running') AND project = ?", project)
+        if len(pending) >= self._max_queued:
             raise TooMany(
-                f"the queue of project '{project}' is full with {len(names)} jobs: wait until some have ended, cancel some "
+                f"the queue of project '{project}' is full with {len(pending)} jobs: wait until some have ended, cancel some "
                 "(DELETE /api/jobs/JOB), or start the server with a larger --max-queued-jobs",
                 code="queue_full",
             )
         if expected_step is None:
             return
-        if (name,) in map(tuple, names):
+        if (model,) in map(tuple, pending):
             raise step_moved(
                 f"expected_step: model '{project}/{name}' has a job that has not ended and will change its step: wait for "
                 "the job, then send trajectories that were sampled afterwards"
@@ -221,7 +209,7 @@ class JobQueue:
 
     def _waiting(self, where: str, *values: object) -> list[WaitingJob]:
         columns = "job_id, project, name, COALESCE(next_attempt_at, 0), num_tokens, begins"
-        return [WaitingJob(*row) for row in self._rows(f"SELECT {columns} FROM jobs WHERE {where}", *values)]
+        return [WaitingJob(*row) for row in self._rows(f"SELECT {columns} FROM {JOBS} WHERE {where}", *values)]
 
     def tokens_per_second(self) -> float | None:
         """How many tokens the newest steps computed in a second; None before one is done."""
@@ -238,37 +226,31 @@ class JobQueue:
         return self.get(waiting[0].job_id) if waiting else None
 
     @contextlib.contextmanager
-    def held_idle(self, project: str, name: str) -> Iterator[None]:
+    def held_idle(self, model: int) -> Iterator[None]:
         """Locks the queue while a model without jobs is changed; no job is accepted or started meanwhile.
 
         Raises:
             Conflict: jobs of the model wait or run.
         """
-        where = "project = ? AND name = ? AND state IN ('queued', 'running')"
         with self._lock:
-            query = f"SELECT COUNT(*) FROM jobs WHERE {where}"
-            ((count,),) = self._rows(query, project, name)
-            if count:
+            where = "model = ? AND state IN ('queued', 'running')"
+            pending = self._rows(f"SELECT project || '/' || name FROM {JOBS} WHERE {where}", model)
+            if pending:
                 raise Conflict(
-                    f"{count} jobs of model '{project}/{name}' wait or run: repeat the request when they have ended",
+                    f"{len(pending)} jobs of model '{pending[0][0]}' wait or run: repeat the request when they have ended",
                     code="jobs_pending",
                     param="name",
                 )
             yield
 
-    def forget_keys(self, project: str, name: str, after: int = -1) -> None:
-        """Lets the keys of a model's ended jobs name new jobs. `after`: only the keys of jobs whose step is later, because
-        these steps are deleted."""
+    def forget_keys(self, model: int, after: int) -> None:
+        """Lets the keys of a model's ended jobs whose step is later than `after` name new jobs, because these steps are
+        deleted."""
         self._rows(
-            "UPDATE jobs SET idempotency_key = NULL WHERE project = ? AND name = ?"
-            f" AND state IN {ENDED} AND (target_step > ? OR ? < 0)",
-            *(project, name, after, after),
+            f"UPDATE jobs SET idempotency_key = NULL WHERE model = ? AND state IN {ENDED} AND target_step > ?",
+            model,
+            after,
         )
-
-    def rename(self, project: str, name: str, to: str) -> None:
-        """Gives the jobs of a model its new name. Jobs of a deleted model with this name lose their keys."""
-        self.forget_keys(project, to)
-        self._rows("UPDATE jobs SET name = ? WHERE project = ? AND name = ?", to, project, name)
 
     def batch(self, job_id: str) -> bytes:
         """JSON of the job's `trainer_messages.Batch`."""
@@ -365,10 +347,10 @@ class JobQueue:
             Conflict: one of the two jobs is not queued, or they are of two projects, or a job that expects a step would come
                 behind another job of its model.
         """
-        with self._lock, database_errors("the queue"), transaction(self._db):
+        with self.database.changes("the queue"):
             queued = self._db.execute(
-                "SELECT job_id, COALESCE(place, number), name, expected_step FROM jobs WHERE state = 'queued'"
-                " AND project = (SELECT project FROM jobs WHERE job_id = ?) ORDER BY COALESCE(place, number)",
+                f"SELECT job_id, COALESCE(place, number), model, expected_step FROM {JOBS} WHERE state = 'queued'"
+                f" AND project = (SELECT project FROM {JOBS} WHERE job_id = ?) ORDER BY COALESCE(place, number)",
                 (job_id,),
             ).fetchall()
             job_ids = [queued_id for queued_id, *_ in queued]
@@ -399,7 +381,7 @@ class JobQueue:
         """Deletes the payloads of jobs that failed days ago, and the oldest ended jobs. A failed job that a repeated request
         could have run again loses its key, which then names a new job."""
         ended = f"state IN {ENDED}"
-        with self._lock, database_errors("the queue"), transaction(self._db):
+        with self.database.changes("the queue"):
             old = "state = 'failed' AND finished_at < ?"
             before = (clock.now() - FAILED_PAYLOAD_SECONDS,)
             self._db.execute(f"UPDATE jobs SET batch = NULL, trajectories = NULL WHERE {old}", before)
@@ -414,7 +396,7 @@ class JobQueue:
             )
 
     def _select(self, where: str, *values: object) -> list[Job]:
-        return [read_job(row) for row in self._rows(f"SELECT {COLUMNS} FROM jobs WHERE {where}", *values)]
+        return [read_job(row) for row in self._rows(f"SELECT {COLUMNS} FROM {JOBS} WHERE {where}", *values)]
 
     def _rows(self, statement: str, *values: object) -> list[sqlite3.Row]:
         with self._lock, database_errors("the queue"):

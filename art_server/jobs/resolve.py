@@ -408,11 +408,10 @@ class Resolver:
         if record is None:
             return None
         request = record.request
-        if request.project != self._model_id.partition("/")[0]:
+        if request.model is None or request.owner != self._model_id.partition("/")[0]:
             return None  # records of other projects are never used
-        sampled_by = f"{request.project}/{request.name}"
-        if sampled_by != self._model_id:
-            raise ForeignTurn(reasons.other_model(sampled_by))
+        if request.model != self._sources.model:
+            raise ForeignTurn(reasons.other_model(self._sources.name_of(request.model)))
         return recorded_turn(record, is_raw=self._is_raw)
 
     def _record_of_tokens(self, sent: SentTurn) -> ResolvedTurn | None:

@@ -110,8 +110,7 @@ class JobRunner:
         """
         job = await asyncio.to_thread(
             self._queue.insert,
-            model.record.project,
-            model.record.name,
+            model.number,
             key,
             body_digest,
             config,
@@ -128,8 +127,7 @@ class JobRunner:
 
     async def is_repeated(self, model: RegisteredModel, key: str) -> bool:
         """Whether an earlier request with this idempotency key made a job."""
-        record = model.record
-        return await asyncio.to_thread(self._queue.has_key, record.project, record.name, key)
+        return await asyncio.to_thread(self._queue.has_key, model.number, key)
 
     async def find_repeated(self, model: RegisteredModel, key: str | None, body_digest: str) -> Job | None:
         """The job that an earlier request with the same idempotency key made, or None. A job that failed with a
@@ -140,14 +138,13 @@ class JobRunner:
         """
         if key is None:
             return None
-        project, name = model.record.project, model.record.name
-        job = await asyncio.to_thread(self._queue.find_key, project, name, key, body_digest)
+        job = await asyncio.to_thread(self._queue.find_key, model.number, key, body_digest)
         error = None if job is None else job.last_error
         if job is None or job.state != "failed" or error is None or not error.retryable:
             return job
-        revived = await asyncio.to_thread(self._queue.revive, project, name, key, model.folder.newest_step)
+        revived = await asyncio.to_thread(self._queue.revive, model.number, key, model.folder.newest_step)
         if revived is None:  # another request was faster, or the key was forgotten
-            return await asyncio.to_thread(self._queue.find_key, project, name, key, body_digest)
+            return await asyncio.to_thread(self._queue.find_key, model.number, key, body_digest)
         logger.info("job %s is queued again: its request was repeated", revived.job_id)
         await self._report_change(revived.job_id)
         return revived
@@ -235,7 +232,7 @@ class JobRunner:
             return f"another try in {seconds:.0f} s, because {job.last_error.message}"
         if job.state == "running":
             return self._engine.start_waited_for
-        model = self._registry.find(job.project, job.name)
+        model = self._registry.of_number(job.model)
         if model is not None and not is_on_base(self._engine, model):
             return f"base model '{model.record.base_model}', which this server has not loaded"
         ahead = list(itertools.takewhile(lambda earlier: earlier.job_id != job.job_id, waiting))
@@ -284,7 +281,10 @@ class JobRunner:
     async def _run(self, job: Job, trainer: Gang) -> None:
         attempt = None
         try:
-            model = await self._registry.get_whole(job.project, job.name)
+            model = self._registry.of_number(job.model)
+            if model is None:
+                raise self._registry.unknown(job.project, job.name)
+            await self._registry.verify(model)
             attempt = Attempt(
                 job,
                 model,
@@ -322,7 +322,7 @@ class JobRunner:
                 fail = functools.partial(self._queue.set_failed, is_unreadable=True)
                 await asyncio.to_thread(fail, waiting.job_id, error_detail(error))
                 continue
-            model = self._registry.find(job.project, job.name)
+            model = self._registry.of_number(job.model)
             if model is None or is_on_base(self._engine, model) or self._may_have_committed(job):
                 return job
             passed.add(waiting.model_id)
@@ -360,14 +360,14 @@ class JobRunner:
     def _may_have_committed(self, job: Job) -> bool:
         """Whether the job's step is on disk. A step that cannot be read may be the job's, and is not trained again."""
         try:
-            return has_committed(self._registry.find(job.project, job.name), job)
+            return has_committed(self._registry.of_number(job.model), job)
         except (ServerError, OSError, ValueError):
             return True
 
     async def _report_change(self, job_id: str) -> None:
         """Reports the row of a job that has changed."""
         job = await self.get(job_id)
-        self._report(job, self._registry.find(job.project, job.name))
+        self._report(job, self._registry.of_number(job.model))
         self._wake()
 
     def _wake(self) -> None:

@@ -12,6 +12,10 @@ from art_server.ledger.records import Match, Record
 class TokenSources:
     """Where the resolver finds tokens. `render` and `tokenize` call the engine, and block."""
 
+    model: int
+    """The number of the job's model."""
+    name_of: Callable[[int], str]
+    """From a model's number to PROJECT/NAME."""
     find_record: Callable[[str], Record | None]
     find_by_logprobs: Callable[[Sequence[float]], Sequence[Match]]
     """From log-probabilities to records of the job's model, newest first."""

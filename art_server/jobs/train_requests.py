@@ -36,8 +36,12 @@ THREADS = 2
 class TrainRequests:
     """Begins train requests."""
 
-    def __init__(self, *, ledger: Ledger, engine: Fleet, runner: JobRunner, queue: JobQueue):
+    def __init__(
+        self, *, ledger: Ledger, engine: Fleet, runner: JobRunner, queue: JobQueue, name_of: Callable[[int], str]
+    ):
+        """`name_of` is `ModelTable.name_of`."""
         self._ledger = ledger
+        self._name_of = name_of
         self._engine = engine
         self._runner = runner
         self._queue = queue
@@ -46,18 +50,19 @@ class TrainRequests:
     def begin(self, model: RegisteredModel, config: TrainConfig, limits: Limits) -> "NewJob":
         """A request whose groups come one by one."""
         rendering = EngineTokenizer(self._engine, asyncio.get_running_loop())
-        project, name = model.record.project, model.record.name
         sources = TokenSources(
+            model=model.number,
+            name_of=self._name_of,
             find_record=self._ledger.find,
-            find_by_logprobs=functools.partial(self._ledger.find_by_logprobs, project, name),
-            find_by_conversation=functools.partial(self._ledger.find_by_conversation, project, name),
+            find_by_logprobs=functools.partial(self._ledger.find_by_logprobs, model.number),
+            find_by_conversation=functools.partial(self._ledger.find_by_conversation, model.number),
             render=rendering.render,
             tokenize=rendering.tokenize,
             decode=self._ledger.decode,
             end_id=self._ledger.end_id,
             end_ids=self._ledger.end_ids,
             stop_ids=self._ledger.stop_ids,
-            find_unnamed=functools.partial(self._ledger.find_unnamed, project, name),
+            find_unnamed=functools.partial(self._ledger.find_unnamed, model.number),
         )
         resolver = Resolver(config, model.id, sources, limits, functools.partial(self._past_signs, model))
         return NewJob(model, config, resolver=resolver, runner=self._runner, threads=self._threads)

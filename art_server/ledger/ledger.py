@@ -59,7 +59,7 @@ NAMED_CALLS = 200_000
 """Tool calls whose choices are remembered, the latest ones: more than are answered at the same time."""
 
 CHANGED_AT_A_TIME = 5000
-"""Records that `_change` reads at a time."""
+"""Records that `forget_steps` and `find_unnamed` read at a time."""
 
 PRUNED_AT_A_TIME = 500
 """Records that are deleted in one transaction; a thousand take some 50 ms, in which no prompt can be recorded."""
@@ -297,10 +297,10 @@ class Ledger:
 
     def count_unrecorded(self, request: Request, num_choices: int) -> None:
         """Counts choices of a session's request that the agent got, and that have no record."""
-        if request.session is None or request.project is None or request.name is None:
+        if request.session is None or request.model is None:
             return
         with self._lock, tolerated("the number of lost choices"):
-            self._storage.count_lost(request.session, request.project, request.name, UNRECORDED, num_choices)
+            self._storage.count_lost(request.session, request.model, UNRECORDED, num_choices)
 
     def keep_turn(self, request_id: str, turn: dict[str, Any]) -> None:
         """Stores a session's request and its choices as the agent has them."""
@@ -315,19 +315,17 @@ class Ledger:
 
     # --- finding ---
 
-    def find_response(
-        self, owner: str, project: str | None, name: str | None, response_id: str
-    ) -> list[dict[str, Any]] | None:
+    def find_response(self, owner: str, model: int | None, response_id: str) -> list[dict[str, Any]] | None:
         """The items of a model's stored response, and the items of the conversation before; None if there is no response."""
         with self._lock, database_errors("the stored responses"):
             request_id = response_id.removeprefix(conversation.RESPONSE_PREFIX)
-            return self._storage.load_response(owner, project, name, request_id)
+            return self._storage.load_response(owner, model, request_id)
 
-    def find_item(self, owner: str, project: str | None, name: str | None, item_id: str) -> dict[str, Any] | None:
+    def find_item(self, owner: str, model: int | None, item_id: str) -> dict[str, Any] | None:
         """An item that a model's stored response made; None if there is none."""
         with self._lock, database_errors("the stored responses"):
             request_id = self._storage.response_of(item_id)
-            items = None if request_id is None else self._storage.load_response(owner, project, name, request_id)
+            items = None if request_id is None else self._storage.load_response(owner, model, request_id)
         return next((item for item in reversed(items or ()) if item.get("id") == item_id), None)
 
     def find(self, choice: str) -> Record | None:
@@ -336,19 +334,19 @@ class Ledger:
             records = self._storage.select("choice_id = ?", choice)
         return records[0] if records else None
 
-    def find_session(self, project: str, name: str, session: str) -> list[tuple[Record, dict[str, Any]]]:
+    def find_session(self, model: int, session: str) -> list[tuple[Record, dict[str, Any]]]:
         """The choices that one model sampled in a session, in order, without tokens, each with its turn as the agent has
         it (`Storage.load_turn`). Choices whose end did not reach the agent are left out."""
-        return self._find_turns(session, "project = ? AND name = ?", project, name)
+        return self._find_turns(session, "model = ?", model)
 
     def find_other_speakers(
-        self, project: str, name: str, session: str, owner: str
+        self, model: int, project: str, session: str, owner: str
     ) -> list[tuple[Record, dict[str, Any]]]:
         """`find_session` for the project's other models, and for the base model under the keys of `owner`."""
-        where = "((project = ? AND name <> ?) OR (project IS NULL AND owner = ?))"
-        return self._find_turns(session, where, project, name, owner)
+        where = "((model <> ? AND owner = ?) OR (model IS NULL AND owner = ?))"
+        return self._find_turns(session, where, model, project, owner)
 
-    def _find_turns(self, session: str, where: str, *values: str) -> list[tuple[Record, dict[str, Any]]]:
+    def _find_turns(self, session: str, where: str, *values: object) -> list[tuple[Record, dict[str, Any]]]:
         """Reads one turn at a time, because requests wait meanwhile."""
         with self._lock:
             rows = self._storage.db.execute(
@@ -371,16 +369,16 @@ class Ledger:
                 recorded.append((record, turn))
         return recorded
 
-    def count_answers(self, session: str) -> dict[tuple[str, str | None, str | None], int]:
-        """The number of choices in a session, of any model: by owner, project and name, which are None for the base model."""
+    def count_answers(self, session: str) -> dict[tuple[str, int | None], int]:
+        """The number of choices in a session, of any model: by owner and the model's number, None for the base model."""
         with self._lock:
             rows = self._storage.db.execute(
-                "SELECT owner, project, name, COUNT(*) FROM records WHERE session = ? GROUP BY owner, project, name",
+                "SELECT owner, model, COUNT(*) FROM records WHERE session = ? GROUP BY owner, model",
                 (session,),
             ).fetchall()
-        return {(owner, project, name): count for owner, project, name, count in rows}
+        return {(owner, model): count for owner, model, count in rows}
 
-    def find_unnamed(self, project: str, name: str, since: int) -> list[str]:
+    def find_unnamed(self, model: int, since: int) -> list[str]:
         """The ids of the choices that a model's requests without a session got. Only requests that came at `since`
         (`clock.tick`) or later count. Reads some records at a time, newest first, because requests wait meanwhile."""
         with self._lock:
@@ -390,9 +388,9 @@ class Ledger:
             start = stop - CHANGED_AT_A_TIME
             with self._lock:
                 rows = self._storage.db.execute(
-                    "SELECT choice_id, requested_at, session IS NULL AND is_delivered AND project IS ? AND name IS ?"
+                    "SELECT choice_id, requested_at, session IS NULL AND is_delivered AND model IS ?"
                     " FROM records WHERE number > ? AND number <= ?",
-                    (project, name, start, stop),
+                    (model, start, stop),
                 ).fetchall()
             later = [(choice, is_unnamed) for choice, requested_at, is_unnamed in rows if (requested_at or 0) >= since]
             unnamed += [choice for choice, is_unnamed in later if is_unnamed]
@@ -401,56 +399,45 @@ class Ledger:
             stop = start if later else 0
         return unnamed
 
-    def lost_choices(self, project: str, name: str, session: str) -> dict[str, int]:
+    def lost_choices(self, model: int, session: str) -> dict[str, int]:
         """The number of choices that the agent got from a model in a session, and that the ledger does not have, by
         reason."""
         with self._lock:
-            return self._storage.lost_choices(project, name, session)
+            return self._storage.lost_choices(model, session)
 
-    def find_by_logprobs(self, project: str, name: str, logprobs: Sequence[float]) -> list[Match]:
+    def find_by_logprobs(self, model: int, logprobs: Sequence[float]) -> list[Match]:
         """A model's records with these log-probabilities, newest first. They are not loaded, because a frequent answer has
         thousands."""
         # The index is named: SQLite cannot know that few records have equal log-probabilities.
         fingerprint = conversation.fingerprint(logprobs)
-        return self._find_matches("records_by_fingerprint", project, name, fingerprint=fingerprint)
+        return self._find_matches("records_by_fingerprint", model, fingerprint=fingerprint)
 
-    def find_by_conversation(self, project: str, name: str, prefix_digest: bytes, answer_digest: bytes) -> list[Match]:
+    def find_by_conversation(self, model: int, prefix_digest: bytes, answer_digest: bytes) -> list[Match]:
         """A model's records of this answer to this conversation, newest first."""
         digests = {"prefix_digest": prefix_digest, "answer_digest": answer_digest}
-        return self._find_matches("records_by_conversation", project, name, **digests)
+        return self._find_matches("records_by_conversation", model, **digests)
 
-    def _find_matches(self, index: str, project: str, name: str, **wanted: bytes) -> list[Match]:
+    def _find_matches(self, index: str, model: int, **wanted: bytes) -> list[Match]:
         where = " AND ".join(f"{column} = ?" for column in wanted)
         with self._lock:
             rows = self._storage.db.execute(
                 "SELECT choice_id, step, prompt, tokens, prefix_digest, answer_digest"
-                f" FROM records INDEXED BY {index} WHERE {where} AND project = ? AND name = ?"
+                f" FROM records INDEXED BY {index} WHERE {where} AND model = ?"
                 " ORDER BY number DESC LIMIT ?",
-                (*wanted.values(), project, name, MAX_MATCHES),
+                (*wanted.values(), model, MAX_MATCHES),
             ).fetchall()
         return [Match(**dict(row), load=functools.partial(self.find, row[0])) for row in rows]
 
-    def forget_steps(self, project: str, name: str, after: int = -1) -> None:
-        """Forgets which step sampled the records of a model's steps later than `after`: their numbers will be used again."""
-        self._change("step = NULL", "project = ? AND name = ? AND step > ?", project, name, after)
-
-    def rename(self, project: str, name: str, to: str) -> None:
-        """Gives the records of a model its new name."""
-        self._change("name = ?", "project = ? AND name = ?", to, project, name)
-        with self._lock, database_errors("the records"):
-            self._storage.db.execute(
-                "UPDATE OR REPLACE lost_choices SET name = ? WHERE project = ? AND name = ?", (to, project, name)
-            )
-
-    def _change(self, change: str, where: str, *values: object) -> None:
-        """Changes records, a few at a time, because requests wait meanwhile."""
+    def forget_steps(self, model: int, after: int) -> None:
+        """Forgets which step sampled the records of a model's steps later than `after`: their numbers will be used again.
+        Changes a few records at a time, because requests wait meanwhile."""
         with self._lock, database_errors("the records"):
             (last,) = self._storage.db.execute("SELECT COALESCE(MAX(number), 0) FROM records").fetchone()
         for start in range(0, last + 1, CHANGED_AT_A_TIME):
-            stop = start + CHANGED_AT_A_TIME
             with self._lock, database_errors("the records"):
                 self._storage.db.execute(
-                    f"UPDATE records SET {change} WHERE {where} AND number >= {start} AND number < {stop}", values
+                    "UPDATE records SET step = NULL WHERE model = ? AND step > ? AND number >= ? AND number < ?",
+                    (model, after, start, start + CHANGED_AT_A_TIME),
                 )
 
     # --- keeping within bounds ---

@@ -21,12 +21,12 @@ class Request:
     request_id: str
     """32 hexadecimal digits, chosen by the proxy."""
     api: str
-    project: str | None
-    name: str | None
+    model: int | None
+    """The model's number, which stays when the model is renamed."""
     step: int | None
-    """Project, name and step are None for the base model."""
+    """Model and step are None for the base model."""
     owner: str
-    """The project, for all of its keys; for the base model a name of the caller's key."""
+    """The model's project, for all of its keys; for the base model a name of the caller's key."""
     session: str | None = None
     prefix_digest: bytes = conversation.EMPTY
     """Digest of the conversation that the request carries."""

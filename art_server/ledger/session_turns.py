@@ -45,9 +45,9 @@ class SessionTurn:
     """Why the agent discarded the answer, or an earlier one of its conversation."""
 
     @property
-    def speaker(self) -> tuple[str | None, str | None]:
-        """The model that sampled the choice."""
-        return self.record.request.project, self.record.request.name
+    def speaker(self) -> int | None:
+        """The number of the model that sampled the choice; None for the base model."""
+        return self.record.request.model
 
     @property
     def is_kept(self) -> bool:

@@ -37,15 +37,15 @@ Recorded = tuple[Record, dict[str, Any]]
 """A choice's record, and its turn as the agent has it."""
 
 
-def read_session(ledger: Ledger, project: str, name: str, session: str, owner: str) -> SessionReply:
-    """A model's conversations in a session (blocking). `owner` is the caller's `Request.owner`, under which the
-    base model's answers are recorded."""
-    recorded = ledger.find_session(project, name, session)
-    others = ledger.find_other_speakers(project, name, session, owner)
-    reply = session_trajectory(recorded, others, ledger.lost_choices(project, name, session))
+def read_session(ledger: Ledger, model: int, project: str, session: str, owner: str) -> SessionReply:
+    """The conversations of a model of a project in a session (blocking). `owner` is the caller's `Request.owner`, under which
+    the base model's answers are recorded."""
+    recorded = ledger.find_session(model, session)
+    others = ledger.find_other_speakers(model, project, session, owner)
+    reply = session_trajectory(recorded, others, ledger.lost_choices(model, session))
     if recorded or reply.unused:
         return reply
-    choices = ledger.find_unnamed(project, name, clock.tick() - UNNAMED_SECONDS * 1_000_000)
+    choices = ledger.find_unnamed(model, clock.tick() - UNNAMED_SECONDS * 1_000_000)
     return reply.model_copy(update={"num_unnamed_requests": num_requests(choices)})
 
 

@@ -21,7 +21,17 @@ from art_server.ledger.records import PRUNED, UNRECORDED, Prompt, Record, Reques
 from art_server.process.shared.kept_set import MASK
 from art_server.store.database import insert, open_database, transaction
 
-SCHEMA = """
+LOST_CHOICES = """
+CREATE TABLE IF NOT EXISTS lost_choices (  -- of sessions, how many choices the ledger does not have
+    number INTEGER PRIMARY KEY,
+    session TEXT NOT NULL,
+    model INTEGER NOT NULL,
+    reason TEXT NOT NULL,
+    num_choices INTEGER NOT NULL,
+    UNIQUE (session, model, reason)
+);
+"""
+SCHEMA = f"""{LOST_CHOICES}
 CREATE TABLE IF NOT EXISTS prompts (
     number INTEGER PRIMARY KEY AUTOINCREMENT,  -- not reused after a deletion, because open requests hold it
     digest BLOB NOT NULL UNIQUE,
@@ -36,8 +46,7 @@ CREATE TABLE IF NOT EXISTS records (
     request_id TEXT NOT NULL,  -- choice ids begin with it, so it needs no index
     api TEXT NOT NULL,
     owner TEXT NOT NULL,
-    project TEXT,
-    name TEXT,
+    model INTEGER,  -- its number in the server's database
     step INTEGER,
     session TEXT,
     created_at REAL NOT NULL,
@@ -94,15 +103,6 @@ CREATE TABLE IF NOT EXISTS response_items (
     item_id TEXT PRIMARY KEY,
     request_id TEXT NOT NULL  -- the response that made the item
 );
-CREATE TABLE IF NOT EXISTS lost_choices (  -- of sessions, how many choices the ledger does not have
-    number INTEGER PRIMARY KEY,
-    session TEXT NOT NULL,
-    project TEXT NOT NULL,
-    name TEXT NOT NULL,
-    reason TEXT NOT NULL,
-    num_choices INTEGER NOT NULL,
-    UNIQUE (session, project, name, reason)
-);
 CREATE INDEX IF NOT EXISTS conversations_by_parent ON conversations (parent) WHERE parent IS NOT NULL;
 CREATE INDEX IF NOT EXISTS turns_by_conversation ON turns (conversation) WHERE conversation IS NOT NULL;
 CREATE INDEX IF NOT EXISTS turns_by_tools ON turns (tools) WHERE tools IS NOT NULL;
@@ -132,7 +132,7 @@ USED_SECONDS = 3600.0
 """A kept set's `used_at` is updated when it is older than this."""
 
 HEADING = (
-    "choice_id, request_id, api, project, name, step, owner, session, prefix_digest, requested_at, finish_reason,"
+    "choice_id, request_id, api, model, step, owner, session, prefix_digest, requested_at, finish_reason,"
     " created_at, continues, link, answer_digest, is_delivered, delivered_at"
 )
 """The columns of `find_heading`."""
@@ -274,8 +274,7 @@ class Storage:
                 "request_id": request.request_id,
                 "api": request.api,
                 "owner": request.owner,
-                "project": request.project,
-                "name": request.name,
+                "model": request.model,
                 "step": request.step,
                 "session": request.session,
                 "created_at": record.created_at,
@@ -440,9 +439,9 @@ class Storage:
             session, of_session = "AND session = ?", (request.session,)
         return self.db.execute(
             "SELECT choice_id, prompt, tokens, prefix_digest, answer_digest, continues"
-            f" FROM records {index} WHERE {where} {session} AND owner = ? AND project IS ? AND name IS ?"
+            f" FROM records {index} WHERE {where} {session} AND owner = ? AND model IS ?"
             " ORDER BY number DESC LIMIT ?",
-            (*values, *of_session, request.owner, request.project, request.name, limit),
+            (*values, *of_session, request.owner, request.model, limit),
         ).fetchall()
 
     # --- sessions ---
@@ -537,12 +536,12 @@ class Storage:
                 row = {"item_id": item_id, "request_id": request_id}
                 insert(self.db, "response_items", row, or_else="REPLACE")
 
-    def load_response(self, owner: str, project: str | None, name: str | None, request_id: str) -> list[Any] | None:
+    def load_response(self, owner: str, model: int | None, request_id: str) -> list[Any] | None:
         """What `store_response` stored of a model's response; None if there is nothing."""
         row = self.db.execute(
             "SELECT items FROM responses JOIN records ON choice_id = responses.request_id || '-0'"
-            " WHERE responses.request_id = ? AND owner = ? AND project IS ? AND name IS ?",
-            (request_id, owner, project, name),
+            " WHERE responses.request_id = ? AND owner = ? AND model IS ?",
+            (request_id, owner, model),
         ).fetchone()
         if row is None:
             return None
@@ -560,26 +559,26 @@ class Storage:
         row = self.db.execute("SELECT request_id FROM response_items WHERE item_id = ?", (item_id,)).fetchone()
         return None if row is None else row[0]
 
-    def count_lost(self, session: str, project: str, name: str, reason: str, num_choices: int) -> None:
+    def count_lost(self, session: str, model: int, reason: str, num_choices: int) -> None:
         """Adds to the number of choices of a session that the ledger does not have."""
         self.db.execute(
-            "INSERT INTO lost_choices (session, project, name, reason, num_choices) VALUES (?, ?, ?, ?, ?)"
-            " ON CONFLICT (session, project, name, reason) DO UPDATE SET num_choices = num_choices + excluded.num_choices",
-            (session, project, name, reason, num_choices),
+            "INSERT INTO lost_choices (session, model, reason, num_choices) VALUES (?, ?, ?, ?)"
+            " ON CONFLICT (session, model, reason) DO UPDATE SET num_choices = num_choices + excluded.num_choices",
+            (session, model, reason, num_choices),
         )
 
-    def lost_choices(self, project: str, name: str, session: str) -> dict[str, int]:
+    def lost_choices(self, model: int, session: str) -> dict[str, int]:
         """The number of delivered choices of a session that the ledger does not have, by reason."""
         lost = dict(
             self.db.execute(
-                "SELECT reason, num_choices FROM lost_choices WHERE session = ? AND project = ? AND name = ?",
-                (session, project, name),
+                "SELECT reason, num_choices FROM lost_choices WHERE session = ? AND model = ?",
+                (session, model),
             ).fetchall()
         )
         (num_without_turn,) = self.db.execute(
-            "SELECT COUNT(*) FROM records INDEXED BY records_by_session WHERE session = ? AND project = ? AND name = ?"
+            "SELECT COUNT(*) FROM records INDEXED BY records_by_session WHERE session = ? AND model = ?"
             " AND is_delivered AND NOT EXISTS (SELECT 1 FROM turns WHERE turns.request_id = records.request_id)",
-            (session, project, name),
+            (session, model),
         ).fetchone()
         if num_without_turn:
             lost[UNRECORDED] = lost.get(UNRECORDED, 0) + num_without_turn
@@ -604,12 +603,12 @@ class Storage:
         choices, prompts, requests = (json.dumps(list(set(column))) for column in zip(*rows, strict=True))
         with transaction(self.db):
             of_sessions = self.db.execute(
-                f"SELECT session, project, name, COUNT(*) FROM records WHERE number {IN_LIST} AND is_delivered"
-                " AND session IS NOT NULL AND project IS NOT NULL GROUP BY session, project, name",
+                f"SELECT session, model, COUNT(*) FROM records WHERE number {IN_LIST} AND is_delivered"
+                " AND session IS NOT NULL AND model IS NOT NULL GROUP BY session, model",
                 (json.dumps(numbers),),
             ).fetchall()
-            for session, project, name, num_choices in of_sessions:
-                self.count_lost(session, project, name, PRUNED, num_choices)
+            for session, model, num_choices in of_sessions:
+                self.count_lost(session, model, PRUNED, num_choices)
             self.db.execute(
                 "DELETE FROM lost_choices WHERE number <= (SELECT MAX(number) FROM lost_choices) - ?",
                 (COUNTED_SESSIONS,),
@@ -660,7 +659,7 @@ class Storage:
 
 
 def _request(row: sqlite3.Row) -> Request:
-    names = ("request_id", "api", "project", "name", "step", "owner", "session", "prefix_digest")
+    names = ("request_id", "api", "model", "step", "owner", "session", "prefix_digest")
     return Request(**{name: row[name] for name in (*names, "requested_at")})
 
 

@@ -2,9 +2,10 @@
 
 import contextlib
 import sqlite3
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from art_server.errors import StorageFull, Unavailable, UsageError
 
@@ -44,9 +45,9 @@ def unread_version(what: str) -> UsageError:
     )
 
 
-def column_names(database: sqlite3.Connection, table: str) -> set[str]:
-    """The columns of a table; none if it does not exist."""
-    return {row[1] for row in database.execute(f"PRAGMA table_info({table})")}
+def column_names(database: sqlite3.Connection, table: str, schema: str = "main") -> set[str]:
+    """The columns of a table; none if it does not exist. `schema` is the name of an attached database."""
+    return {row[1] for row in database.execute(f"PRAGMA {schema}.table_info({table})")}
 
 
 def insert(
@@ -67,6 +68,38 @@ def transaction(database: sqlite3.Connection) -> Iterator[None]:
     database.execute("BEGIN IMMEDIATE")
     with database:
         yield
+
+
+class Database:
+    """A database that several threads share: one statement or transaction runs at a time."""
+
+    def __init__(self, connection: sqlite3.Connection):
+        self.connection = connection
+        self.lock = threading.RLock()
+
+    def close(self) -> None:
+        with self.lock:
+            self.connection.close()
+
+    def select(self, statement: str, *values: object) -> list[Any]:  # Any: rows of the statement's columns
+        with self.lock:
+            return self.connection.execute(statement, values).fetchall()
+
+    @contextlib.contextmanager
+    def changes(self, what: str) -> Iterator[sqlite3.Connection]:
+        """Inside the block all statements of this thread are one transaction. A block within a block belongs to the outer
+        block's transaction.
+
+        Raises:
+            StorageFull: the disk is full, read-only or broken.
+            Unavailable: another program locks the file.
+        """
+        with self.lock:
+            if self.connection.in_transaction:
+                yield self.connection
+                return
+            with database_errors(what), transaction(self.connection):
+                yield self.connection
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The history: the metrics of each step of each model, as rows of `PATH/.server/history.sqlite`.
+"""The history: the metrics of each step of each model, as rows of the server's database.
 
 A model's history.jsonl is the export of its rows, one line for each train and log call. A folder whose models are in no
 table (a program without a server, `art view`) is read by importing these files.
@@ -8,34 +8,17 @@ import contextlib
 import json
 import logging
 import math
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from art_protocol.history import history_row
-from art_server.store.database import database_errors, open_database, transaction
+from art_server.store.database import Database
 from art_server.store.model_folder import ModelFolder
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS steps (
-    model TEXT NOT NULL,        -- PROJECT/NAME
-    step INTEGER NOT NULL,
-    recorded_at TEXT,           -- of the step's first train or log call
-    job_id TEXT,                -- the job that made the step
-    PRIMARY KEY (model, step)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS metrics (
-    model TEXT NOT NULL,
-    name TEXT NOT NULL,
-    step INTEGER NOT NULL,
-    value REAL,                 -- the newest of the step; NULL if it is no finite number
-    PRIMARY KEY (model, name, step)
-) WITHOUT ROWID;
-"""
 TABLES = ("steps", "metrics")
 BEST_METRICS = ("val/reward", "train/reward")
 """The best step is judged by the first of these that the history has."""
@@ -45,94 +28,80 @@ Ranking = tuple[str | None, list[int]]
 
 
 class HistoryTable:
-    """The rows of all models. `file` None: a temporary table."""
+    """The rows of all models. A model is named by its number."""
 
-    def __init__(self, file: Path | None) -> None:
-        self._database = open_database(file, SCHEMA, is_durable=True)
-        self._lock = threading.Lock()
-        self._rankings: dict[str, Ranking] = {}
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._rankings: dict[int, Ranking] = {}
         """The ranking of each model, until the model's rows change: each request for "NAME@best" needs a ranking."""
 
-    def of(self, folder: ModelFolder) -> "MetricHistory":
+    def of(self, model: int, folder: ModelFolder) -> "MetricHistory":
         """The history of one model."""
-        return MetricHistory(self, folder)
+        return MetricHistory(self, model, folder)
 
-    def close(self) -> None:
-        self._database.close()
+    def import_missing(self, model: int, folder: ModelFolder) -> None:
+        """Imports a model's history.jsonl if the model has no rows."""
+        with self._database.changes("the history"):
+            if not self.select("SELECT 1 FROM steps WHERE model = ? LIMIT 1", model):
+                self.insert(model, read_history_file(folder.history_file))
 
-    def import_missing(self, folders: Sequence[ModelFolder]) -> None:
-        """Imports the history.jsonl of models without rows, and deletes the rows of models without this file (their folder
-        was deleted or replaced), in one transaction."""
-        known = {model for (model,) in self.select("SELECT DISTINCT model FROM steps")}
-        there = {folder.model_id: folder for folder in folders if folder.has_history()}
-        with self.changes(*(known - there.keys())):
-            for model in known - there.keys():
-                self.delete(model)
-            for model in there.keys() - known:
-                self.insert(model, read_history_file(there[model].history_file))
-
-    def replace(self, folder: ModelFolder) -> None:
+    def replace(self, model: int, folder: ModelFolder) -> None:
         """Imports a model's history.jsonl in place of its rows."""
-        with self.changes(folder.model_id):
-            self.delete(folder.model_id)
-            self.insert(folder.model_id, read_history_file(folder.history_file))
+        with self.changes(model):
+            self.delete(model)
+            self.insert(model, read_history_file(folder.history_file))
 
-    def ranking(self, model: str) -> Ranking:
+    def select(self, query: str, *values: object) -> list[Any]:  # Any: rows of the query's columns
+        return self._database.select(query, *values)
+
+    def ranking(self, model: int) -> Ranking:
         """See `MetricHistory.ranking`."""
         known = self._rankings.get(model)
         if known is None:
-            with self._lock:  # which a change of the rows holds
+            with self._database.lock:  # which a change of the rows holds
                 known = None, []
                 for metric in BEST_METRICS:
-                    steps = [step for step, _ in self._database.execute(*means_of(model, metric))]
+                    query, values = means_of(model, metric)
+                    steps = [step for step, _ in self.select(query, *values)]
                     if steps:
                         known = metric, steps
                         break
                 self._rankings[model] = known
         return known
 
-    def select(self, query: str, *values: object) -> list[Any]:  # Any: rows of the query's columns
-        with self._lock:
-            return self._database.execute(query, values).fetchall()
-
     @contextlib.contextmanager
-    def changes(self, *models: str) -> Iterator[None]:
-        """Inside the block all changes of these models' rows are one transaction.
+    def changes(self, model: int) -> Iterator[None]:
+        """Inside the block all changes of a model's rows are one transaction.
 
         Raises:
             StorageFull: the disk is full, read-only or broken.
             Unavailable: another program locks the file.
         """
-        with self._lock, database_errors("the history"), transaction(self._database):
+        with self._database.changes("the history"):
             yield
-            for model in models:
-                self._rankings.pop(model, None)
+            self._rankings.pop(model, None)
 
-    def delete(self, model: str, after: int = -1) -> None:
+    def delete(self, model: int, after: int = -1) -> None:
         """Deletes the rows of the steps behind `after`. Within `changes`."""
         for table in TABLES:
-            self._database.execute(f"DELETE FROM {table} WHERE model = ? AND step > ?", (model, after))
+            self._database.connection.execute(f"DELETE FROM {table} WHERE model = ? AND step > ?", (model, after))
 
-    def rename(self, model: str, to: str) -> None:
-        """Gives the rows of a model another id. Within `changes`."""
-        for table in TABLES:
-            self._database.execute(f"UPDATE {table} SET model = ? WHERE model = ?", (to, model))
-
-    def insert(self, model: str, rows: Iterable[dict[str, Any]]) -> None:
+    def insert(self, model: int, rows: Iterable[dict[str, Any]]) -> None:
         """Adds rows as history.jsonl has them. Within `changes`."""
+        connection = self._database.connection
         for row in rows:
             step = row["step"]
             job_id, recorded_at = _text(row.get("job_id")), _text(row.get("recorded_at"))
             if job_id is not None and self.job_of(model, step) not in (None, job_id):
                 # An earlier job made a step of this number, which was lost: its metrics do not belong to this step.
                 for table in TABLES:
-                    self._database.execute(f"DELETE FROM {table} WHERE model = ? AND step = ?", (model, step))
-            self._database.execute(
+                    connection.execute(f"DELETE FROM {table} WHERE model = ? AND step = ?", (model, step))
+            connection.execute(
                 "INSERT INTO steps VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
                 "recorded_at = coalesce(recorded_at, excluded.recorded_at), job_id = coalesce(job_id, excluded.job_id)",
                 (model, step, recorded_at, job_id),
             )
-            self._database.executemany(
+            connection.executemany(
                 "INSERT INTO metrics VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET value = excluded.value",
                 [
                     (model, name, step, finite_number(value))
@@ -141,19 +110,17 @@ class HistoryTable:
                 ],
             )
 
-    def job_of(self, model: str, step: int) -> str | None:
+    def job_of(self, model: int, step: int) -> str | None:
         """The job that made a step. Within `changes`."""
-        query = "SELECT job_id FROM steps WHERE model = ? AND step = ?"
-        row = self._database.execute(query, (model, step)).fetchone()
-        return None if row is None else row[0]
+        rows = self.select("SELECT job_id FROM steps WHERE model = ? AND step = ?", model, step)
+        return rows[0][0] if rows else None
 
 
 class MetricHistory:
     """The history of one model."""
 
-    def __init__(self, table: HistoryTable, folder: ModelFolder) -> None:
-        self._table, self._folder = table, folder
-        self._model = folder.model_id
+    def __init__(self, table: HistoryTable, model: int, folder: ModelFolder) -> None:
+        self._table, self._model, self._folder = table, model, folder
 
     # --- changes ---
 
@@ -178,16 +145,6 @@ class MetricHistory:
         """Deletes the rows of later steps."""
         with self._table.changes(self._model):
             self._table.delete(self._model, after=step)
-
-    def delete(self) -> None:
-        """Deletes all rows."""
-        self.roll_back(-1)
-
-    def rename(self, model: str) -> None:
-        """Gives the rows to the model with another id, in place of that model's rows."""
-        with self._table.changes(self._model, model):
-            self._table.delete(model)
-            self._table.rename(self._model, model)
 
     # --- what it has ---
 
@@ -264,7 +221,7 @@ class MetricHistory:
         return next((step for step in ranked if step in kept), None)
 
 
-def means_of(model: str, metric: str) -> tuple[str, tuple[object, ...]]:
+def means_of(model: int, metric: str) -> tuple[str, tuple[object, ...]]:
     """The query of `MetricHistory.means`, and its values."""
     query = """
         SELECT CAST(coalesce(sampled.value, metrics.step) AS INTEGER) AS earned_by, avg(metrics.value) AS mean

@@ -55,7 +55,7 @@ class ModelRecord(BaseModel):
     always_logprobs: bool = False
     """Set for the ART wire, whose clients read a choice's log-probabilities without requesting them."""
     created_at: float = 0.0
-    """Seconds since 1970. Earlier jobs belong to a deleted model with this name."""
+    """Seconds since 1970. If the time differs from that of the server's database, the folder is another model's."""
 
 
 class CheckpointRecord(BaseModel):
@@ -115,17 +115,17 @@ class ModelFolder:
         files.write_json(self.path / "model.json", record.model_dump(mode="json"))
 
     def read(self) -> ModelRecord:
-        """The registration, with the names of the folder's path: a crash may have ended a change of name before model.json was
-        written."""
+        """The registration, with the names of the folder's path: the model may have been renamed."""
         record = ModelRecord.model_validate_json((self.path / "model.json").read_text())
         return record.model_copy(update={"project": self.project, "name": self.name})
 
     def rename(self, name: str) -> "ModelFolder":
-        """Gives the folder another name in its project."""
+        """Gives the folder another name in its project; does nothing if there is a folder of this name, or none to rename.
+        model.json keeps the name that was registered."""
         renamed = ModelFolder(self.path.parents[2], self.project, name)
-        os.rename(self.path, renamed.path)
-        files.sync(renamed.path.parent)
-        files.write_json(renamed.path / "model.json", renamed.read().model_dump(mode="json"))
+        if self.path.exists() and not renamed.path.exists():
+            os.rename(self.path, renamed.path)
+            files.sync(renamed.path.parent)
         return renamed
 
     def read_about(self) -> About:

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from art_protocol.wire import NAME_PATTERN, NAME_RULE, LoRAConfig
-from art_server.errors import Conflict, InvalidInput, NotFound
+from art_server.errors import Conflict, InvalidInput, NotFound, ServerError
 from art_server.store import files
 from art_server.store.history import BEST_METRICS, HistoryTable, MetricHistory
 from art_server.store.model_folder import ModelFolder, ModelRecord, list_model_folders
+from art_server.store.model_table import ModelTable
+from art_server.store.server_database import open_server_database
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ ARTS_STEP = re.compile(r":step([0-9]+)$")
 class RegisteredModel:
     """A registered model. `step` is the step that serves: requests without `@k` get this step."""
 
+    number: int
+    """Stays when the model is renamed. Jobs, metrics and the ledger's records refer to the number."""
     folder: ModelFolder
     record: ModelRecord
     step: int
@@ -136,29 +140,60 @@ def check_case(known: Sequence[ModelFolder], new: ModelFolder) -> None:
 class Registry:
     """All models under the server's path, read once at start."""
 
-    def __init__(self, root: Path, forget_steps: Callable[[str, str, int], None] | None = None):
-        """`forget_steps(PROJECT, NAME, STEP)` is called in a thread before the broken steps after STEP are set aside, because
-        their numbers will be used again. If the server dies in between, the next server calls it again."""
+    def __init__(self, root: Path, forget_steps: Callable[[int, int], None] = lambda model, step: None):
+        """`forget_steps(MODEL, STEP)` is called in a thread before the broken steps of a model (its number) after STEP are set
+        aside, because their numbers will be used again. If the server dies in between, the next server calls it again."""
         self._root = root.absolute()
-        self._models: dict[tuple[str, str], RegisteredModel] = {}
+        self._models: dict[int, RegisteredModel] = {}
+        """By number."""
         self.models_lock = asyncio.Lock()
         """Held while the files of a model are created or deleted, and across nothing else."""
         self._forget_steps = forget_steps
-        self.history = HistoryTable(self._root / ".server" / "history.sqlite")
+        self.database = open_server_database(self._root)
+        self.table = ModelTable(self.database)
+        self._history = HistoryTable(self.database)
         for models_dir in self._root.glob("*/models"):
             files.clear_temporary(models_dir)
             files.clear_graves(models_dir)
-        folders = list_model_folders(self._root)
-        self.history.import_missing(folders)
-        for folder in folders:
+        for row in self.table.rows():
+            self.settle(row.model)
+        with self.database.changes("the models"):
+            self._find_models()
+
+    def _find_models(self) -> None:
+        """Finds the folders of all models. A folder gets a new number if its model is in no row: an earlier version or `art
+        import` made the folder, or a person copied the folder to this path."""
+        rows = {(row.project, row.name): row for row in self.table.rows()}
+        for folder in list_model_folders(self._root):
             folder.clear_temporary()
             files.clear_graves(folder.checkpoints_dir)
-            if (newest := folder.newest_step()) is not None:
-                record, history = folder.read(), self.history.of(folder)
-                model = RegisteredModel(folder, record, newest, history, is_verified=False)
-                self._models[folder.project, folder.name] = model
-            else:
+            if (newest := folder.newest_step()) is None:
                 logger.error(NOTHING_WHOLE, folder.model_id)
+                continue
+            record, row = folder.read(), rows.get((folder.project, folder.name))
+            if row is not None and row.registered_at == record.created_at:
+                number = row.model
+            else:
+                number = self.table.add(record)
+            self._history.import_missing(number, folder)
+            model = self._models[number] = self._make_model(number, folder, record, newest)
+            model.is_verified = False
+
+    def settle(self, number: int) -> None:
+        """Makes a model's folder follow the model's row, which a rename or a rollback has changed. Changes nothing if the
+        folder is as the row says; after a crash a second call does the rest."""
+        row = self.table.read(number)
+        if row.folder == row.name and row.rolled_back_to is None:
+            return
+        folder = ModelFolder(self._root, row.project, row.folder)
+        if row.folder != row.name:
+            folder = folder.rename(row.name)
+        if row.rolled_back_to is not None:
+            folder.roll_back(row.rolled_back_to)
+        self.table.settle(number)
+
+    def _make_model(self, number: int, folder: ModelFolder, record: ModelRecord, step: int) -> RegisteredModel:
+        return RegisteredModel(number, folder, record, step, self._history.of(number, folder))
 
     async def verify(self, model: RegisteredModel) -> None:
         """Compares the files of a model's newest step with their digests, at the model's first use after the start: a start
@@ -172,14 +207,15 @@ class Registry:
         async with model.verify_lock:
             if model.is_verified:
                 return
+            await asyncio.to_thread(self.settle, model.number)
             faults = await asyncio.to_thread(model.folder.newest_faults)
             newest = max((step for step in model.folder.steps() if step not in faults), default=None)
-            if faults and newest is not None and self._forget_steps is not None:
-                await asyncio.to_thread(self._forget_steps, model.record.project, model.record.name, newest)
+            if faults and newest is not None:
+                await asyncio.to_thread(self._forget_steps, model.number, newest)
             await asyncio.to_thread(model.folder.set_broken_aside, faults)
             if newest is None:
                 logger.error(NOTHING_WHOLE, model.id)
-                self._models.pop((model.record.project, model.record.name), None)
+                self._models.pop(model.number, None)
                 raise NotFound(
                     f"model '{model.id}' has no whole checkpoint: all were set aside in {model.folder.checkpoints_dir}",
                     code="unknown_model",
@@ -198,7 +234,13 @@ class Registry:
         ]
 
     def find(self, project: str, name: str) -> RegisteredModel | None:
-        return self._models.get((project, name))
+        names = (project, name)
+        models = list(self._models.values())  # a thread deletes models
+        return next((model for model in models if (model.record.project, model.record.name) == names), None)
+
+    def of_number(self, number: int) -> RegisteredModel | None:
+        """The model with this number; None if it is deleted, or no step of it is whole."""
+        return self._models.get(number)
 
     async def find_whole(self, project: str, name: str) -> RegisteredModel | None:
         """As `find`, verified; None also for a model without a whole step."""
@@ -218,17 +260,18 @@ class Registry:
         check_name(name, "name")
         model = self.find(project, name)
         if model is None:
-            # Only names of this project: the caller may not see others.
-            meant = nearest(
-                name, [known.id for known in list(self._models.values()) if known.record.project == project]
-            )
-            raise NotFound(
-                f"no model '{project}/{name}' is registered here; register it first (model.register(backend))"
-                + (f". Did you mean '{meant}'?" if meant else ""),
-                code="unknown_model",
-                param="name",
-            )
+            raise self.unknown(project, name)
         return model
+
+    def unknown(self, project: str, name: str) -> NotFound:
+        """The refusal of a name. It names models of the same project only: the caller may not see others."""
+        meant = nearest(name, [known.id for known in list(self._models.values()) if known.record.project == project])
+        return NotFound(
+            f"no model '{project}/{name}' is registered here; register it first (model.register(backend))"
+            + (f". Did you mean '{meant}'?" if meant else ""),
+            code="unknown_model",
+            param="name",
+        )
 
     async def get_whole(self, project: str, name: str) -> RegisteredModel:
         """As `get`, verified.
@@ -239,6 +282,11 @@ class Registry:
         model = self.get(project, name)
         await self.verify(model)
         return model
+
+    def history_of(self, folder: ModelFolder) -> MetricHistory | None:
+        """The history of the model that has a folder; None if the folder's model is not registered."""
+        model = self.find(folder.project, folder.name)
+        return None if model is None else model.history
 
     def folder(self, project: str, name: str) -> ModelFolder:
         """The folder of a model that may not exist yet; both names are checked.
@@ -252,16 +300,34 @@ class Registry:
         return folder
 
     def add(self, folder: ModelFolder, record: ModelRecord) -> RegisteredModel:
-        """Registers a model whose folder holds model.json and a checkpoint."""
+        """Registers a model whose folder holds model.json and a checkpoint, under a new number (blocking)."""
         step = folder.newest_step()
         assert step is not None, "the first checkpoint must be written before"
-        model = RegisteredModel(folder, record, step, self.history.of(folder))
-        self._models[record.project, record.name] = model
+        with self.database.changes("the model"):
+            number = self.table.add(record)
+            self._history.import_missing(number, folder)
+        model = self._models[number] = self._make_model(number, folder, record, step)
         return model
 
+    def rename(self, model: RegisteredModel, name: str) -> RegisteredModel:
+        """Gives a model another name in its project. The commit of the model's row is the rename: if the server dies before it
+        has moved the folder, the next server moves the folder."""
+        self.table.rename(model.number, name)
+        try:
+            folder = model.folder.rename(name)
+        except OSError:
+            self.table.rename(model.number, model.record.name)
+            raise
+        record = model.record.model_copy(update={"name": name})
+        renamed = self._models[model.number] = self._make_model(model.number, folder, record, model.step)
+        with contextlib.suppress(ServerError):  # the next start does it
+            self.table.settle(model.number)
+        return renamed
+
     def remove(self, model: RegisteredModel) -> None:
-        """Removes a model whose folder is gone."""
-        del self._models[model.record.project, model.record.name]
+        """Deletes a model whose folder is gone."""
+        self._models.pop(model.number, None)
+        self.table.delete(model.number)
 
     def resolve(
         self,

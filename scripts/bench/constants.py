@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from ledger import disk_bytes, record
 
-from art_protocol.wire import JobReport, TrainConfig
+from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
 from art_server.jobs.job_row import Payload
 from art_server.jobs.queue import JobQueue
 from art_server.ledger.decoder import Decoder
@@ -26,6 +26,9 @@ from art_server.ledger.ledger import Ledger
 from art_server.process.shared.trainer_messages import Batch
 from art_server.store.base_facts import read_facts
 from art_server.store.base_models import TINY_DIR
+from art_server.store.model_folder import ModelRecord
+from art_server.store.model_table import ModelTable
+from art_server.store.server_database import open_server_database
 
 PROMPTS, ANSWERS = (50, 800), (20, 300)
 """Lengths in tokens."""
@@ -63,13 +66,16 @@ def ledger_constants(folder: Path, count: int) -> dict[str, float]:
 
 def commits_per_second(folder: Path, count: int) -> float:
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        queue = JobQueue(Path(temporary) / "jobs.sqlite", max_queued=count)
+        database = open_server_database(Path(temporary))
+        record = ModelRecord(name="a", project="p", base_model="base", lora=LoRAConfig())
+        model = ModelTable(database).add(record)
+        queue = JobQueue(database, max_queued=count)
         payload = Payload.make(Batch(groups=[]))
         started = time.perf_counter()
         for number in range(count):
-            queue.insert("p", "a", str(number), "digest", TrainConfig(), payload, JobReport())
+            queue.insert(model, str(number), "digest", TrainConfig(), payload, JobReport())
         seconds = time.perf_counter() - started
-        queue.close()
+        database.close()
     return round(count / seconds)
 
 

@@ -49,7 +49,7 @@ def record(
     """Records one completion; returns prompt and answer, with which the next turn's prompt begins, and its digests."""
     question = str(number).encode()
     prefix = conversation.digest(answers[-1].answer_digest if answers else b"", question)
-    request = Request(*(f"{number:032x}", "chat", "p", "a", 0, "me", None, prefix), answers=answers)
+    request = Request(*(f"{number:032x}", "chat", 1, 0, "me", None, prefix), answers=answers)
     with ledger.open_request(request) as opened:
         prompt = ledger.take_prompt(request.request_id, 0, rendered) or rendered
         logprobs = [-random.random() * 3 for _ in answer]

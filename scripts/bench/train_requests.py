@@ -42,6 +42,8 @@ CASES = [
     "512x16x512x32",
 ]
 PROJECT, NAME = "bench", "agent"
+FIRST_MODEL = 1
+"""The number that a new server gives the model."""
 SIMULATED = Path(__file__).with_name("simulated_engine.py")
 MAX_SEQ_LENGTH = 1 << 20
 END_ID = 1401
@@ -101,7 +103,7 @@ def fill(path: Path, case: list[int]) -> None:
         for turn, (prompt, answer) in enumerate(conversation_of(rollout, *shape)):
             before = [f"{request_id(rollout, turn - 1)}-0"] if turn else []
             request = Request(
-                *(request_id(rollout, turn), "chat", PROJECT, NAME, 0, PROJECT),
+                *(request_id(rollout, turn), "chat", FIRST_MODEL, 0, PROJECT),
                 cited_choices=before,
             )
             with ledger.open_request(request):

@@ -14,12 +14,11 @@ import art
 from art import tracing
 from art_protocol.tracking import link_of
 from art_protocol.wire import ErrorDetail
-from art_server.jobs.queue import JobQueue
 from art_server.jobs.reports import JobSpans
 from art_server.jobs.trainer_process import TrainerError
 from art_trackers.tracing import CONTENTS_VARIABLE, Tracing
 from tests.collector import Collector, attributes
-from tests.quick.jobs.queued_jobs import add
+from tests.quick.jobs.queued_jobs import add, open_queue
 from tests.quick.server.served import Served, serving
 
 pytestmark = pytest.mark.anyio
@@ -105,7 +104,7 @@ async def test_a_job_that_fails_ends_its_spans_with_the_errors_code(collector: C
 async def test_a_job_that_is_cancelled_or_of_an_earlier_server_has_one_span(
     collector: Collector, tmp_path: Path
 ) -> None:
-    queue, tracer = JobQueue(tmp_path / "jobs.sqlite"), Tracing("jobs")
+    queue, tracer = open_queue(tmp_path), Tracing("jobs")
     cancelled = add(queue, f"{'a' * 32}-{'b' * 16}").job_id
     spans = JobSpans(tracer)
     spans.take(queue.get(cancelled))
@@ -125,7 +124,7 @@ async def test_a_job_that_is_cancelled_or_of_an_earlier_server_has_one_span(
     enter("train 1 of 2")
     queue.set_failed(earlier, ErrorDetail(message="bad", code="bad"))
     spans.take(queue.get(earlier))
-    queue.close()
+    queue.database.close()
     await asyncio.to_thread(tracer.close)
     jobs = {attributes(job)["art.job"]: job for job in collector.named("job")}
     assert jobs[cancelled].trace_id.hex() == "a" * 32

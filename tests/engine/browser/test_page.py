@@ -91,7 +91,7 @@ def test_a_run_says_what_it_is_and_what_its_jobs_noted(page: Any, serve: Any, ro
 
 
 def test_a_run_without_its_jobs_says_that_its_configuration_is_not_known(page: Any, serve: Any, root: Path) -> None:
-    (root / ".server" / "jobs.sqlite").unlink()
+    (root / ".server" / "server.sqlite").unlink()
     page.goto(serve(make_view(root)).url + RUN)
     about = page.get_by_label("About this run")
     about.wait_for()

@@ -1,6 +1,7 @@
 """Requests of several files, and how their answers and records are read."""
 
 import json
+import sqlite3
 from contextlib import closing
 from typing import Any
 
@@ -22,6 +23,14 @@ WEATHER_TOOL = {
 }
 
 
+def number_of(server: Server, name: str) -> int:
+    """The number of a model, read from the database of the running server."""
+    with closing(sqlite3.connect(server.path / "art" / ".server" / "server.sqlite")) as database:
+        query = "SELECT model FROM models WHERE project = ? AND name = ? AND NOT is_deleted"
+        ((number,),) = database.execute(query, (PROJECT, name)).fetchall()
+        return number
+
+
 def records_of(server: Server, request_id: str) -> list[Record]:
     """The records of a request, read from the ledger file of the running server."""
     with closing(Ledger(server.path / "art" / ".server" / "ledger.sqlite")) as ledger:
@@ -39,7 +48,7 @@ def sse_data(text: str) -> list[dict[str, Any]]:
 def session_records(server: Server, session: str, name: str = "exact") -> list[Record]:
     """The records of a session, read from the ledger file of the running server."""
     with closing(Ledger(server.path / "art" / ".server" / "ledger.sqlite")) as ledger:
-        headings = ledger.find_session(PROJECT, name, session)
+        headings = ledger.find_session(number_of(server, name), session)
         records = [ledger.find(heading.choice_id) for heading, _ in headings]
         return [record for record in records if record is not None]
 

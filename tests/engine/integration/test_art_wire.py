@@ -84,9 +84,9 @@ def get_step(server: Server, model: dict[str, Any]) -> int:
 
 
 def newest_report(server: Server, name: str) -> dict[str, Any]:
-    file = server.path / "art" / ".server" / "jobs.sqlite"
+    file = server.path / "art" / ".server" / "server.sqlite"
     with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as db:
-        query = "SELECT report FROM jobs WHERE name = ? ORDER BY number DESC LIMIT 1"
+        query = "SELECT report FROM jobs JOIN models USING (model) WHERE name = ? ORDER BY number DESC LIMIT 1"
         return json.loads(db.execute(query, (name,)).fetchone()[0])
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from art_server.engine.command import SOCKET_NAME
 from art_server.ledger.records import Record
-from tests.engine.integration.answers import WEATHER_TOOL, records_of, sse_data
+from tests.engine.integration.answers import WEATHER_TOOL, number_of, records_of, sse_data
 from tests.live import PROJECT, Server, chat, register, train_one_step
 
 
@@ -60,7 +60,7 @@ def test_chat_choices_agree_with_the_ledger(server: Server, model: str) -> None:
         assert body["prompt_token_ids"] == record.prompt_token_ids
         said = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         assert said == pytest.approx(record.logprobs, abs=1e-6)
-        assert (record.request.project, record.request.name) == (PROJECT, "inference")
+        assert (record.request.owner, record.request.model) == (PROJECT, number_of(server, "inference"))
 
 
 def test_tokens_stay_hidden_unless_asked_for(server: Server, model: str) -> None:

@@ -394,7 +394,7 @@ class Chaos:
 
 def count_deaths(folder: Path) -> int:
     """How many deaths of the trainer the jobs have counted."""
-    with contextlib.closing(sqlite3.connect(folder / "art" / ".server" / "jobs.sqlite", timeout=60.0)) as db:
+    with contextlib.closing(sqlite3.connect(folder / "art" / ".server" / "server.sqlite", timeout=60.0)) as db:
         return sum(
             json.loads(attempts).get("trainer_died", 0) for (attempts,) in db.execute("SELECT attempts FROM jobs")
         )
@@ -410,8 +410,9 @@ def command_of(process: psutil.Process) -> str:
 def check(folder: Path, killed_programs: Mapping[str, int]) -> int:
     """Checks the files on disk against the steps that the programs saw; returns the number of steps. A program that is killed
     misses at most the step that it waited for."""
-    with sqlite3.connect(folder / "art" / ".server" / "jobs.sqlite") as db:
-        jobs = db.execute("SELECT name, state, target_step, last_error FROM jobs ORDER BY number").fetchall()
+    with sqlite3.connect(folder / "art" / ".server" / "server.sqlite") as db:
+        query = "SELECT name, state, target_step, last_error FROM jobs JOIN models USING (model) ORDER BY number"
+        jobs = db.execute(query).fetchall()
     db.close()
     total = 0
     for name in MODELS:

@@ -87,7 +87,8 @@ def add_model(registry: Registry, log: Path) -> None:
 
 async def main(folder: Path, num_jobs: int) -> None:
     config = ServerConfig(path=folder)
-    queue, registry = JobQueue(config.server_dir / "jobs.sqlite"), Registry(folder)
+    registry = Registry(folder)
+    queue = JobQueue(registry.database)
     children = Children(config.server_dir, config.log_dir)
     children.reap()
     here = Here(device="cpu", children=children)
@@ -97,7 +98,7 @@ async def main(folder: Path, num_jobs: int) -> None:
     for index in range(num_jobs):
         train_config, batch = job(index)
         payload = Payload.make(batch)
-        queue.insert("p", "a", f"job-{index}", "digest", train_config, payload, JobReport())
+        queue.insert(registry.get("p", "a").number, f"job-{index}", "digest", train_config, payload, JobReport())
     runner = JobRunner(
         queue=queue,
         registry=registry,

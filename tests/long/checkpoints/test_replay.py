@@ -56,7 +56,8 @@ def make_batch(seed: int) -> Batch:
 
 async def train_two_steps(path: Path) -> ModelFolder:
     """Two jobs, through the real queue, runner and trainer."""
-    registry, queue, engine = Registry(path), JobQueue(path / "jobs.sqlite"), FakeEngine()
+    registry, engine = Registry(path), FakeEngine()
+    queue = JobQueue(registry.database)
     engine.base = BaseModel("art/tiny", TINY_DIR)
     # The budget of an earlier job, and a plan's factor: without them the steps are split and added otherwise.
     budgets = Budgets(path / "budgets.json")
@@ -76,7 +77,7 @@ async def train_two_steps(path: Path) -> ModelFolder:
     folder.commit_checkpoint(first, CheckpointRecord(step=0))
     record = ModelRecord(name="a", project="p", base_model="art/tiny", lora=LORA)
     folder.create(record, path / "engine.log")
-    registry.add(folder, record)
+    model = registry.add(folder, record)
     runner = JobRunner(
         queue=queue,
         registry=registry,
@@ -94,13 +95,13 @@ async def train_two_steps(path: Path) -> ModelFolder:
         async with asyncio.timeout(PATIENCE_SECONDS):
             for number in range(2):
                 payload = Payload.make(make_batch(number))
-                job = queue.insert("p", "a", None, "digest", config, payload, JobReport())
+                job = queue.insert(model.number, None, "digest", config, payload, JobReport())
                 while queue.get(job.job_id).state != "done":  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
     finally:
         await background.stop()
         await trainer.stop()
-        queue.close()
+        registry.database.close()
     return folder
 
 

@@ -63,7 +63,7 @@ async def test_many_models_serve_and_no_project_waits_for_anothers_queue(tmp_pat
             results = [await job for job in jobs]
             assert len(results) == NUM_HEAVY + len(others)
             assert all([await model.get_step() == 1 for model in others])
-        check_order(tmp_path / "art" / ".server" / "jobs.sqlite")
+        check_order(tmp_path / "art" / ".server" / "server.sqlite")
 
 
 def check_order(table: Path) -> None:
@@ -71,7 +71,7 @@ def check_order(table: Path) -> None:
     while others waited."""
     with sqlite3.connect(table) as database:
         rows = database.execute(
-            "SELECT project, num_tokens, created_at, finished_at FROM jobs ORDER BY finished_at"
+            "SELECT project, num_tokens, created_at, finished_at FROM jobs JOIN models USING (model) ORDER BY finished_at"
         ).fetchall()
     last_accepted = max(created for project, _, created, _ in rows if project != "heavy")
     rows = [(project, tokens) for project, tokens, _, finished in rows if finished > last_accepted]

@@ -36,7 +36,7 @@ async def work(folder: Path) -> dict[str, list[str]]:
         await asyncio.sleep(0.02)
     assert await house.wait(*jobs) == ["done"] * len(jobs)
     await house.background.stop()
-    house.queue.close()
+    house.registry.database.close()
     ledger.close()
     return {"jobs": jobs, "choices": choices}
 

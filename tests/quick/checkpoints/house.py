@@ -72,7 +72,8 @@ class House:
 
     def add_job(self, name: str = "a", key: str | None = None) -> str:
         payload = Payload.make(Batch(groups=[]))
-        return self.queue.insert("p", name, key, "digest", TrainConfig(), payload, JobReport()).job_id
+        model = self.registry.get("p", name).number
+        return self.queue.insert(model, key, "digest", TrainConfig(), payload, JobReport()).job_id
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,7 @@ from art_server.errors import NotFound
 from art_server.ledger.records import Request
 from art_server.process.shared.engine_messages import FinishedChoice
 from art_server.settings import ApiKey
-from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE
+from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, ModelFolder
 from art_server.store.registry import Registry
 from art_watch.runs import Runs
 from tests.demo import rows_by_step
@@ -273,7 +273,7 @@ async def test_a_rollback_sets_later_steps_and_their_rows_aside(tmp_path: Path, 
 
 def sampled_by(here: House, step: int) -> str:
     """A recorded choice of p/a at a step; returns its id."""
-    request = Request(f"{step:032x}", "chat", "p", "a", step, "p")
+    request = Request(f"{step:032x}", "chat", here.registry.get("p", "a").number, step, "p")
     ledger = here.server.ledger
     with ledger.open_request(request) as opened:
         ledger.take_prompt(request.request_id, 0, [1, 2])
@@ -297,11 +297,14 @@ async def test_samples_of_steps_that_are_gone_do_not_count_for_new_ones_of_the_n
         assert steps() == [2, None]
         async with here.client() as client:
             assert (await client.delete("/api/models/p/a")).status_code < 300
-        assert steps() == [None, None]
+        folder = add_model(tmp_path, tiny_adapter, steps=5)
+        new = here.registry.add(folder, folder.read())
+        assert here.server.ledger.find_by_logprobs(new.number, [-0.5]) == []
 
 
 async def test_jobs_refuse_rollback_and_deletion(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=3)
+    add_model(tmp_path, tiny_adapter, name="b")
     async with house(tmp_path) as here:
         job = here.add_job()
         for _ in ("queued", "running"):
@@ -342,22 +345,25 @@ async def test_a_deletion_leaves_jobs_alone(tmp_path: Path, tiny_adapter: Path) 
 
 
 async def test_a_key_of_a_step_that_is_gone_can_be_used_again(tmp_path: Path, tiny_adapter: Path) -> None:
-    add_model(tmp_path, tiny_adapter, steps=3)
+    folder = add_model(tmp_path, tiny_adapter, steps=3)
     async with house(tmp_path) as here, here.client() as http:
+        number = here.registry.get("p", "a").number
         for step in (1, 2):
             job = here.add_job(key=f"batch {step}")
             here.queue.set_running(job, step)
             here.queue.set_done(job, {}, here.queue.get(job).report)
 
         def keys() -> list[int | None]:
-            jobs = [here.queue.find_key("p", "a", f"batch {step}", "digest") for step in (1, 2)]
+            jobs = [here.queue.find_key(number, f"batch {step}", "digest") for step in (1, 2)]
             return [job.target_step for job in jobs if job is not None]
 
         assert keys() == [1, 2]
         assert (await post(here, "rollback", {"step": 1})).status_code == 200
         assert keys() == [1]
         assert (await http.delete(MODEL)).status_code < 300
-        assert keys() == []
+        add_model(tmp_path, tiny_adapter)
+        new = here.registry.add(folder, folder.read())
+        assert here.queue.find_key(new.number, "batch 1", "digest") is None
 
 
 async def test_a_rollback_waits_for_requests_and_new_ones_get_the_earlier_step(
@@ -406,15 +412,46 @@ async def test_a_step_that_a_job_made_while_a_rollback_waited_is_not_set_aside(
         assert (folder.steps(), model.step, model.deleting) == ([0, 1, 2, 3], 3, set())
 
 
-async def test_an_interrupted_rollback_is_finished_by_a_repetition(tmp_path: Path, tiny_adapter: Path) -> None:
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("point", ["roll_back", "set_aside"])
+async def test_a_server_that_died_in_a_rollback_is_followed_by_one_that_completes_it(
+    point: str, tmp_path: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=4)
-    folder.set_aside(3, "rolled-back")
-    folder.set_aside(2, "rolled-back")
-    assert len(rows_by_step(folder.history_file)) == 3, "killed before the history was written"
+
+    def die(*_: object) -> None:
+        raise Killed
+
     async with house(tmp_path) as here:
-        assert (await post(here, "rollback", {"step": 1})).status_code == 200
-        assert here.registry.get("p", "a").history.columns(())["steps"] == [1]
+        with monkeypatch.context() as patched:
+            patched.setattr(ModelFolder, point, die)
+            with pytest.raises(Killed):
+                here.checkpoints._set_aside(here.registry.get("p", "a"), 1, [2, 3])
+    assert folder.steps() == [0, 1, 2, 3]
+    async with house(tmp_path) as here:
+        model = here.registry.get("p", "a")
+        assert (model.step, model.history.columns(())["steps"], folder.steps()) == (1, [1], [0, 1])
     assert sorted(rows_by_step(folder.history_file)) == [1]
+
+
+async def test_a_rollback_whose_folder_cannot_follow_is_completed_before_the_next_use(
+    tmp_path: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=3)
+
+    def fill(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    async with house(tmp_path) as here:
+        with monkeypatch.context() as patched:
+            patched.setattr(ModelFolder, "roll_back", fill)
+            assert (await post(here, "rollback", {"step": 1})).status_code >= 500
+            assert folder.steps() == [0, 1, 2]
+        model = await here.registry.get_whole("p", "a")
+        assert (model.step, folder.steps()) == (1, [0, 1])
 
 
 # --- deleting a model ---------------------------------------------------------------------------------------------
@@ -433,12 +470,12 @@ async def test_a_renamed_model_has_its_steps_history_jobs_and_records(tmp_path: 
         model = here.registry.get("p", "b")
         assert (model.step, model.record.name, model.folder.steps()) == (2, "b", [0, 1, 2])
         assert model.history.means("train/reward") == {2: 0.2, 1: 0.1}
-        assert here.queue.get(job).name == "b" and here.queue.has_key("p", "b", "k")
+        assert here.queue.get(job).name == "b" and here.queue.has_key(model.number, "k")
         assert (await post(here, "rename", {"name": "c"})).status_code == 404
     again = Registry(tmp_path)
     assert [model.id for model in again.all()] == ["p/b"]
     assert again.get("p", "b").history.means("train/reward") == {2: 0.2, 1: 0.1}
-    again.history.close()
+    again.database.close()
 
 
 async def test_a_name_that_is_taken_or_wrong_renames_nothing(tmp_path: Path, tiny_adapter: Path) -> None:
@@ -456,17 +493,6 @@ async def test_a_name_that_is_taken_or_wrong_renames_nothing(tmp_path: Path, tin
                 reply = await http.post(f"{MODEL}/rename", json={"name": name})
             assert reply.status_code == status, (name, reply.text)
         assert {model.id for model in here.registry.all()} == {"p/a", "p/other"}
-
-
-async def test_a_server_that_died_while_it_renamed_a_model_has_one_of_the_names(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
-    folder = add_model(tmp_path, tiny_adapter, steps=2)
-    folder.path.rename(folder.path.with_name("b"))  # model.json and the tables have the old name
-    registry = Registry(tmp_path)
-    (model,) = registry.all()
-    assert (model.id, model.record.name, model.history.means("train/reward")) == ("p/b", "b", {1: 0.1})
-    registry.history.close()
 
 
 async def test_tags_and_notes_are_replaced_and_stay_with_the_model(tmp_path: Path, tiny_adapter: Path) -> None:

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from art_protocol.history import history_row
-from art_protocol.wire import JobReport, LoRAConfig, RegisterRequest, TrainConfig
+from art_protocol.wire import JobReport, LoRAConfig, RegisterRequest
 from art_server.errors import NotFound, StorageFull
-from art_server.jobs.job_row import Payload
-from art_server.process.shared.trainer_messages import Batch
 from art_server.store import files
 from art_server.store.adapter_tensors import check_checkpoint
 from art_server.store.base_models import TINY_DIR, BaseModel
@@ -117,11 +115,11 @@ async def test_a_step_that_is_made_again_has_none_of_the_lost_one_s_metrics(tmp_
     folder = add_model(tmp_path, tiny_adapter, steps=3)
     folder.append_history(history_row(2, {"val/reward": 0.9}, "then"))
     spoil(folder.checkpoint_dir(2) / ADAPTER_FILE)
-    forgotten: list[tuple[str, str, int]] = []
+    forgotten: list[tuple[int, int]] = []
     registry = Registry(tmp_path, lambda *arguments: forgotten.append(arguments))
     model = registry.get("p", "a")
     await registry.verify(model)
-    assert forgotten == [("p", "a", 1)]
+    assert forgotten == [(model.number, 1)]
     model.history.add(1, {"val/reward": 0.5})
     commit(folder, tiny_adapter, 2)
     for _ in range(2):  # the second is that of a server that was killed
@@ -138,17 +136,15 @@ async def test_the_key_of_a_job_whose_step_was_set_aside_names_a_new_job(tmp_pat
     folder = add_model(tmp_path, tiny_adapter, steps=3)
     async with house(tmp_path) as here:
         for step in (1, 2):
-            job = here.queue.insert(
-                "p", "a", f"key-{step}", "digest", TrainConfig(), Payload.make(Batch(groups=[])), JobReport()
-            )
-            here.queue.set_running(job.job_id, step)
-            here.queue.set_done(job.job_id, {}, JobReport())
+            job = here.add_job(key=f"key-{step}")
+            here.queue.set_running(job, step)
+            here.queue.set_done(job, {}, JobReport())
     spoil(folder.checkpoint_dir(2) / ADAPTER_FILE)
     async with house(tmp_path) as here:
-        await here.registry.get_whole("p", "a")
-        kept = here.queue.find_key("p", "a", "key-1", "digest")
+        model = await here.registry.get_whole("p", "a")
+        kept = here.queue.find_key(model.number, "key-1", "digest")
         assert kept is not None and kept.target_step == 1
-        assert here.queue.find_key("p", "a", "key-2", "digest") is None, "it would answer: done, step 2"
+        assert here.queue.find_key(model.number, "key-2", "digest") is None, "it would answer: done, step 2"
 
 
 async def test_a_server_that_dies_while_it_sets_a_step_aside_forgets_it_nevertheless(

@@ -35,7 +35,7 @@ class House:
         self.more_trainers = [FakeTrainer() for _ in range(num_gangs - 1)]
         self.background = Background()
         self.registry = Registry(folder)
-        self.queue = JobQueue(folder / "jobs.sqlite")
+        self.queue = JobQueue(self.registry.database)
         self.runner = JobRunner(
             queue=self.queue,
             registry=self.registry,
@@ -66,12 +66,9 @@ class House:
         payload = Payload.make(Batch(groups=[]), pack_rows([{"trajectories": []}]))
         report = JobReport(sampled_steps={} if sampled_step is None else {sampled_step: 8})
         metrics = {"train/reward": reward}
-        request = ("p", name, key, "digest", TrainConfig(), payload, report, metrics)
-        job = self.queue.insert(
-            *request,
-            expected_step=expected_step,
-            newest_step=lambda: self.registry.get("p", name).folder.newest_step(),
-        )
+        model = self.registry.get("p", name)
+        request = (model.number, key, "digest", TrainConfig(), payload, report, metrics)
+        job = self.queue.insert(*request, expected_step=expected_step, newest_step=model.folder.newest_step)
         return job.job_id
 
     def state(self, job: str) -> str:
@@ -93,7 +90,7 @@ async def running(
     house.background.start("job runner", house.runner.run_forever)
     yield house
     await house.background.stop()
-    house.queue.close()
+    house.registry.database.close()
 
 
 PROBE = Probe(token_ids=[1, 2], logprobs=[-1.0], base_logprobs=[-1.5], moved=[0.5])

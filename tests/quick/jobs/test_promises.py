@@ -1,6 +1,6 @@
 """The promises about jobs, whatever happens in whatever order: a machine accepts jobs, ends their training well or
-badly, kills and restarts the server at named points, cancels, moves, rolls back and deletes, and compares each job, step
-and weight on disk with what its own few lines imply.
+badly, kills and restarts the server at named points, cancels, moves, renames, rolls back and deletes, and compares each job,
+step and weight on disk with what its own few lines imply.
 
 Queue, runner, registry, folders and `Checkpoints` are real. The trainer waits in every step for the machine's word, and
 time passes when the machine says so: nothing depends on speed. A step's weights are the numbers of the jobs that it was
@@ -8,6 +8,7 @@ trained on, in their order.
 """
 
 import asyncio
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -44,6 +45,8 @@ from tests.waiting import PATIENCE_SECONDS
 SECONDS = PATIENCE_SECONDS
 """Until a server that neither trains nor rests counts as hung."""
 MODELS = ("a", "b")
+NAMES = (*MODELS, "c")
+"""What a model can be renamed to."""
 MAX_DEATHS = 5
 """After one more the job fails."""
 LATER = 1000.0
@@ -122,7 +125,7 @@ class Trainer:
 
 
 class NoLedger:
-    def forget_steps(self, project: str, name: str, after: int = -1) -> None: ...
+    def forget_steps(self, model: int, after: int) -> None: ...
 
 
 class Server:
@@ -131,7 +134,8 @@ class Server:
     def __init__(self, folder: Path):
         self.folder, self.engine, self.trainer = folder, FakeEngine(), Trainer()
         gate = PauseGate()
-        self.registry, self.queue = Registry(folder), JobQueue(folder / "jobs.sqlite")
+        self.registry = Registry(folder)
+        self.queue = JobQueue(self.registry.database)
         self.checkpoints = Checkpoints(
             registry=self.registry,
             queue=self.queue,
@@ -176,7 +180,7 @@ class Server:
         await asyncio.wait([self.task])
         if not self.task.cancelled():
             assert isinstance(self.task.exception(), Killed), self.task.exception()
-        self.queue.close()
+        self.registry.database.close()
 
     async def create(self, name: str) -> None:
         add_model(self.registry, name, write=lambda checkpoint: (checkpoint / WEIGHTS).write_text(""))
@@ -188,7 +192,7 @@ class Server:
             return repeated
         batch = Batch(groups=[], num_groups=number).model_dump_json().encode()
         payload = Payload(batch, pack_rows([{"trajectories": []}]))
-        request = ("p", model.record.name, key, body, TrainConfig(), payload, JobReport())
+        request = (model.number, key, body, TrainConfig(), payload, JobReport())
         return await asyncio.to_thread(self.queue.insert, *request)
 
 
@@ -318,7 +322,7 @@ class Jobs(RuleBasedStateMachine):
             self.act(lambda: self.server.create(name))
             self.models[name] = Steps()
 
-    @rule(requests=st.lists(st.tuples(st.sampled_from(MODELS), KEYS), min_size=1, max_size=4))
+    @rule(requests=st.lists(st.tuples(st.sampled_from(NAMES), KEYS), min_size=1, max_size=4))
     def accept(self, requests: list[tuple[str, str | None]]) -> None:
         for name, key in requests:
             if name in self.models:
@@ -502,8 +506,8 @@ class Jobs(RuleBasedStateMachine):
         self.act(move)
 
     @precondition(lambda self: any(steps.jobs for steps in self.models.values()))
-    @rule(data=st.data())
-    def roll_back(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), is_killed=st.booleans())
+    def roll_back(self, data: st.DataObject, is_killed: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.models)), label="model")
         steps = self.models[name]
         step = data.draw(st.integers(0, len(steps.jobs)), label="step")
@@ -517,7 +521,45 @@ class Jobs(RuleBasedStateMachine):
             return
         del steps.jobs[step:]
         self._forget_keys(name, step)
-        self.act(roll_back)
+        self._change_folder(roll_back, "roll_back", is_killed)
+
+    @precondition(lambda self: self.models)
+    @rule(data=st.data(), name=st.sampled_from(NAMES), is_killed=st.booleans())
+    def rename(self, data: st.DataObject, name: str, is_killed: bool) -> None:
+        before = data.draw(st.sampled_from(sorted(self.models)), label="model")
+        model = self.server.registry.get("p", before)
+
+        async def rename() -> None:
+            await self.server.checkpoints.rename(model, name)
+
+        if name in self.models:
+            assert self.refused(rename) == "model_exists"
+            return
+        if self.pending(before):
+            assert self.refused(rename) == "jobs_pending"
+            return
+        self.models[name] = self.models.pop(before)
+        for job in self.jobs:
+            if job.model == before:
+                job.model = name
+        self._change_folder(rename, "rename", is_killed)
+
+    def _change_folder(self, change: Callable[[], Awaitable[None]], method: str, is_killed: bool) -> None:
+        """The server changes a model, or dies when the change is committed and the model's folder has yet to follow."""
+
+        def die(*_: object) -> None:
+            raise Killed
+
+        async def changed() -> None:
+            with pytest.MonkeyPatch.context() as patches:
+                if is_killed:
+                    patches.setattr(ModelFolder, method, die)
+                with contextlib.suppress(Killed):
+                    await change()
+            if is_killed:
+                await self._restart()
+
+        self.act(changed)
 
     @precondition(lambda self: self.models)
     @rule(data=st.data())

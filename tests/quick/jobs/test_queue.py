@@ -3,42 +3,40 @@ import json
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from art_protocol.wire import (
     ErrorDetail,
     JobReport,
-    JobState,
     TrainConfig,
 )
-from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavailable, UsageError
-from art_server.jobs import job_schema
+from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavailable
 from art_server.jobs import queue as queue_module
 from art_server.jobs.job_row import Job
-from art_server.jobs.queue import JobQueue
 from art_server.process.shared import clock
 from art_server.process.shared.trainer_messages import (
     Batch,
 )
-from tests.quick.jobs.queued_jobs import GROUP, PAYLOAD, add, request_digest
+from art_server.store.server_database import FILE
+from tests.quick.jobs.queued_jobs import GROUP, PAYLOAD, add, number_of, open_queue, request_digest
 from tests.refusals import refused
 
 
 def test_jobs_and_payloads_survive_a_restart(tmp_path: Path) -> None:
-    queue = JobQueue(tmp_path / "jobs.sqlite")
+    queue = open_queue(tmp_path)
     job = add(queue, "k")
-    queue.close()
-    queue = JobQueue(tmp_path / "jobs.sqlite")
+    queue.database.close()
+    queue = open_queue(tmp_path)
     assert queue.get(job.job_id) == job
     assert queue.batch(job.job_id) == PAYLOAD.batch
     assert queue.trajectories(job.job_id) == PAYLOAD.trajectories
-    assert queue.find_key("p", "a", "k", request_digest(b"x")) == job
+    assert queue.find_key(number_of(queue), "k", request_digest(b"x")) == job
 
 
 def test_an_interrupted_job_runs_before_those_that_wait(tmp_path: Path) -> None:
-    queue = JobQueue(tmp_path / "jobs.sqlite")
+    queue = open_queue(tmp_path)
     first, second = add(queue), add(queue)
     assert queue.next() == first
     queue.set_running(second.job_id, 1)
@@ -53,18 +51,18 @@ def test_an_interrupted_job_runs_before_those_that_wait(tmp_path: Path) -> None:
 
 
 def test_the_same_key_is_one_job_for_each_model(tmp_path: Path) -> None:
-    queue = JobQueue(tmp_path / "jobs.sqlite")
+    queue = open_queue(tmp_path)
     one = add(queue, "k")
     assert add(queue, "k") == one, "two requests at once"
     assert add(queue, "k", name="b").job_id != one.job_id
     with refused(Conflict, "key_reused", "idempotency-key"):
-        queue.find_key("p", "a", "k", request_digest(b"y"))
+        queue.find_key(number_of(queue), "k", request_digest(b"y"))
     assert add(queue).job_id != add(queue).job_id, "without a key every request is a job"
 
 
 def test_unknown_jobs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
-        JobQueue(tmp_path / "jobs.sqlite").get("nothing")
+        open_queue(tmp_path).get("nothing")
 
 
 def test_a_payload_is_the_batch_and_the_trajectories_as_they_are_read_later() -> None:
@@ -80,11 +78,11 @@ NO_ROOM = ErrorDetail(message="no room", code="trainer_died", retryable=True)
 def test_a_failed_job_runs_again_as_long_as_its_payload_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue = JobQueue(tmp_path / "jobs.sqlite")
+    queue = open_queue(tmp_path)
     job = add(queue, "k")
 
     def revived() -> Job | None:
-        return queue.revive("p", "a", "k", lambda: 0)
+        return queue.revive(number_of(queue), "k", lambda: 0)
 
     assert revived() is None, "it has not failed"
     queue.set_failed(job.job_id, NO_ROOM)
@@ -101,7 +99,7 @@ def test_a_failed_job_runs_again_as_long_as_its_payload_is_there(
 
 
 def test_the_key_of_a_job_that_failed_for_good_stays_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = JobQueue(tmp_path / "jobs.sqlite")
+    queue = open_queue(tmp_path)
     job = add(queue, "k")
     queue.set_failed(job.job_id, ErrorDetail(message="not a number", code="non_finite"))
     later = clock.now() + queue_module.FAILED_PAYLOAD_SECONDS + 1
@@ -112,11 +110,11 @@ def test_the_key_of_a_job_that_failed_for_good_stays_its_own(tmp_path: Path, mon
 
 def test_a_failed_job_runs_again_only_where_a_new_one_would_be_accepted(tmp_path: Path) -> None:
     """The checks of `insert`, at each step of the model."""
-    queue = JobQueue(tmp_path / "jobs.sqlite", max_queued=2)
+    queue = open_queue(tmp_path, max_queued=2)
     newest = 3
 
     def put(key: str, name: str = "a", expected_step: int | None = 3) -> Job:
-        request = ("p", name, key, f"of {key}", TrainConfig(), PAYLOAD, JobReport())
+        request = (number_of(queue, name), key, f"of {key}", TrainConfig(), PAYLOAD, JobReport())
         return queue.insert(*request, expected_step=expected_step, newest_step=lambda: newest)
 
     def fail(key: str, **more: Any) -> str:
@@ -125,7 +123,7 @@ def test_a_failed_job_runs_again_only_where_a_new_one_would_be_accepted(tmp_path
         return job
 
     def revived(key: str) -> Job | None:
-        return queue.revive("p", "a", key, lambda: newest)
+        return queue.revive(number_of(queue), key, lambda: newest)
 
     failed, free = fail("k"), fail("free", expected_step=None)
     other = put("other")
@@ -140,8 +138,8 @@ def test_a_failed_job_runs_again_only_where_a_new_one_would_be_accepted(tmp_path
         with refused(Conflict, "step_moved", "expected_step"):
             revived("k")
         assert queue.get(failed).state == "failed"
-        queue.close()
-        queue = JobQueue(tmp_path / "jobs.sqlite", max_queued=2)
+        queue.database.close()
+        queue = open_queue(tmp_path, max_queued=2)
     newest = 3  # rolled back
     more = [put(name, name=name).job_id for name in ("x", "y")]
     with refused(TooMany, "queue_full"):
@@ -154,13 +152,11 @@ def test_a_failed_job_runs_again_only_where_a_new_one_would_be_accepted(tmp_path
     job = revived("free")
     assert job is not None and job.job_id == free, "it may train any step"
     queue.set_failed(free, NO_ROOM)
-    queue.forget_keys("p", "a")  # the model was deleted
-    assert revived("free") is None
-    queue.close()
+    queue.database.close()
 
 
 def test_a_full_queue_takes_no_more(tmp_path: Path) -> None:
-    queue = JobQueue(tmp_path / "jobs.sqlite", max_queued=2)
+    queue = open_queue(tmp_path, max_queued=2)
     first = add(queue)
     add(queue)
     with refused(TooMany, "queue_full"):
@@ -171,7 +167,7 @@ def test_a_full_queue_takes_no_more(tmp_path: Path) -> None:
 
 
 def test_a_job_that_must_be_alone_is_refused_beside_another(tmp_path: Path) -> None:
-    queue = JobQueue(tmp_path / "jobs.sqlite")
+    queue = open_queue(tmp_path)
 
     checked: list[str] = []
 
@@ -180,7 +176,7 @@ def test_a_job_that_must_be_alone_is_refused_beside_another(tmp_path: Path) -> N
             checked.append(name)
             return 3
 
-        request = ("p", name, key, "d", TrainConfig(), PAYLOAD, JobReport())
+        request = (number_of(queue, name), key, "d", TrainConfig(), PAYLOAD, JobReport())
         return queue.insert(*request, expected_step=3, newest_step=step)
 
     first = add_alone("a", key="k")
@@ -195,8 +191,8 @@ def test_a_job_that_must_be_alone_is_refused_beside_another(tmp_path: Path) -> N
 
 
 def test_no_job_is_moved_before_one_that_expects_the_models_step(tmp_path: Path) -> None:
-    queue = JobQueue(tmp_path / "jobs.sqlite")
-    request = ("p", "a", "k", "d", TrainConfig(), PAYLOAD, JobReport())
+    queue = open_queue(tmp_path)
+    request = (number_of(queue), "k", "d", TrainConfig(), PAYLOAD, JobReport())
     alone = queue.insert(*request, expected_step=0).job_id
     behind, other = add(queue).job_id, add(queue, name="b").job_id
     for job, before in ((behind, alone), (alone, None)):
@@ -207,7 +203,7 @@ def test_no_job_is_moved_before_one_that_expects_the_models_step(tmp_path: Path)
 
 
 def test_jobs_are_moved_and_listed_in_their_order(tmp_path: Path) -> None:
-    queue = JobQueue(tmp_path / "jobs.sqlite")
+    queue = open_queue(tmp_path)
     one, two, three, four = (add(queue, name=name).job_id for name in "abcd")
 
     def order() -> list[str]:
@@ -230,7 +226,7 @@ def test_jobs_are_moved_and_listed_in_their_order(tmp_path: Path) -> None:
 
 def test_only_the_latest_ended_jobs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_module, "MAX_ENDED", 2)
-    queue = JobQueue(tmp_path / "jobs.sqlite")
+    queue = open_queue(tmp_path)
     waits = add(queue)
     ended = [add(queue) for _ in range(4)]
     for job in ended:
@@ -241,14 +237,14 @@ def test_only_the_latest_ended_jobs_are_kept(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_disk_that_takes_nothing_and_a_locked_file_are_distinguished(tmp_path: Path) -> None:
-    queue = JobQueue(tmp_path / "jobs.sqlite")
+    queue = open_queue(tmp_path)
     job = add(queue)
-    with sqlite3.connect(tmp_path / "jobs.sqlite", isolation_level=None) as other:
+    with sqlite3.connect(tmp_path / ".server" / FILE, isolation_level=None) as other:
         other.execute("BEGIN IMMEDIATE")
         with refused(Unavailable, "database_locked"):
             queue.set_running(job.job_id, 1)
         with refused(Unavailable, "database_locked"):
-            queue.forget_keys("p", "a")
+            queue.forget_keys(job.model, 0)
         other.execute("ROLLBACK")
     other.close()
     (pages,) = queue._db.execute("PRAGMA page_count").fetchone()
@@ -260,65 +256,13 @@ def test_a_disk_that_takes_nothing_and_a_locked_file_are_distinguished(tmp_path:
     add(queue)
 
 
-STORED = Path(__file__).parent / "stored" / "jobs_72080d0.sql"
-"""The jobs of a server of commit 72080d0, named after what became of them."""
-
-
-def restored(folder: Path) -> Path:
-    database = sqlite3.connect(folder / "jobs.sqlite")
-    database.executescript(STORED.read_text())
-    database.close()
-    return folder / "jobs.sqlite"
-
-
-def test_the_jobs_of_an_earlier_server_go_on(tmp_path: Path) -> None:
-    file = restored(tmp_path)
-    for _ in range(2):  # opened, and opened again
-        queue = JobQueue(file)
-        assert [waiting.job_id for waiting in queue.waiting()] == ["running", "first", "waits", "last"]
-        jobs = {job.job_id: job for job in queue.jobs(None, get_args(JobState), limit=10)}
-        for state in ("done", "failed", "cancelled", "running"):
-            assert jobs[state].state == state
-        waits, failed = jobs["waits"], jobs["failed"]
-        assert (waits.state, waits.target_step, waits.idempotency_key) == ("queued", 3, "waits")
-        assert waits.last_error is not None and waits.last_error.code == "no_disk_space"
-        assert failed.last_error is not None and failed.last_error.retryable
-        assert jobs["done"].metrics == {"loss/train": 0.5} and jobs["done"].target_step == 1
-        assert waits.metrics == {"train/reward": 5.0} and waits.report.num_rows == 5
-        assert (waits.phase, waits.attempts, waits.next_attempt_at) == ("queued", {}, 0.0)
-        batch = Batch.model_validate_json(queue.batch("waits"))
-        assert batch.groups[0].trajectories[0].sequences[0].token_ids == [1, 2, 3]
-        (line,) = gzip.decompress(queue.trajectories("waits")).splitlines()
-        assert json.loads(line)["trajectories"][0]["reward"] == 5.0
-        assert queue.find_key("p", "a", "running", "digest") == jobs["running"]
-        queue.close()
-    queue = JobQueue(file)
-    assert queue.revive("p", "a", "failed", lambda: 0) is not None and queue.set_running("first", 1)
-    assert [waiting.job_id for waiting in queue.waiting()][:3] == ["running", "first", "failed"]
-    assert add(queue, "k").job_id == queue.waiting()[-1].job_id
-    queue.close()
-
-
-@pytest.mark.parametrize("version", [0, 1, 9])
-def test_a_table_of_another_version_is_refused_and_kept(tmp_path: Path, version: int) -> None:
-    file = restored(tmp_path)
-    database = sqlite3.connect(file)
-    database.execute(f"PRAGMA user_version={version}")
-    with pytest.raises(
-        UsageError, match="the table of jobs was written by a version of art-server that this version cannot read"
-    ):
-        JobQueue(file)
-    assert database.execute("SELECT COUNT(*) FROM jobs").fetchone() == (7,)
-    database.close()
-
-
 def test_a_project_that_queues_much_waits_for_one_that_queues_little(tmp_path: Path) -> None:
-    file = tmp_path / "jobs.sqlite"
-    queue = JobQueue(file, shares={"b": 2.0})
+    queue = open_queue(tmp_path, shares={"b": 2.0})
     payload = replace(PAYLOAD, num_tokens=100)
 
     def put(project: str, name: str = "m") -> str:
-        return queue.insert(project, name, None, "d", TrainConfig(), payload, JobReport()).job_id
+        model = number_of(queue, name, project)
+        return queue.insert(model, None, "d", TrainConfig(), payload, JobReport()).job_id
 
     heavy = [put("a") for _ in range(4)]
     assert queue.set_running(heavy[0], 1)
@@ -331,8 +275,8 @@ def test_a_project_that_queues_much_waits_for_one_that_queues_little(tmp_path: P
     retried = ErrorDetail(message="no room", code="no_disk_space", retryable=True)
     assert queue.set_waiting(light[0], retried, {"no_disk_space": 1}, clock.now())
     assert next(waiting.job_id for waiting in queue.waiting()) == light[0], "it keeps its time"
-    queue.close()
-    queue = JobQueue(file, shares={"b": 2.0})
+    queue.database.close()
+    queue = open_queue(tmp_path, shares={"b": 2.0})
     assert [waiting.job_id for waiting in queue.waiting()] == [light[0], light[1], heavy[1], heavy[2], heavy[3]]
     with refused(Conflict, "not_queued", "job_id"):
         queue.move(heavy[1], before=light[1])
@@ -341,22 +285,11 @@ def test_a_project_that_queues_much_waits_for_one_that_queues_little(tmp_path: P
     late = [put("c"), put("c")]
     order = [waiting.job_id for waiting in queue.waiting()]
     assert order[1] == late[0] and order.index(late[1]) > order.index(light[1]), "it was idle, and saved nothing up"
-    queue.close()
-
-
-def test_a_migration_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = restored(tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setattr(job_schema, "FROM_VERSION_2", (*job_schema.FROM_VERSION_2, "ALTER TABLE other ADD COLUMN x"))
-        with pytest.raises(sqlite3.OperationalError):
-            JobQueue(file)
-    queue = JobQueue(file)
-    assert len(queue.waiting()) == 4 and queue.batch("waits")
-    queue.close()
+    queue.database.close()
 
 
 def test_progress_and_retries_are_in_the_row(tmp_path: Path) -> None:
-    queue = JobQueue(tmp_path / "jobs.sqlite")
+    queue = open_queue(tmp_path)
     job = add(queue).job_id
     queue.set_progress(job, "train", 1, 4)
     assert queue.get(job).phase == "queued", "it does not run"
@@ -371,8 +304,8 @@ def test_progress_and_retries_are_in_the_row(tmp_path: Path) -> None:
     info = queue.get(job).info()
     assert (info.state, info.phase, info.completed, info.attempts) == ("queued", "queued", None, 2)
     assert info.error == error and queue.waiting()[0].next_attempt_at == 1e12
-    queue.close()
-    queue = JobQueue(tmp_path / "jobs.sqlite")
+    queue.database.close()
+    queue = open_queue(tmp_path)
     assert queue.waiting()[0].next_attempt_at == 0.0, "a new server tries it at once"
     assert queue.get(job).attempts == {"trainer_died": 2}
-    queue.close()
+    queue.database.close()

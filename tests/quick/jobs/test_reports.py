@@ -20,13 +20,13 @@ from art_protocol.wire import (
     TrajectoryGroupBody,
 )
 from art_server.jobs.logs import write_log
-from art_server.jobs.queue import JobQueue
 from art_server.jobs.received_trajectories import ReceivedTrajectories
 from art_server.jobs.reports import Reports, Totals, step_record, stored_rows
 from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_server.store.registry import RegisteredModel
-from tests.quick.jobs.queued_jobs import add
+from art_server.store.server_database import open_server_database
+from tests.quick.jobs.queued_jobs import add, open_queue
 from tests.quick.server.served import sample_group, serving
 
 pytestmark = pytest.mark.anyio
@@ -85,7 +85,7 @@ async def test_a_server_reports_the_steps_and_logs_of_all_clients(
 def make_model(folder: Path) -> RegisteredModel:
     record = ModelRecord(name="agent", project="demo", base_model="base", lora=LoRAConfig())
     model = ModelFolder(folder, "demo", "agent")
-    return RegisteredModel(model, record, step=3, history=HistoryTable(None).of(model))
+    return RegisteredModel(1, model, record, step=3, history=HistoryTable(open_server_database(None)).of(1, model))
 
 
 async def test_rollouts_that_are_logged_again_do_not_replace_those_of_the_job(
@@ -124,7 +124,7 @@ def test_a_deleted_file_has_no_rollouts(tmp_path: Path) -> None:
 
 
 def test_totals_have_the_seconds_of_the_last_step(tmp_path: Path) -> None:
-    queue, totals = JobQueue(tmp_path / "jobs.sqlite"), Totals()
+    queue, totals = open_queue(tmp_path), Totals()
     jobs = [add(queue).job_id for _ in range(3)]
     for job, seconds in zip(jobs, (5.0, 2.0), strict=False):
         metrics = {"time/job_train_s": seconds, "train/reward": 0.5}
@@ -134,6 +134,6 @@ def test_totals_have_the_seconds_of_the_last_step(tmp_path: Path) -> None:
     totals.count(queue.get(jobs[2]))
     queue.set_failed(jobs[2], ErrorDetail(message="bad"))
     totals.count(queue.get(jobs[2]))
-    queue.close()
+    queue.database.close()
     assert totals.seconds == {"job_train": 2.0} and totals.trained_tokens == 20
     assert totals.jobs == {"done": 2, "failed": 1}

@@ -146,7 +146,7 @@ def test_missing_records_are_named_before_anything_is_trained() -> None:
 def test_a_record_of_another_project_is_missing() -> None:
     def find(key: str) -> Record:
         own = record(key, [1], [2])
-        return dataclasses.replace(own, request=dataclasses.replace(own.request, project="other"))
+        return dataclasses.replace(own, request=dataclasses.replace(own.request, model=9, owner="other"))
 
     with pytest.raises(RecordsMissing):
         run([[referred("c-0")]], find=find)
@@ -703,7 +703,7 @@ def test_of_equal_samples_the_newest_step_counts_with_its_own_log_probabilities(
 
 def test_a_record_of_another_project_is_not_known() -> None:
     own = record("c-0", [1], [2])
-    elsewhere = dataclasses.replace(own, request=dataclasses.replace(own.request, project="other"))
+    elsewhere = dataclasses.replace(own, request=dataclasses.replace(own.request, model=9, owner="other"))
     with refused(InvalidInput, "no_trainable_turn", "groups") as caught:
         run([[QUESTION, bare("c-0")]], find=lambda _: elsewhere)
     assert NO_RECORD in caught.value.message

@@ -165,7 +165,7 @@ async def test_a_job_whose_step_was_committed_before_a_kill_ends_the_same_if_the
     assert model.step == 0 and house.trainer.tasks == []
     assert "does not serve" in house.queue.get(job).report.notes[-1]
     await house.background.stop()
-    house.queue.close()
+    house.registry.database.close()
 
 
 async def test_a_trainer_that_dies_again_and_again_ends_a_job_with_half_the_tokens_last(

@@ -58,6 +58,8 @@ def sources(family: Family) -> TokenSources:
         return text.token_ids(False) if isinstance(text, MarkedRendering) else family.encode(text)
 
     return TokenSources(
+        model=1,
+        name_of=str,
         find_record=lambda _: None,
         find_by_logprobs=lambda logprobs: [],
         find_by_conversation=lambda prefix, answer: [],

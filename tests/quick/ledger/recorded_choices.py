@@ -6,7 +6,7 @@ from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Request
 from art_server.process.shared.engine_messages import FinishedChoice
 
-REQUEST = Request("f" * 32, "chat", "p", "a", 3, "me")
+REQUEST = Request("f" * 32, "chat", 1, 3, "me")
 
 
 def sample(tokens: list[int] | None = None, text: str = "yes") -> FinishedChoice:

@@ -1,6 +1,7 @@
 """An agent that asks, on a ledger without an engine, and is told what the test says; and what a session makes of it."""
 
 import itertools
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,7 @@ class Agent:
         request = Request(
             request_id,
             "chat",
-            project=self.project if model else None,
-            name=model,
+            model=self.number(model) if model else None,
             step=0 if model else None,
             owner=self.project if model else OWNER,
             session=session,
@@ -80,7 +80,11 @@ class Agent:
 
     def reply(self, model: str = "a") -> SessionReply:
         """As the server's route makes it."""
-        return read_session(self.ledger, self.project, model, "s", OWNER)
+        return read_session(self.ledger, self.number(model), self.project, "s", OWNER)
+
+    def number(self, model: str) -> int:
+        """The number of a model of the agent's project."""
+        return zlib.crc32(f"{self.project}/{model}".encode())
 
 
 def said(text: str) -> dict[str, Any]:

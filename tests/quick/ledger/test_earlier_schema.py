@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from art_server.errors import UsageError
 from art_server.ledger import conversation
+from art_server.ledger.earlier import number_records
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Request
 from art_server.ledger.sessions import session_trajectory
@@ -21,16 +22,21 @@ from art_server.process.shared.engine_messages import FinishedChoice
 from art_server.store.base_facts import read_facts
 from art_server.store.base_models import TINY_DIR
 
+DUMP = Path(__file__).with_name("data") / "72080d0.sql"
 QUESTION = {"role": "user", "content": "respond with yes, no, maybe"}
 ANSWER = {"role": "assistant", "content": "maybe"}
 
 
+def number_of(project: str, name: str) -> int:
+    return {("p", "a"): 7}[project, name]
+
+
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
-    dump = Path(__file__).with_name("data") / "72080d0.sql"
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db:
-        db.executescript(dump.read_text())
+        db.executescript(DUMP.read_text())
     for _ in range(2):  # the second time there is nothing to change
+        number_records(tmp_path / "ledger.sqlite", number_of)
         Ledger(tmp_path / "ledger.sqlite").close()
     opened = Ledger(tmp_path / "ledger.sqlite")
     opened.use_tokenizer(TINY_DIR, read_facts(TINY_DIR))
@@ -54,13 +60,13 @@ def test_answers_are_found_by_log_probabilities_and_by_their_conversation(ledger
     record = ledger.find(f"{5:032x}-0")
     assert record is not None
     prefix, _ = conversation.past_answers([QUESTION, ANSWER, QUESTION])
-    by_conversation = ledger.find_by_conversation("p", "a", prefix, record.answer_digest)
+    by_conversation = ledger.find_by_conversation(7, prefix, record.answer_digest)
     assert [match.choice_id[-3:] for match in by_conversation] == ["5-0", "2-0"]
-    assert len(ledger.find_by_logprobs("p", "a", record.logprobs)) == 7
+    assert len(ledger.find_by_logprobs(7, record.logprobs)) == 7
 
 
 def test_a_session_is_one_conversation(ledger: Ledger) -> None:
-    reply = session_trajectory(ledger.find_session("p", "a", "s"))
+    reply = session_trajectory(ledger.find_session(7, "s"))
     assert reply.num_choices == 3 and len(reply.histories) == 1 and reply.unused == {}
 
 
@@ -68,7 +74,7 @@ def test_a_session_is_one_conversation(ledger: Ledger) -> None:
 def test_a_conversation_is_continued(ledger: Ledger, session: str | None) -> None:
     messages = [QUESTION, ANSWER] * 3 + [QUESTION]
     prefix, answers = conversation.past_answers(messages)
-    request = Request("f" * 32, "chat", "p", "a", 0, "p", session, prefix, answers=answers)
+    request = Request("f" * 32, "chat", 7, 0, "p", session, prefix, answers=answers)
     tokenizer = AutoTokenizer.from_pretrained(TINY_DIR)
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     with ledger.open_request(request) as opened:
@@ -89,3 +95,20 @@ def test_a_file_from_before_the_first_version_is_refused_and_kept(tmp_path: Path
         Ledger(tmp_path / "ledger.sqlite")
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db:
         assert db.execute("SELECT COUNT(*) FROM records").fetchone() == (0,)
+
+
+def test_a_server_that_is_killed_while_it_numbers_the_records_begins_again(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.sqlite"
+    with closing(sqlite3.connect(file)) as db:
+        db.executescript(DUMP.read_text())
+        db.execute(
+            "CREATE TABLE lost_choices (number INTEGER PRIMARY KEY, session TEXT, project TEXT, name TEXT, reason TEXT,"
+            " num_choices INTEGER, UNIQUE (session, project, name, reason))"
+        )
+        db.execute("INSERT INTO lost_choices VALUES (1, 's', 'p', 'a', 'why', 3)")
+        db.execute("ALTER TABLE records ADD COLUMN model INTEGER")
+        db.execute("UPDATE records SET model = 7 WHERE number < 3")
+        db.commit()
+    number_records(file, number_of)
+    with closing(Ledger(file)) as opened:
+        assert len(opened.find_session(7, "s")) == 3 and opened.lost_choices(7, "s") == {"why": 3}

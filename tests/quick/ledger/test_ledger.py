@@ -84,14 +84,14 @@ def test_samples_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> 
 def test_answers_are_found_within_their_model(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l.sqlite")
     first, second = add(ledger, 1, [1]), add(ledger, 2, [1, 2])
-    add(ledger, 3, [1], name="b")
+    add(ledger, 3, [1], model=2)
     add(ledger, 4, [1], text="no")
     answer = conversation.text_digest(" yes\n")
-    matches = ledger.find_by_conversation("p", "a", conversation.EMPTY, answer)
+    matches = ledger.find_by_conversation(1, conversation.EMPTY, answer)
     assert [match.choice_id for match in matches] == [second, first]
-    assert ledger.find_by_conversation("p", "a", answer, answer) == []
-    assert len(ledger.find_by_logprobs("p", "a", [-0.1, -0.2, -0.3])) == 3
-    assert ledger.find_by_logprobs("p", "a", [-0.1, -0.2, -0.4]) == []
+    assert ledger.find_by_conversation(1, answer, answer) == []
+    assert len(ledger.find_by_logprobs(1, [-0.1, -0.2, -0.3])) == 3
+    assert ledger.find_by_logprobs(1, [-0.1, -0.2, -0.4]) == []
 
 
 def num_steps(ledger: Ledger, call: Callable[[], object]) -> int:
@@ -108,13 +108,13 @@ def test_a_frequent_answer_is_found_without_reading_all_of_them(tmp_path: Path) 
     for number in range(600):
         add(ledger, number, [1, 2], prefix_digest=number.to_bytes(16))
     answer, prefix = conversation.text_digest("yes"), (7).to_bytes(16)
-    matches = ledger.find_by_conversation("p", "a", prefix, answer)
+    matches = ledger.find_by_conversation(1, prefix, answer)
     assert [match.choice_id for match in matches] == [f"{7:032x}-0"]
-    assert num_steps(ledger, lambda: ledger.find_by_conversation("p", "a", prefix, answer)) < 30
+    assert num_steps(ledger, lambda: ledger.find_by_conversation(1, prefix, answer)) < 30
     rare = [-0.1, -0.2, -0.4]
-    assert num_steps(ledger, lambda: ledger.find_by_logprobs("p", "a", rare)) < 30
+    assert num_steps(ledger, lambda: ledger.find_by_logprobs(1, rare)) < 30
     common = [-0.1, -0.2, -0.3]
-    assert num_steps(ledger, lambda: ledger.find_by_logprobs("p", "a", common)) > 300
+    assert num_steps(ledger, lambda: ledger.find_by_logprobs(1, common)) > 300
 
 
 def test_a_turn_of_a_frequent_conversation_is_continued_without_reading_all_of_them(

@@ -57,7 +57,7 @@ class Talk:
     """Agents on one ledger, and an engine that samples what the test says."""
 
     family: Family
-    model: str = field(default_factory=lambda: f"model-{next(NUMBERS)}")
+    model: int = field(default_factory=lambda: next(NUMBERS))
     """Its own, so that nothing of another talk is continued."""
     owner: str = "me"
 
@@ -79,7 +79,7 @@ class Talk:
         request_id = f"{next(NUMBERS):032x}"
         messages = with_ids(messages, names)
         prefix_digest, answers = conversation.past_answers(messages, stops)
-        request = Request(request_id, "chat", "p", self.model, 0, self.owner, session, prefix_digest, answers=answers)
+        request = Request(request_id, "chat", self.model, 0, self.owner, session, prefix_digest, answers=answers)
         end = (self.family.sampled_end or self.family.end) if end is None else end
         with self.ledger.open_request(request) as opened:
             thoughts = self.ledger.recall_thinking(opened)
@@ -768,7 +768,7 @@ def test_a_prompt_that_had_no_room_is_recorded_as_it_was_sampled_from() -> None:
     path = [user("q"), said("maybe"), user("more")]
     rendered = PLAIN.encode(PLAIN.render(path))
     prefix, answers = conversation.past_answers(path)
-    request = Request(*("f" * 32, "chat", "p", talk.model, 0, "me", None, prefix), answers=answers)
+    request = Request(*("f" * 32, "chat", talk.model, 0, "me", None, prefix), answers=answers)
     with talk.ledger.open_request(request):
         assert talk.ledger.take_prompt(request.request_id, 0, rendered) is not None
         for index in range(2):

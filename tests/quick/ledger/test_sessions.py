@@ -85,7 +85,7 @@ def test_a_choice_that_the_agent_did_not_see_end_is_left_out(tmp_path: Path) -> 
     """Of a stream of two choices, whose client left between their ends."""
     agent = Agent(tmp_path)
     agent.ask([USER], "seen", unseen="unseen")
-    assert len(agent.ledger.find_session("p", "a", "s")) == 1
+    assert len(agent.ledger.find_session(agent.number("a"), "s")) == 1
     assert agent.reply().num_choices == 1
 
 
@@ -300,7 +300,7 @@ def test_requests_are_served_while_a_long_session_is_read(tmp_path: Path) -> Non
 
     agent.ledger._lock = Counted()  # type: ignore[assignment]
     agent.ledger._storage.find_heading = load_counted  # type: ignore[method-assign]
-    assert len(agent.ledger.find_session("p", "a", "s")) == 9
+    assert len(agent.ledger.find_session(agent.number("a"), "s")) == 9
     assert sum(held) == 9 and max(held) == 1
 
 
@@ -378,7 +378,7 @@ def test_messages_stay_as_long_as_a_turn_needs_them(tmp_path: Path) -> None:
 
 
 def test_choices_whose_records_were_deleted_are_counted(tmp_path: Path) -> None:
-    """Also after all records of the session are gone, and under the model's later name."""
+    """Also after all records of the session are gone."""
     agent = Agent(tmp_path)
     agent.ask([USER], "one")
     agent.ask([USER, said("one"), USER], "two")
@@ -388,9 +388,8 @@ def test_choices_whose_records_were_deleted_are_counted(tmp_path: Path) -> None:
     reply = agent.reply()
     assert answers(reply) == [["two"]] and reply.unused == {PRUNED: 1, NOT_DELIVERED: 1}
     storage.drop([2, 3], [])
-    agent.ledger.rename("p", "a", "renamed")
-    assert agent.reply().unused == {}
-    reply = agent.reply("renamed")
+    assert agent.reply("b").unused == {}
+    reply = agent.reply()
     assert reply.num_choices == 0 and reply.unused == {PRUNED: 2}
 
 
@@ -400,7 +399,7 @@ def test_the_number_of_sessions_with_deleted_records_is_limited(
     monkeypatch.setattr(storage_module, "COUNTED_SESSIONS", 2)
     agent = Agent(tmp_path)
     for number in range(3):
-        agent.ledger._storage.count_lost(f"s{number}", "p", "a", PRUNED, 1)
+        agent.ledger._storage.count_lost(f"s{number}", agent.number("a"), PRUNED, 1)
     agent.ask([USER], "one")
     agent.ledger._storage.drop([1], [])
     (num,) = agent.ledger._storage.db.execute("SELECT COUNT(*) FROM lost_choices").fetchone()
@@ -441,5 +440,5 @@ def test_requests_without_a_session_are_found_since_a_time(tmp_path: Path, monke
     agent.ask([USER], "begins", at=since)
     for text in "abc":
         agent.ask([USER], text, session=None)
-    unnamed = agent.ledger.find_unnamed("p", "a", since)
+    unnamed = agent.ledger.find_unnamed(agent.number("a"), since)
     assert sorted(unnamed) == [f"{number:032x}-0" for number in (3, 4, 5)]

@@ -13,12 +13,12 @@ import pytest
 from art_protocol.wire import JobReport, TrainConfig
 from art_server.errors import StorageFull
 from art_server.jobs.job_row import Payload
-from art_server.jobs.queue import JobQueue
 from art_server.ledger.ledger import Ledger
 from art_server.process.shared.trainer_messages import Batch
 from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder
 from tests.quick.jobs.job_runner import running
+from tests.quick.jobs.queued_jobs import number_of, open_queue
 from tests.quick.ledger.recorded_choices import REQUEST, add, sample
 from tests.refusals import refused
 from tests.waiting import until
@@ -54,6 +54,7 @@ def filled(disk: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("quick_retries")
 async def test_a_job_waits_for_room_and_is_done(small_disk: Path) -> None:
     async with running(small_disk, "a") as house:
+        model = house.registry.get("p", "a")
         first = house.add_job("a")
         assert await house.wait(first) == ["done"]
         await house.background.stop("job runner")
@@ -65,11 +66,10 @@ async def test_a_job_waits_for_room_and_is_done(small_disk: Path) -> None:
                 for _ in range(100):
                     big = Payload(os.urandom(100_000), b"")
                     report = JobReport()
-                    house.queue.insert("p", "a", None, "d", TrainConfig(), big, report)
+                    house.queue.insert(model.number, None, "d", TrainConfig(), big, report)
             assert house.state(acknowledged) in ("queued", "running")
             assert not house.engine.is_paused
         assert await house.wait(acknowledged) == ["done"]
-        model = house.registry.get("p", "a")
         assert model.step == 2 and model.history.columns(())["steps"] == [1, 2]
         assert not list(model.folder.checkpoints_dir.glob(".*"))
 
@@ -97,12 +97,12 @@ def test_a_full_disk_costs_the_ledger_these_records_and_no_more(small_disk: Path
 def test_what_does_not_fit_is_not_there_in_part(small_disk: Path) -> None:
     folder = ModelFolder(small_disk, "p", "a")
     folder.write_lines("train", 1, b"one\n")
-    table = HistoryTable(small_disk / "history.sqlite")
-    history = table.of(folder)
+    queue = open_queue(small_disk)
+    model = number_of(queue)
+    history = HistoryTable(queue.database).of(model, folder)
     history.add(1, {"train/reward": 0.5})
-    queue = JobQueue(small_disk / "jobs.sqlite")
     payload = Payload.make(Batch(groups=[]))
-    kept = queue.insert("p", "a", "k", "d", TrainConfig(), payload, JobReport())
+    kept = queue.insert(model, "k", "d", TrainConfig(), payload, JobReport())
     with filled(small_disk):
         with pytest.raises(StorageFull):
             folder.write_lines("train", 1, bytes(100_000))
@@ -114,5 +114,4 @@ def test_what_does_not_fit_is_not_there_in_part(small_disk: Path) -> None:
     file = small_disk / "p" / "models" / "a" / "trajectories" / "train" / "0001.jsonl.gz"
     assert file.read_bytes() == b"one\n"
     assert history.values([1]) == {1: {"train/reward": 0.5}}
-    table.close()
-    assert queue.find_key("p", "a", "k", "d") == kept
+    assert queue.find_key(model, "k", "d") == kept

@@ -96,5 +96,5 @@ def test_no_key_is_in_the_log(server: Running) -> None:
 
 
 def test_what_the_server_writes_is_its_user_s_only(server: Running) -> None:
-    assert (server.path / ".server" / "jobs.sqlite").exists()
+    assert (server.path / ".server" / "server.sqlite").exists()
     assert readable_by_others(server.path) == []

@@ -27,7 +27,7 @@ from art_server.store.base_models import find_base_model
 from art_server.store.registry import Registry, check_lora, check_name, check_rank
 from tests.new_models import add_model
 from tests.quick.engine.device.cards import card, demand
-from tests.quick.jobs.queued_jobs import add, request_digest
+from tests.quick.jobs.queued_jobs import add, open_queue, request_digest
 from tests.resolving import LIMITS, bare, choice, resolve, sources
 
 GPUS = tuple(Gpu(index, f"GPU-{index}", "NVIDIA L4", 24 << 30, (7, 5)) for index in (0, 1))
@@ -43,7 +43,7 @@ def two_projects(root: Path) -> Registry:
 
 
 def queue(root: Path, **limits: Any) -> JobQueue:
-    jobs = JobQueue(root / "jobs.sqlite", **limits)
+    jobs = open_queue(root, **limits)
     add(jobs, "k")
     return jobs
 
@@ -178,7 +178,7 @@ SENTENCES: list[tuple[str, Callable[[Path], Any], str]] = [
     ),
     (
         "key_reused",
-        lambda root: queue(root).find_key("p", "a", "k", request_digest(b"y")),
+        lambda root: queue(root).find_key(1, "k", request_digest(b"y")),
         "this idempotency key was used for another train request: use a new key for new trajectories",
     ),
     (

@@ -8,11 +8,11 @@ import pytest
 from art_protocol.history import pack_rows, trajectory_row
 from art_protocol.wire import LoRAConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.errors import StorageFull
-from art_server.jobs.queue import JobQueue
 from art_server.ledger.ledger import Ledger
 from art_server.store import files
 from art_server.store.history import HistoryTable
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
+from art_server.store.server_database import open_server_database
 from tests.quick.store.permissions import readable_by_others
 from tests.refusals import refused
 
@@ -27,7 +27,7 @@ def private(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_whatever_the_stores_write_is_their_user_s_only(private: Path) -> None:
-    queue = JobQueue(private / ".server" / "jobs.sqlite")
+    database = open_server_database(private)
     ledger = Ledger(private / ".server" / "ledger.sqlite")
     files.write_json(private / ".server" / "base.json", {})
     folder = ModelFolder(private, "p", "a")
@@ -37,15 +37,13 @@ def test_whatever_the_stores_write_is_their_user_s_only(private: Path) -> None:
         private / "logs" / "engine.log",
     )
     (folder.path / "logs" / "vllm.log").unlink()  # a link, whose own mode says nothing
-    table = HistoryTable(private / ".server" / "history.sqlite")
-    table.of(folder).add(0, {"val/reward": 1.0})
+    HistoryTable(database).of(1, folder).add(0, {"val/reward": 1.0})
     trajectory = TrajectoryBody(messages_and_choices=[], reward=1.0)
     folder.write_lines("val", 0, pack_rows(map(trajectory_row, [TrajectoryGroupBody(trajectories=[trajectory])])))
-    assert len(list(private.rglob("*.sqlite-wal"))) == 3, "they are in use"
+    assert len(list(private.rglob("*.sqlite-wal"))) == 2, "they are in use"
     assert readable_by_others(private) == []
-    table.close()
+    database.close()
     ledger.close()
-    queue.close()
 
 
 def test_folders_from_before_are_shut_and_the_user_s_own_are_left(tmp_path: Path) -> None:

@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 from art_server.errors import StorageFull
 from art_server.store.history import BEST_METRICS, HistoryTable, MetricHistory
 from art_server.store.model_folder import CheckpointRecord, ModelFolder
+from art_server.store.registry import Registry
+from art_server.store.server_database import open_server_database
+from tests.quick.store.model_folders import make_model
 
 
 def make_history(root: Path, steps: int = 0, name: str = "a") -> MetricHistory:
     folder = ModelFolder(root, "p", name)
     for step in range(steps):
         folder.commit_checkpoint(folder.new_checkpoint_dir(), CheckpointRecord(step=step))
-    return HistoryTable(root / ".server" / "history.sqlite").of(folder)
+    return HistoryTable(open_server_database(None)).of(1, folder)
 
 
 def lines_of(folder: ModelFolder) -> list[dict[str, Any]]:
@@ -31,9 +34,9 @@ def imported(root: Path, content: bytes | str) -> MetricHistory:
     folder = ModelFolder(root, "p", "a")
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.history_file.write_bytes(content.encode() if isinstance(content, str) else content)
-    table = HistoryTable(None)
-    table.replace(folder)
-    return table.of(folder)
+    table = HistoryTable(open_server_database(None))
+    table.replace(1, folder)
+    return table.of(1, folder)
 
 
 def test_a_later_value_replaces_an_earlier_one_and_the_file_has_a_line_for_each_call(
@@ -82,15 +85,15 @@ def test_a_line_that_cannot_be_written_adds_nothing(tmp_path: Path) -> None:
     assert history.span()[0] == 1
 
 
-def test_models_have_rows_of_their_own_which_are_rolled_back_and_deleted(tmp_path: Path) -> None:
-    table = HistoryTable(None)
-    one, other = (table.of(ModelFolder(tmp_path, "p", name)) for name in ("a", "b"))
+def test_models_have_rows_of_their_own_which_are_rolled_back(tmp_path: Path) -> None:
+    table = HistoryTable(open_server_database(None))
+    one, other = (table.of(number, ModelFolder(tmp_path, "p", name)) for number, name in ((1, "a"), (2, "b")))
     for step in range(4):
         one.add(step, {"val/reward": step / 4})
         other.add(step, {"val/reward": step / 4})
     one.roll_back(1)
     assert (one.columns(())["steps"], one.ranking()) == ([0, 1], ("val/reward", [1, 0]))
-    one.delete()
+    one.roll_back(-1)
     assert (one.names(), one.span()[0], one.ranking()) == ([], 0, (None, []))
     assert other.columns(())["steps"] == [0, 1, 2, 3]
 
@@ -109,18 +112,20 @@ def test_a_folder_with_files_only_is_imported_once_at_the_start(tmp_path: Path) 
         "job_id": "j",
     }
     folder.history_file.write_text(json.dumps(row) + "\n")
-    table = HistoryTable(tmp_path / "history.sqlite")
-    table.import_missing([folder])
-    assert table.of(folder).values([1]) == {1: {"train/reward": 0.25}}
-    table.of(folder).add(1, {"train/reward": 9.0}, "j")
-    assert table.of(folder).values([1])[1] == {"train/reward": 0.25}, "the job has made it"
-    table.of(folder).add(2, {"val/reward": 0.5})
-    table.close()
+    database = open_server_database(tmp_path)
+    table = HistoryTable(database)
+    table.import_missing(1, folder)
+    history = table.of(1, folder)
+    assert history.values([1]) == {1: {"train/reward": 0.25}}
+    history.add(1, {"train/reward": 9.0}, "j")
+    assert history.values([1])[1] == {"train/reward": 0.25}, "the job has made it"
+    history.add(2, {"val/reward": 0.5})
+    database.close()
     with folder.history_file.open("a") as file:
         file.write('{"step": 9}\n')
-    again = HistoryTable(tmp_path / "history.sqlite")
-    again.import_missing([folder])
-    assert again.of(folder).columns(["val/reward"]) == {
+    again = HistoryTable(open_server_database(tmp_path))
+    again.import_missing(1, folder)
+    assert again.of(1, folder).columns(["val/reward"]) == {
         "steps": [1, 2],
         "recorded_at": ["then", lines_of(folder)[1]["recorded_at"]],
         "metrics": {"val/reward": [None, 0.5]},
@@ -128,28 +133,20 @@ def test_a_folder_with_files_only_is_imported_once_at_the_start(tmp_path: Path) 
 
 
 def test_an_import_is_whole_or_absent(tmp_path: Path) -> None:
-    folders = [ModelFolder(tmp_path, "p", name) for name in ("a", "b")]
-    for folder in folders:
-        folder.append_history({"step": 1, "val/reward": 0.5})
-    folders[1].history_file.unlink()
-    folders[1].history_file.mkdir()
-    table = HistoryTable(None)
+    for name in ("a", "b"):
+        make_model(tmp_path, "p", name).append_history({"step": 1, "val/reward": 0.5})
+    file = ModelFolder(tmp_path, "p", "b").history_file
+    content = file.read_bytes()
+    file.unlink()
+    file.mkdir()
     with pytest.raises(OSError):
-        table.import_missing(folders)
-    assert table.of(folders[0]).span()[0] == 0
-    folders[1].history_file.rmdir()
-    table.import_missing(folders)
-    assert table.of(folders[0]).span()[0] == 1
-
-
-def test_rows_of_a_folder_that_is_gone_are_deleted_at_the_start(tmp_path: Path) -> None:
-    history = make_history(tmp_path, name="gone")
-    history.add(1, {"val/reward": 0.5})
-    folder = ModelFolder(tmp_path, "p", "gone")
-    folder.history_file.unlink()
-    table = HistoryTable(tmp_path / ".server" / "history.sqlite")
-    table.import_missing([folder])
-    assert table.of(folder).span()[0] == 0
+        Registry(tmp_path)
+    database = open_server_database(tmp_path)
+    assert database.select("SELECT * FROM models") == database.select("SELECT * FROM steps") == []
+    database.close()
+    file.rmdir()
+    file.write_bytes(content)
+    assert [model.history.span()[0] for model in Registry(tmp_path).all()] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -269,8 +266,9 @@ row_lists = st.lists(
 @given(row_lists)
 def test_the_ranking_is_that_of_the_means(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]) -> None:
     folder = ModelFolder(tmp_path_factory.mktemp("ranking"), "p", "a")
-    table = HistoryTable(None)
-    with table.changes(folder.model_id):
-        table.insert(folder.model_id, rows)
-    assert table.of(folder).ranking() == expected_ranking(rows)
-    table.close()
+    database = open_server_database(None)
+    table = HistoryTable(database)
+    with table.changes(1):
+        table.insert(1, rows)
+    assert table.of(1, folder).ranking() == expected_ranking(rows)
+    database.close()

@@ -8,24 +8,9 @@ from pydantic import ValidationError
 from art_protocol.wire import LogRequest, LoRAConfig, RegisterRequest
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.jobs.attempt import step_metrics
-from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Registry, check_lora, check_name
+from tests.quick.store.model_folders import commit, make_model
 from tests.refusals import refused
-
-
-def make_model(root: Path, project: str, name: str, steps: int = 1) -> ModelFolder:
-    folder = ModelFolder(root, project, name)
-    for step in range(steps):
-        commit(folder, step)
-    record = ModelRecord(name=name, project=project, base_model="art/tiny", lora=LoRAConfig())
-    folder.create(record, root / "engine.log")
-    return folder
-
-
-def commit(folder: ModelFolder, step: int, job_id: str | None = None) -> None:
-    temporary = folder.new_checkpoint_dir()
-    (temporary / "optimizer.safetensors").write_bytes(b"state")
-    folder.commit_checkpoint(temporary, CheckpointRecord(step=step, job_id=job_id))
 
 
 def test_a_name_resolves_to_the_step_that_serves(tmp_path: Path) -> None:

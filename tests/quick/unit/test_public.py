@@ -11,6 +11,7 @@ import pytest
 from art_protocol.history import read_rows
 from art_protocol.wire import TrainConfig
 from art_server.jobs.queue import JobQueue
+from art_server.ledger.earlier import number_records
 from art_server.ledger.ledger import Ledger
 from art_server.process.shared.trainer_messages import Batch
 from art_server.store.registry import Registry
@@ -44,9 +45,10 @@ def test_models_of_an_earlier_server_are_read(tmp_path: Path) -> None:
 
 
 def test_a_queued_job_of_an_earlier_server_is_read(tmp_path: Path) -> None:
-    queue = JobQueue(restore(tmp_path) / ".server" / "jobs.sqlite")
+    registry = Registry(restore(tmp_path))
+    queue = JobQueue(registry.database)
     job = queue.next()
-    assert job is not None
+    assert job is not None and job.model == registry.get("p", "a").number
     assert job.state == "queued" and TrainConfig.model_validate_json(job.config) == TrainConfig(learning_rate=1e-4)
     batch = Batch.model_validate_json(queue.batch(job.job_id))
     trajectory, other = batch.groups[0].trajectories
@@ -57,12 +59,17 @@ def test_a_queued_job_of_an_earlier_server_is_read(tmp_path: Path) -> None:
     (line,) = gzip.decompress(queue.trajectories(job.job_id)).splitlines()
     assert json.loads(line)["trajectories"]
     assert b'"rows"' in batch.model_dump_json().encode(), "an earlier server may read it again"
-    queue.close()
+    registry.database.close()
 
 
 def test_a_record_of_an_earlier_server_is_found(tmp_path: Path) -> None:
-    ledger = Ledger(restore(tmp_path) / ".server" / "ledger.sqlite")
+    registry, file = Registry(restore(tmp_path)), tmp_path / ".server" / "ledger.sqlite"
+    for _ in range(2):
+        number_records(file, registry.table.number_of)
+    ledger = Ledger(file)
     record = ledger.find("f" * 32 + "-0")
     assert record is not None and record.token_ids == [7, 8] and record.prompt_token_ids == [1, 2]
+    assert record.request.model == registry.get("p", "a").number
     assert record.logprobs == [-0.5, -0.25] and record.sampled_logprobs == pytest.approx([-0.4, -0.2])
     ledger.close()
+    registry.database.close()

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 from art_protocol.wire import Difference, Dropped, ErrorDetail, JobReport
-from art_server.jobs.queue import JobQueue
 from art_server.store.model_folder import ModelFolder
+from art_server.store.server_database import FILE
 from art_watch.context import DEAD, SUBMITTED, TOKENS, context, idle, read_jobs
 from art_watch.runs import Runs
 from tests.demo import log, make_demo, write_jobs
+from tests.quick.jobs.queued_jobs import open_queue
 
 EQUAL = Dropped(reason="all rewards in the group are equal: no signal", count=6, unit="group")
 
@@ -86,18 +87,17 @@ def test_jobs_of_a_deleted_model_with_the_same_name_are_left_out(tmp_path: Path)
 def test_jobs_are_read_while_a_server_writes_them_and_not_changed(tmp_path: Path) -> None:
     (folder,) = make_demo(tmp_path, runs=1, steps=2, rollouts=8)
     files = {file.name: file.read_bytes() for file in (tmp_path / ".server").iterdir()}
-    assert [job.target_step for job in read_jobs(tmp_path, folder)] == [2, 1]
+    assert [job.target_step for job in read_jobs(tmp_path, folder, 0.0)] == [2, 1]
     assert {file.name: file.read_bytes() for file in (tmp_path / ".server").iterdir()} == files
-    queue = JobQueue(tmp_path / ".server" / "jobs.sqlite")
-    queue.forget_keys("demo", folder.name)
-    assert len(read_jobs(tmp_path, folder)) == 2
-    queue.close()
+    queue = open_queue(tmp_path)
+    assert len(read_jobs(tmp_path, folder, 0.0)) == 2
+    queue.database.close()
 
 
 def test_a_folder_without_a_table_of_jobs_has_the_rest(tmp_path: Path) -> None:
     folder = ModelFolder(tmp_path, "demo", "judge")
     log(folder, 0, {"val/reward": 1.0})
     (tmp_path / ".server").mkdir()
-    (tmp_path / ".server" / "jobs.sqlite").write_bytes(b"no database")
+    (tmp_path / ".server" / FILE).write_bytes(b"no database")
     run = context(Runs(tmp_path), folder)
     assert (run["base_model"], run["num_rows"], run["trained_tokens"], run["notes"]) == (None, 1, 0, [])

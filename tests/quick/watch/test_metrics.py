@@ -83,7 +83,8 @@ async def test_waiting_requests_and_queued_jobs_are_counted(tmp_path: Path) -> N
         gate, queue = served.server.gate, served.server.queue
         served.engine.base = None  # no job can run
         payload = Payload.make(Batch(groups=[]))
-        queue.insert("demo", "agent", None, "digest", TrainConfig(), payload, JobReport())
+        number = served.server.registry.get("demo", "agent").number
+        queue.insert(number, None, "digest", TrainConfig(), payload, JobReport())
         with gate.inside("demo/agent@0"):
             numbers = samples((await fetch(served)).text)
         await model.backend().close()

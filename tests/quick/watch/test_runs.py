@@ -9,6 +9,7 @@ import pytest
 from art_server.errors import InvalidInput, NotFound
 from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder
+from art_server.store.server_database import open_server_database
 from art_watch.runs import Runs
 from tests.demo import HOSTILE_METRIC, KEPT_STEPS, log, make_demo
 from tests.refusals import refused
@@ -78,9 +79,9 @@ def test_a_running_server_s_histories_come_from_its_table_and_others_from_their_
     (served,) = make_demo(tmp_path, runs=1, steps=3, rollouts=8)
     unserved = ModelFolder(tmp_path, "demo", "judge")
     log(unserved, 0, {"val/reward": 1.0})
-    table = HistoryTable(None)
-    table.of(served).add(7, {"train/reward": 0.5})
-    runs = Runs(tmp_path, table)
+    registered = HistoryTable(open_server_database(None)).of(1, served)
+    registered.add(7, {"train/reward": 0.5})
+    runs = Runs(tmp_path, lambda folder: registered if folder.path == served.path else None)
     assert runs.history(served).columns(())["steps"] == [7]
     assert runs.history(unserved).columns(())["steps"] == [0]
     assert [summary["num_rows"] for summary in map(runs.summary, runs.folders())] == [1, 1]

@@ -81,7 +81,7 @@ class House:
         self.registry = Registry(folder)
         for name in MODELS:
             add_model(self.registry, name, write=write_adapter)
-        self.queue = JobQueue(folder / "jobs.sqlite")
+        self.queue = JobQueue(self.registry.database)
         self.trainer: Any = TrainerOnDevice(worlds[0], "leave")
         self.runner = JobRunner(
             queue=self.queue,
@@ -118,7 +118,7 @@ class House:
         assert self.background.num_faults == {}
         for world in self.worlds:
             await world.settle()
-        self.queue.close()
+        self.registry.database.close()
 
     def process(self, number: int) -> FakeProcess:
         process = self.worlds[number].process
@@ -136,7 +136,9 @@ class House:
 
     def add_job(self, name: str) -> str:
         payload = Payload.make(Batch(groups=[]))
-        return self.queue.insert("p", name, None, "digest", TrainConfig(), payload, JobReport(num_rows=0)).job_id
+        return self.queue.insert(
+            self.registry.get("p", name).number, None, "digest", TrainConfig(), payload, JobReport(num_rows=0)
+        ).job_id
 
     async def ask(self, name: str, key: bytes = b"key") -> tuple[str, str]:
         """Sends one request until it is answered, as the proxy does; returns the adapter that answered and its replica."""

@@ -121,7 +121,7 @@ class House:
         self.registry = Registry(folder)
         for name in MODELS:
             add_model(self.registry, name, write=write_adapter)
-        self.queue = JobQueue(folder / "jobs.sqlite")
+        self.queue = JobQueue(self.registry.database)
         self.runner = JobRunner(
             queue=self.queue,
             registry=self.registry,
@@ -147,12 +147,14 @@ class House:
         await self.fleet.stop()
         assert self.background.num_faults == {}
         await self.world.settle()
-        self.queue.close()
+        self.registry.database.close()
 
     def add_job(self, name: str) -> str:
         payload = Payload.make(Batch(groups=[]))
         report = JobReport(num_rows=0)
-        return self.queue.insert("p", name, None, "digest", TrainConfig(), payload, report).job_id
+        return self.queue.insert(
+            self.registry.get("p", name).number, None, "digest", TrainConfig(), payload, report
+        ).job_id
 
     async def ask(self, name: str) -> str:
         """Sends one request until it is answered, as the API does; returns the adapter that answered."""

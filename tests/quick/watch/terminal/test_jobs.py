@@ -13,7 +13,6 @@ from art_protocol.wire import ErrorDetail, JobReport
 from art_server.jobs.queue import JobQueue
 from art_server.server import Server
 from art_server.store import files
-from art_server.store.model_folder import ModelFolder
 from art_watch.terminal.tables import job_progress, print_jobs, print_status
 from tests.http_server import served
 from tests.quick.api.idle_server import make
@@ -110,7 +109,7 @@ def test_status_is_one_screen(run: Run, server: Running, tmp_path: Path) -> None
     job = add(queue, name="run")
     queue.set_running(job.job_id, 1)
     queue.set_progress(job.job_id, "train", 3, 8)
-    parts.registry.history.of(ModelFolder(tmp_path, "p", "run")).add(0, {"val/reward": 0.25})
+    parts.registry.get("p", "run").history.add(0, {"val/reward": 0.25})
     (engine,) = parts.engine.replicas
     engine.state, engine.detail = "failed", "loading"
     for _ in range(8):
