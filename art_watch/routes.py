@@ -138,7 +138,7 @@ async def live_state(live: Live, caller: Caller) -> dict[str, Any]:
     """What the server does now, as far as the caller's projects are concerned."""
     jobs = await live.runner.jobs(caller.projects, PENDING, MAX_JOBS)
     return {
-        "health": visible_health(live.status.health(), caller).model_dump(mode="json"),
+        "health": visible_health(live.status, caller).model_dump(mode="json"),
         "activity": live.status.activity(),
         "jobs": [job.model_dump(mode="json") for job in jobs],
     }

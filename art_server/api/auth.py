@@ -24,9 +24,9 @@ from art_protocol.wire import SESSION_HEADER, Health
 from art_server.api.error_responses import answer
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys
-from art_server.engine.pause_gate import unnamed
 from art_server.errors import Forbidden, InvalidInput, NotFound, ServerError, Unauthorized
 from art_server.settings import ApiKey, KeyScope, ServerConfig
+from art_server.status import Status
 from art_server.store.registry import check_name
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -86,14 +86,11 @@ FOREIGN_SESSION_HEADER = "x-session-id"
 """The header in which verifiers and other programs name their rollouts, with any text."""
 
 
-def visible_health(state: Health, caller: Caller) -> Health:
+def visible_health(status: Status, caller: Caller) -> Health:
     """Callers without a valid key see only the engine's state: the rest may contain file names and log lines. Callers
     with a key for some projects see no model's name."""
-    if caller is STRANGER:
-        return Health(engine=state.engine)
-    if caller.projects is None:
-        return state
-    return state.model_copy(update={"waits_for": unnamed(state.waits_for)})
+    state = status.health(names_model=caller.projects is None)
+    return Health(engine=state.engine) if caller is STRANGER else state
 
 
 class Authentication:
