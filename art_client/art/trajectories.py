@@ -228,9 +228,9 @@ class TrajectoryGroup(Strict, Displayed, WithNumbers):
         self._is_started = True
         outer_pool = current_pool.get()
         try:
-            with RolloutPool() if outer_pool is None else nullcontext(outer_pool) as rollouts:
-                rollouts.expect(len(self._pending))
-                results = await run_all(_run_one(rollouts, entry) for entry in self._pending)
+            with RolloutPool() if outer_pool is None else nullcontext(outer_pool) as pool:
+                pool.expect(len(self._pending))
+                results = await run_all(_run_one(pool, entry) for entry in self._pending)
         finally:
             self.close()
         self.exceptions += [_to_failure(error) for error in results if isinstance(error, Exception)]
@@ -307,10 +307,10 @@ def _refuse_copies(entries: list[Any]) -> None:
         )
 
 
-async def _run_one(rollouts: RolloutPool, entry: Trajectory | Awaitable[object]) -> Trajectory | Exception:
-    trajectory = entry if isinstance(entry, Trajectory) else await rollouts.run(entry, to_trajectory)
+async def _run_one(pool: RolloutPool, entry: Trajectory | Awaitable[object]) -> Trajectory | Exception:
+    trajectory = entry if isinstance(entry, Trajectory) else await pool.run(entry, to_trajectory)
     if isinstance(trajectory, Trajectory):
-        rollouts.count(trajectory)
+        pool.count(trajectory)
     return trajectory
 
 
