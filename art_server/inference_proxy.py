@@ -1,4 +1,5 @@
-"""Sends inference requests to the engine: waits at the pause gate, resolves the adapter, informs the ledger."""
+"""Sends inference requests to the engine: waits at the pause gate, resolves the adapter (`Registry.resolve`), informs the
+ledger."""
 
 import contextlib
 import functools

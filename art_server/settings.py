@@ -333,36 +333,6 @@ class ServerConfig(BaseModel):
             raise ValueError(f"--chat-template {file} is not a file")
         return file.resolve() if file is not None else None
 
-    @model_validator(mode="after")
-    def _check_devices(self) -> Self:
-        if self.engines < 0 or (not self.engines and not self.takes_hosts):
-            raise ValueError(
-                f"--engines {self.engines}: something has to sample; use 1 or more, or a key with the scope 'host' for other "
-                "machines"
-            )
-        if self.ranks == 0 and not self.takes_hosts:
-            raise ValueError(
-                "--ranks 0: something has to train; use 1 or more, or a key with the scope 'host' for other machines"
-            )
-        if bool(self.serve_devices) != bool(self.train_devices):
-            raise ValueError("--serve-devices and --train-devices go together: give both or none")
-        if both := set(self.serve_devices) & set(self.train_devices):
-            raise ValueError(f"device {min(both)} is in both --serve-devices and --train-devices")
-        if self.gangs > 1 and not self.train_devices:
-            raise ValueError(
-                f"--gangs {self.gangs}: several jobs train at a time on devices of the trainer's own; add --serve-devices and "
-                "--train-devices"
-            )
-        if (self.ranks or 1) > 1 and self.trainer == "unsloth":
-            raise ValueError("--trainer unsloth trains on one GPU: leave out --ranks, or use --trainer peft")
-        if self.cluster is not None and (self.serve_devices or self.trainer == "unsloth"):
-            raise ValueError(
-                "--cluster: Ray chooses the devices: leave out --serve-devices, --train-devices and --trainer unsloth"
-            )
-        if self.train_devices and self.handover != "auto":
-            raise ValueError("--handover is for a GPU that engine and trainer share: leave it out with --train-devices")
-        return self
-
     @property
     def takes_turns(self) -> bool:
         """Whether engine and trainer share devices and take turns."""

@@ -40,9 +40,12 @@ class Status:
         self._background = background
         self._activity = Activity(self._doing)
 
-    def health(self) -> Health:
-        """The engine's state, the server's faults, and what requests wait for."""
-        engine, download = self._engine, self._base.download
+    def health(self, *, names_model: bool = True) -> Health:
+        """The engine's state, the server's faults, and what requests wait for: a step "of 'p/a'" if `names_model`."""
+        engine, download, trained = self._engine, self._base.download, self._gate.model
+        step = None
+        if trained is not None:
+            step = f"a step of '{trained}', which trains" if names_model else "a step, which trains"
         if engine.base is None and download is not None:
             return Health(
                 engine="starting",
@@ -56,7 +59,7 @@ class Status:
             base_model=engine.base.name if engine.base is not None else None,
             version=__version__,
             detail=engine.detail,
-            waits_for=self._gate.waits_for or engine.start_waited_for,
+            waits_for=step or engine.start_waited_for,
             progress=engine.progress.lines,
             replicas=self._replicas(),
             longest_stall_seconds=self._loop_watch.longest_stall_seconds,
@@ -99,6 +102,6 @@ class Status:
         phase = self._runner.phase
         if phase is not None and phase not in ("queued", "engine"):
             activities.add("swap" if phase in ("save", "load", "finish") else "training")
-        if gate.num_inside and gate.waits_for is None:
+        if gate.num_inside and gate.model is None:
             activities.add("rollouts")
         return frozenset(activities)

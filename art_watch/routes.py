@@ -16,8 +16,8 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, Response, StreamingResponse
 
-from art_protocol.wire import Health, JobInfo, JobState
-from art_server.api.auth import PAGE, Caller, TheCaller, visible_health
+from art_protocol.wire import JobInfo, JobState
+from art_server.api.auth import PAGE, Caller, HealthSource, TheCaller, visible_health
 from art_server.errors import Forbidden, NotFound
 from art_server.process import machine
 from art_server.store.model_folder import ModelFolder
@@ -54,8 +54,7 @@ class Live(Protocol):
     def runner(self) -> "LiveJobs": ...
 
 
-class LiveStatus(Protocol):
-    def health(self) -> Health: ...
+class LiveStatus(HealthSource, Protocol):
     def activity(self) -> dict[str, Any]: ...
     def memory(self) -> dict[str, Any]: ...
 
@@ -138,7 +137,7 @@ async def live_state(live: Live, caller: Caller) -> dict[str, Any]:
     """What the server does now, as far as the caller's projects are concerned."""
     jobs = await live.runner.jobs(caller.projects, PENDING, MAX_JOBS)
     return {
-        "health": visible_health(live.status.health(), caller).model_dump(mode="json"),
+        "health": visible_health(live.status, caller).model_dump(mode="json"),
         "activity": live.status.activity(),
         "jobs": [job.model_dump(mode="json") for job in jobs],
     }

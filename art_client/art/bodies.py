@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 
-from art.trajectories import REDUCE, Trajectory, TrajectoryGroup, by_reference, readable
+from art.entries import by_reference, readable
+from art.trajectories import REDUCE, Trajectory, TrajectoryGroup
 from art_protocol.wire import LogRequest, TrainConfig, TrainRequest, TrajectoryGroupBody
 
 

@@ -11,7 +11,6 @@ from collections.abc import (
     AsyncGenerator,
     Awaitable,
     Callable,
-    Container,
     Generator,
     Iterable,
     Iterator,
@@ -33,18 +32,18 @@ from pydantic import (
     model_serializer,
 )
 
-from art import types
+from art.entries import dump_entry, is_choice, num_tokens, parse_entry, to_message
 from art.errors import error_text
 from art.pool import RolloutPool, close_unstarted, current_pool, run_all
-from art.types import Message, Messages, MessagesAndChoices, Tools
+from art.types import Messages, MessagesAndChoices, Tools
 from art.unknown_fields import Strict
 from art_protocol.demonstrations import SHAREGPT, is_sharegpt, read_tools
 from art_protocol.display import Displayed, Short
-from art_protocol.wire import BY_REFERENCE, TOKEN_FIELDS, FailureBody, is_none
+from art_protocol.wire import FailureBody, is_none
 
 REDUCE = "reduce entries"
-"""The key, in the context of a dump, of a function that dumps entries in place of `_dump_entry`: `by_reference` or
-`readable`."""
+"""The key, in the context of a dump, of a function that dumps entries in place of `dump_entry`: `by_reference` or
+`readable` of `entries.py`."""
 
 
 class WithNumbers(BaseModel):
@@ -82,7 +81,7 @@ class History(Strict, Displayed, WithNumbers):
 
     def num_sampled_tokens(self) -> int:
         """Number of sampled tokens, counted by the token ids or log-probabilities of each choice, or else by the server."""
-        return sum(_num_tokens(entry) for entry in self.messages_and_choices)
+        return sum(num_tokens(entry) for entry in self.messages_and_choices)
 
     @field_validator("messages_and_choices")
     @classmethod
@@ -95,7 +94,7 @@ class History(Strict, Displayed, WithNumbers):
                 )
             if is_sharegpt(entry):
                 raise ValueError(f"entry {index} is of the form ShareGPT (`from`, `value`): {SHAREGPT}")
-        return [_parse_entry(entry) for entry in entries]
+        return [parse_entry(entry) for entry in entries]
 
     @field_validator("tools", mode="before")
     @classmethod
@@ -107,7 +106,7 @@ class History(Strict, Displayed, WithNumbers):
         context: dict[str, Any] = info.context or {}
         if (reduce := context.get(REDUCE)) is not None:
             return [reduce(entry) for entry in entries]
-        return [_dump_entry(entry) for entry in entries]
+        return [dump_entry(entry) for entry in entries]
 
 
 LegacyHistory = History
@@ -158,7 +157,7 @@ class Trajectory(History):
 
     def for_logging(self) -> dict[str, Any]:
         """A readable dictionary: messages without token data; `trainable` marks the sampled ones."""
-        messages = [{**_to_message(entry), "trainable": _is_choice(entry)} for entry in self.messages_and_choices]
+        messages = [{**to_message(entry), "trainable": is_choice(entry)} for entry in self.messages_and_choices]
         left_out = {"messages_and_choices", "additional_histories"}
         return {**self.model_dump(exclude=left_out), "messages": messages}
 
@@ -229,9 +228,9 @@ class TrajectoryGroup(Strict, Displayed, WithNumbers):
         self._is_started = True
         outer_pool = current_pool.get()
         try:
-            with RolloutPool() if outer_pool is None else nullcontext(outer_pool) as rollouts:
-                rollouts.expect(len(self._pending))
-                results = await run_all(_run_one(rollouts, entry) for entry in self._pending)
+            with RolloutPool() if outer_pool is None else nullcontext(outer_pool) as pool:
+                pool.expect(len(self._pending))
+                results = await run_all(_run_one(pool, entry) for entry in self._pending)
         finally:
             self.close()
         self.exceptions += [_to_failure(error) for error in results if isinstance(error, Exception)]
@@ -308,10 +307,10 @@ def _refuse_copies(entries: list[Any]) -> None:
         )
 
 
-async def _run_one(rollouts: RolloutPool, entry: Trajectory | Awaitable[object]) -> Trajectory | Exception:
-    trajectory = entry if isinstance(entry, Trajectory) else await rollouts.run(entry, to_trajectory)
+async def _run_one(pool: RolloutPool, entry: Trajectory | Awaitable[object]) -> Trajectory | Exception:
+    trajectory = entry if isinstance(entry, Trajectory) else await pool.run(entry, to_trajectory)
     if isinstance(trajectory, Trajectory):
-        rollouts.count(trajectory)
+        pool.count(trajectory)
     return trajectory
 
 
@@ -331,7 +330,7 @@ def to_trajectory(result: object) -> Trajectory:
 
 def get_messages(messages_and_choices: MessagesAndChoices) -> Messages:
     """As `Trajectory.messages`."""
-    return [_to_message(entry) for entry in messages_and_choices]
+    return [to_message(entry) for entry in messages_and_choices]
 
 
 def _to_failure(error: BaseException | FailureBody) -> FailureBody:
@@ -349,83 +348,6 @@ def _to_failure(error: BaseException | FailureBody) -> FailureBody:
 def _escaped(text: str) -> str:
     """The text with lone surrogates, which UTF-8 cannot encode, as `\\udXXX`."""
     return text.encode(errors="backslashreplace").decode()
-
-
-# --- entries: message dicts, and choices of `openai` or of similar packages, without an import of these ---------------
-
-
-def _is_choice(entry: Any) -> bool:
-    return {"message", "finish_reason"} <= _names(entry)
-
-
-def _names(entry: Any) -> set[str]:
-    if isinstance(entry, dict):
-        return set(cast(dict[str, Any], entry))
-    return set(type(entry).model_fields) if isinstance(entry, BaseModel) else set()
-
-
-def _parse_entry(entry: Any) -> Any:
-    if isinstance(entry, BaseModel) or not _is_choice(entry):
-        return entry
-    return types.Choice.model_construct(**entry)  # without validation, as the openai client does it
-
-
-def _dump_entry(entry: Any) -> dict[str, Any]:
-    if isinstance(entry, dict):
-        return cast(dict[str, Any], entry)
-    if isinstance(entry, BaseModel) and (_is_choice(entry) or "role" in _names(entry)):
-        return entry.model_dump(mode="json", exclude_unset=True)  # only what the server sent
-    raise ValueError(
-        f"messages_and_choices holds a {type(entry).__name__}; an entry is a message dict or an OpenAI choice "
-        "(append completion.choices[0], not the completion)"
-    )
-
-
-def by_reference(entry: Any, whole: Container[str] = ()) -> dict[str, Any]:
-    """An entry for a train request. A choice that a server recorded is without its tokens, unless its id is in `whole`: the
-    server's record has the tokens."""
-    identity = _get(_get(entry, "art"), "id") if _is_choice(entry) else None
-    if not isinstance(identity, str) or identity in whole:
-        return _dump_entry(entry)
-    has_tokens = _get(entry, "token_ids") or _get(_get(entry, "logprobs"), "content")
-    return readable(entry) | ({BY_REFERENCE: True} if has_tokens else {})
-
-
-def readable(entry: Any) -> dict[str, Any]:
-    """An entry as people read it: a choice without its tokens."""
-    if not _is_choice(entry):
-        return _dump_entry(entry)
-    if isinstance(entry, BaseModel):
-        return entry.model_dump(mode="json", exclude_unset=True, exclude=set(TOKEN_FIELDS))
-    return {name: value for name, value in _dump_entry(entry).items() if name not in TOKEN_FIELDS}
-
-
-def _to_message(entry: Any) -> Message:
-    if not _is_choice(entry):
-        message = _dump_entry(entry)
-        return cast(Message, {**message, "content": message.get("content") or ""})
-    sampled: Any = _get(entry, "message")
-    message: dict[str, Any] = {"role": "assistant", "content": _get(sampled, "content") or ""}
-    if tool_calls := _get(sampled, "tool_calls"):
-        message["tool_calls"] = [
-            call.model_dump(mode="json", exclude_none=True) if isinstance(call, BaseModel) else call
-            for call in tool_calls
-        ]
-    return cast(Message, message)
-
-
-def _num_tokens(entry: Any) -> int:
-    if not _is_choice(entry):
-        return 0
-    tokens = _get(entry, "token_ids") or _get(_get(entry, "logprobs"), "content")
-    return len(tokens) if tokens else _get(_get(entry, "art"), "num_tokens") or 0
-
-
-def _get(value: Any, name: str) -> Any:
-    """A field of an object or dict (a choice, or a part of one); None if it is absent."""
-    if isinstance(value, dict):
-        return cast(dict[str, Any], value).get(name)
-    return getattr(value, name, None)
 
 
 def _to_plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ limits of requests (docs/howto/proxy.md).
 import contextlib
 import hashlib
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Protocol
 from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
@@ -24,7 +24,6 @@ from art_protocol.wire import SESSION_HEADER, Health
 from art_server.api.error_responses import answer
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys
-from art_server.engine.pause_gate import unnamed
 from art_server.errors import Forbidden, InvalidInput, NotFound, ServerError, Unauthorized
 from art_server.settings import ApiKey, KeyScope, ServerConfig
 from art_server.store.registry import check_name
@@ -86,14 +85,17 @@ FOREIGN_SESSION_HEADER = "x-session-id"
 """The header in which verifiers and other programs name their rollouts, with any text."""
 
 
-def visible_health(state: Health, caller: Caller) -> Health:
+class HealthSource(Protocol):
+    """A running server's `Status`, without an import: `art view` authenticates without a server's packages."""
+
+    def health(self, *, names_model: bool) -> Health: ...
+
+
+def visible_health(status: HealthSource, caller: Caller) -> Health:
     """Callers without a valid key see only the engine's state: the rest may contain file names and log lines. Callers
     with a key for some projects see no model's name."""
-    if caller is STRANGER:
-        return Health(engine=state.engine)
-    if caller.projects is None:
-        return state
-    return state.model_copy(update={"waits_for": unnamed(state.waits_for)})
+    state = status.health(names_model=caller.projects is None)
+    return Health(engine=state.engine) if caller is STRANGER else state
 
 
 class Authentication:

@@ -61,14 +61,14 @@ router = APIRouter(route_class=SmallBodies)
 
 @router.get("/health")
 async def health(status: TheStatus, caller: TheCaller) -> Health:
-    return visible_health(status.health(), caller)
+    return visible_health(status, caller)
 
 
 @router.get("/ready")
 async def ready(status: TheStatus, caller: TheCaller) -> JSONResponse:
     state = status.health()
     is_ready = state.engine == "ready" and not state.faults
-    body = visible_health(state, caller).model_dump(mode="json")
+    body = visible_health(status, caller).model_dump(mode="json")
     return JSONResponse(body, status_code=200 if is_ready else 503)
 
 

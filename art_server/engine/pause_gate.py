@@ -5,7 +5,6 @@ The gate counts the engine's requests by adapter, so that no adapter is unloaded
 
 import asyncio
 import contextlib
-import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -24,7 +23,7 @@ class PauseGate:
         self._open = asyncio.Event()
         self._open.set()
         self._num_waiting = 0
-        self._reason: str | None = None
+        self._model: str | None = None
         self._inside: Counter[str] = Counter()
 
     @property
@@ -38,16 +37,17 @@ class PauseGate:
         return self._inside.total()
 
     @property
-    def waits_for(self) -> str | None:
-        """Why the gate is closed; None while it is open."""
-        return self._reason
+    def model(self) -> str | None:
+        """The model whose step closed the gate ("PROJECT/NAME"); None while the gate is open."""
+        return self._model
 
-    def close(self, reason: str) -> None:
-        self._reason = reason
+    def close(self, model: str) -> None:
+        """Closes the gate for a step of a model."""
+        self._model = model
         self._open.clear()
 
     def open(self) -> None:
-        self._reason = None
+        self._model = None
         self._open.set()
 
     async def wait_open(self, timeout_seconds: float) -> None:
@@ -70,8 +70,8 @@ class PauseGate:
             if self._open.is_set():  # the limit ended during the head start
                 return
             raise Unavailable(
-                f"inference waited for {timeout_seconds:.0f} s for {unnamed(self._reason)}; repeat the request, "
-                "or start the server with a larger --wait-limit",
+                f"inference waited for {timeout_seconds:.0f} s for a step, which trains; repeat the request, or start the "
+                "server with a larger --wait-limit",
                 code="training_in_progress",
             ) from error
         finally:
@@ -90,9 +90,3 @@ class PauseGate:
 
     def uses(self, adapter: str) -> bool:
         return self._inside[adapter] > 0
-
-
-def unnamed(reason: str | None) -> str | None:
-    """The reason without the model's name, for a caller whose key may not see the model's project: "a step of 'p/a', which
-    trains" -> "a step, which trains"."""
-    return reason and re.sub(r" of '[^']*'", "", reason)

@@ -225,7 +225,7 @@ class Attempt:
             return
         async with self._owner.held():
             # Not before the device is held: one engine of a fleet may start on the device while others answer.
-            self._gate.close(f"a step of '{self.model.id}', which trains")
+            self._gate.close(self.model.id)
             await self._enter("pause")
             await self._engine.pause()
             try:

@@ -27,10 +27,7 @@ RAW_SAMPLING = {
 
 def recorded_turn(record: Record, *, is_raw: bool) -> ResolvedTurn:
     """A recorded turn, scored under its behaviour policy or, with sampling="raw", under the model's own distribution."""
-    if is_raw:
-        logprobs, distributions = record.logprobs, None
-    else:
-        logprobs, distributions = as_sampled(record)
+    logprobs = record.logprobs if is_raw else sampled_logprobs(record)
     is_unscored = is_raw or logprobs is None
     return ResolvedTurn(
         record.prompt_token_ids,
@@ -38,7 +35,7 @@ def recorded_turn(record: Record, *, is_raw: bool) -> ResolvedTurn:
         logprobs,
         "ledger",
         record.choice_id,
-        distributions,
+        None if is_raw else distributions_of(record),
         record.request.step,
         unusual(record.sampling) if is_unscored else {},
         requested_at=record.request.requested_at,
@@ -53,11 +50,18 @@ def unusual(sampling: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in parameters.items() if value is not None and value != RAW_SAMPLING[name]}
 
 
-def as_sampled(record: Record) -> tuple[list[float] | None, list[Distribution | None] | None]:
-    """The log-probabilities of a record's tokens under their behaviour policy (None: unknown), and the distribution of
-    each token (None: the model's own)."""
+def sampled_logprobs(record: Record) -> list[float] | None:
+    """The log-probabilities of a record's tokens under the behaviour policy; None if the record does not tell."""
+    if record.sampled_logprobs is not None:
+        return record.sampled_logprobs
+    return None if unusual(record.sampling) else record.logprobs
+
+
+def distributions_of(record: Record) -> list[Distribution | None] | None:
+    """The distribution that each token was sampled from (None: the model's own); None if the record has no
+    log-probabilities under the distributions."""
     if record.sampled_logprobs is None:
-        return (None if unusual(record.sampling) else record.logprobs), None
+        return None
     temperature = record.sampling.get("temperature", 1.0)
     bias = {int(token): float(value) for token, value in (record.sampling.get("logit_bias") or {}).items()}
     over_vocabulary = None
@@ -70,4 +74,4 @@ def as_sampled(record: Record) -> tuple[list[float] | None, list[Distribution | 
     distributions: list[Distribution | None] = []
     for index in record.kept or [-1] * len(record.token_ids):
         distributions.append(over_vocabulary if index < 0 else over_kept_sets[index])
-    return record.sampled_logprobs, distributions
+    return distributions

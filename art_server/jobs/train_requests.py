@@ -34,7 +34,7 @@ THREADS = 2
 
 
 class TrainRequests:
-    """Begins train requests."""
+    """What all train requests share: the parts of the server that they use, and two threads. `NewJob` is a single request."""
 
     def __init__(
         self, *, ledger: Ledger, engine: Fleet, runner: JobRunner, queue: JobQueue, name_of: Callable[[int], str]
@@ -73,7 +73,7 @@ class TrainRequests:
 
 
 class NewJob:
-    """A train request whose groups arrive."""
+    """A single train request, whose groups arrive one by one."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 """A host at work for its server: starts engines and ranks, keeps their files, and reports their output and their end. The server's
-side of a start is `on_host.py`.
+side of a start is `on_host.py`. The server names the files of a folder, and `FILE_NAME` refuses a name that leads out of the folder.
 """
 
 import asyncio

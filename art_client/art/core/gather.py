@@ -63,7 +63,7 @@ async def gather_trajectory_groups(
     if isinstance(groups, TrajectoryGroup):
         groups.close()
         raise TypeError("gather_trajectory_groups takes a list of groups, not one TrajectoryGroup: pass [group]")
-    rollouts = RolloutPool(
+    pool = RolloutPool(
         desc=pbar_desc,
         max_concurrent=max_concurrent_rollouts,
         max_exceptions=max_exceptions,
@@ -72,22 +72,22 @@ async def gather_trajectory_groups(
     )
     waiting = iter(groups)
     taken: list[Awaitable[TrajectoryGroup]] = []
-    with rollouts:
+    with pool:
         try:
             if min_informative is None:
                 taken += waiting
-                rollouts.expect_groups(sum(not isinstance(group, TrajectoryGroup) for group in taken))
-                results = await run_all(_finish_group(rollouts, group, after_each) for group in taken)
+                pool.expect_groups(sum(not isinstance(group, TrajectoryGroup) for group in taken))
+                results = await run_all(_finish_group(pool, group, after_each) for group in taken)
             else:
-                results = await _refill(rollouts, waiting, taken, after_each, min_informative)
+                results = await _refill(pool, waiting, taken, after_each, min_informative)
         finally:
             close_groups([*taken, *waiting] if isinstance(groups, Collection) else taken)
-        rollouts.raise_if_too_many_failures()  # a coroutine of the caller may have caught the error
+        pool.raise_if_too_many_failures()  # a coroutine of the caller may have caught the error
     return [group for result in results for group in result]
 
 
 async def _refill(
-    rollouts: RolloutPool,
+    pool: RolloutPool,
     waiting: Iterator[Awaitable[TrajectoryGroup]],
     taken: list[Awaitable[TrajectoryGroup]],
     after_each: AfterEach | None,
@@ -102,8 +102,8 @@ async def _refill(
             index = len(taken)
             taken.append(group)
             if not isinstance(group, TrajectoryGroup):
-                rollouts.expect_groups(1)
-            result = results_by_index[index] = await _finish_group(rollouts, group, after_each)
+                pool.expect_groups(1)
+            result = results_by_index[index] = await _finish_group(pool, group, after_each)
             if any(map(is_informative, result)):
                 return
 
@@ -140,25 +140,25 @@ def close_groups(groups: Iterable[Awaitable[TrajectoryGroup]]) -> None:
 
 
 async def _finish_group(
-    rollouts: RolloutPool, awaitable: Awaitable[TrajectoryGroup], after_each: AfterEach | None
+    pool: RolloutPool, awaitable: Awaitable[TrajectoryGroup], after_each: AfterEach | None
 ) -> list[TrajectoryGroup]:
     group = TrajectoryGroup()
     try:
-        group = await _resolve(rollouts, awaitable)
-        rollouts.count_unexpected(group)
+        group = await _resolve(pool, awaitable)
+        pool.count_unexpected(group)
         if after_each is None or not group.trajectories:
             return [group]
         with contained("after_each"):
             result = await after_each(group)
     except Exception as error:
-        if rollouts.has_too_many_failures:
+        if pool.has_too_many_failures:
             raise
         failure = error
     else:
         if result is None:
             return []
         return result if isinstance(result, list) else [result]
-    rollouts.fail(failure)
+    pool.fail(failure)
     return [
         TrajectoryGroup(
             exceptions=[*group.exceptions, failure],
@@ -169,7 +169,7 @@ async def _finish_group(
     ]
 
 
-async def _resolve(rollouts: RolloutPool, awaitable: Awaitable[TrajectoryGroup]) -> TrajectoryGroup:
+async def _resolve(pool: RolloutPool, awaitable: Awaitable[TrajectoryGroup]) -> TrajectoryGroup:
     if isinstance(awaitable, TrajectoryGroup):
         return await awaitable
     is_failed = True
@@ -178,7 +178,7 @@ async def _resolve(rollouts: RolloutPool, awaitable: Awaitable[TrajectoryGroup])
             group = _to_group(await awaitable)
         is_failed = False
     finally:
-        rollouts.resolve_group(is_failed=is_failed)
+        pool.resolve_group(is_failed=is_failed)
     return group
 
 
@@ -220,27 +220,27 @@ async def gather_trajectories(
 ) -> list[Any]:
     """The rollouts' results, in order: a trajectory, a list of trajectories, or the exception of a failed rollout."""
     pending = list(trajectories)
-    rollouts = RolloutPool(
+    pool = RolloutPool(
         desc=pbar_desc,
         max_concurrent=max_concurrent_rollouts,
         max_exceptions=max_exceptions,
         show_total_tokens=pbar_total_completion_tokens,
     )
-    rollouts.expect(len(pending))
-    with rollouts:
+    pool.expect(len(pending))
+    with pool:
         try:
-            return await run_all(_run_one(rollouts, rollout) for rollout in pending)
+            return await run_all(_run_one(pool, rollout) for rollout in pending)
         finally:
             close_unstarted(pending)
 
 
-async def _run_one(rollouts: RolloutPool, rollout: Awaitable[object]) -> Trajectory | list[Trajectory] | Exception:
-    result = await rollouts.run(rollout, _to_trajectories)
+async def _run_one(pool: RolloutPool, rollout: Awaitable[object]) -> Trajectory | list[Trajectory] | Exception:
+    result = await pool.run(rollout, _to_trajectories)
     if isinstance(result, Trajectory):
-        rollouts.count(result)
+        pool.count(result)
     if isinstance(result, list):
-        rollouts.expect(-1)  # the list counted as one rollout; its trajectories count instead
-        rollouts.count_unexpected(result)
+        pool.expect(-1)  # the list counted as one rollout; its trajectories count instead
+        pool.count_unexpected(result)
     return result
 
 

@@ -1,6 +1,7 @@
 """`Model` and `TrainableModel`: a model's name, its inference client, and the calls that train and log it.
 
 The calls go to the backend that the model is registered with. `art.protocols` has the backend's methods that models use.
+`art.TrainableModel` is a subclass of `TrainableModel`, with the arguments of ART's programs (`art_compat/models.py`).
 """
 
 # pyright: reportPrivateUsage=false

@@ -1,4 +1,4 @@
-"""Answers in one JSON body, and the helpers that they share with streams (`streaming.py`).
+"""Answers in one JSON body. Streams (`streaming.py`) count lost engines and name the model as these answers do.
 
 Choices of chat and completions gain `art = {id, step, model, num_tokens}`. Answers to requests that ask for
 log-probabilities or `return_token_ids` gain `token_ids` on their choices, and a chat completion `prompt_token_ids`. Other
@@ -9,8 +9,6 @@ import asyncio
 import functools
 import json
 import logging
-import re
-from typing import Any
 
 import anyio
 import msgspec
@@ -20,10 +18,10 @@ from starlette.background import BackgroundTask
 from starlette.types import Receive
 
 from art_protocol.wire import STEP_HEADER
-from art_server.api.openai.grammar_limits import FIELDS, name_grammar
+from art_server.api.openai.grammar_limits import name_grammar
+from art_server.api.openai.kept_turns import keep_turn, name_calls
 from art_server.api.openai.responses import keep_whole
 from art_server.inference_proxy import EngineLost, InferenceRequest, Proxy
-from art_server.ledger import conversation
 from art_server.ledger.ledger import OpenRequest
 from art_server.ledger.records import choice_id
 from art_server.process.shared.engine_messages import new_request_id
@@ -128,45 +126,7 @@ async def finish_body(content: bytes, inference: InferenceRequest, opened: OpenR
 
 
 NO_EARLIER_RESPONSE = b'"previous_response_id":null'
-
-CALL_ID = re.compile(rb'"(?:call_id|id)": ?"([^"]*(?:call|tool)[^"]*)"')
-"""The id of a tool call, as the APIs write it. Found in the bytes, because most events of a stream are not decoded. Quotes inside a
-text are escaped, so no text can match."""
-
-
-def name_calls(content: bytes, opened: OpenRequest, index: int) -> None:
-    """Stores in the ledger which choice made the tool calls of an answer, or of a stream's events: a later request with the ids of
-    these calls continues this choice."""
-    if call_ids := CALL_ID.findall(content):
-        choice = choice_id(opened.request.request_id, index)
-        opened.ledger.name_calls(choice, [call_id.decode() for call_id in call_ids])
-
-
-def keep_turn(inference: InferenceRequest, opened: OpenRequest, choices: dict[int, dict[str, Any]]) -> None:
-    """Stores a turn of a session: the request's messages, and its choices as the agent receives them. `choices` holds
-    choices that are already built; the others are built from the sampled text."""
-    if inference.session is None or not opened.records:
-        return
-    kept: dict[str, dict[str, Any]] = {}
-    for index, record in opened.records.items():
-        choice = choices.get(index)
-        if choice is None:
-            choice = {"message": conversation.message_from(record.text), "finish_reason": record.finish_reason}
-        kept[str(index)] = {
-            "index": index,
-            "finish_reason": choice["finish_reason"],
-            "message": {key: value for key, value in choice["message"].items() if value is not None},
-            "art": inference.art_field(opened, index),
-        }
-    tools = inference.body.get("tools")
-    turn = {
-        "messages": inference.messages,
-        "tools": tools if isinstance(tools, list) else None,
-        "constraints": {name: inference.body[name] for name in FIELDS if name != "tools" and name in inference.body},
-        "stops": conversation.stops_of(inference.api, inference.body),
-        "choices": kept,
-    }
-    opened.ledger.keep_turn(opened.request.request_id, turn)
+"""What vLLM writes in each response: vLLM gets the items of an earlier response, and not the earlier response's id."""
 
 
 def with_requested_name(content: bytes, inference: InferenceRequest) -> bytes:

@@ -3,12 +3,46 @@
 from collections.abc import Sequence
 
 from art_server.engine.device.detection import Gpu, Machine
-from art_server.errors import InvalidInput
+from art_server.errors import InvalidInput, UsageError
 from art_server.process.children import CORES_VARIABLE
 from art_server.settings import ServerConfig
 
 FIRST_BFLOAT16 = (8, 0)
 """The compute capability of Ampere, the first cards with bfloat16."""
+
+
+def check_flags(config: ServerConfig) -> None:
+    """Checks the flags of devices as far as no machine has to be known: `check_devices` checks the rest.
+
+    Raises:
+        UsageError: flags contradict each other, or nothing would sample or train.
+    """
+    if config.engines < 0 or (not config.engines and not config.takes_hosts):
+        raise UsageError(
+            f"--engines {config.engines}: something has to sample; use 1 or more, or a key with the scope 'host' for other "
+            "machines"
+        )
+    if config.ranks == 0 and not config.takes_hosts:
+        raise UsageError(
+            "--ranks 0: something has to train; use 1 or more, or a key with the scope 'host' for other machines"
+        )
+    if bool(config.serve_devices) != bool(config.train_devices):
+        raise UsageError("--serve-devices and --train-devices go together: give both or none")
+    if both := set(config.serve_devices) & set(config.train_devices):
+        raise UsageError(f"device {min(both)} is in both --serve-devices and --train-devices")
+    if config.gangs > 1 and not config.train_devices:
+        raise UsageError(
+            f"--gangs {config.gangs}: several jobs train at a time on devices of the trainer's own; add --serve-devices and "
+            "--train-devices"
+        )
+    if (config.ranks or 1) > 1 and config.trainer == "unsloth":
+        raise UsageError("--trainer unsloth trains on one GPU: leave out --ranks, or use --trainer peft")
+    if config.cluster is not None and (config.serve_devices or config.trainer == "unsloth"):
+        raise UsageError(
+            "--cluster: Ray chooses the devices: leave out --serve-devices, --train-devices and --trainer unsloth"
+        )
+    if config.train_devices and config.handover != "auto":
+        raise UsageError("--handover is for a GPU that engine and trainer share: leave it out with --train-devices")
 
 
 def check_devices(config: ServerConfig, machine: Machine) -> None:

@@ -1,7 +1,8 @@
 """Chooses vLLM's parsers for a model's tool calls and thinking, by the marks in its chat template.
 
 A mark is the text that the model writes around a call. An architecture with a new name keeps its marks, so marks decide before
-the `model_type`. `--engine-arg tool_call_parser=...` and `reasoning_parser=...` override the choice.
+the `model_type`. `--engine-arg tool_call_parser=...` and `reasoning_parser=...` override the choice. The marks stand in
+`process/shared/parser_families.py`, and a parser is added there.
 """
 
 from dataclasses import replace

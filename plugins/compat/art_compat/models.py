@@ -1,4 +1,5 @@
-"""`art.Model` and `art.TrainableModel`: the client's models with ART's fields, methods and arguments."""
+"""`art.Model` and `art.TrainableModel`: the client's models with ART's fields, methods and arguments, such as
+`train(trajectory_groups=...)`."""
 
 # pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false
 

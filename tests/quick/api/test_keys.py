@@ -97,7 +97,7 @@ async def test_strangers_see_the_state_only(tmp_path: Path) -> None:
     assert seen["waits_for"] is None
     keys = (ApiKey(key="k"), ApiKey(key="q", projects=frozenset({"q"})))
     app, server = make(tmp_path / "projects", api_keys=keys)
-    server.gate.close("a step of 'p/a', which trains")
+    server.gate.close("p/a")
     for key, reason in (("k", "a step of 'p/a', which trains"), ("q", "a step, which trains")):
         assert (await health(app, "/health", "box", key))["waits_for"] == reason
     app, server = make(tmp_path / "keyless")

@@ -32,7 +32,7 @@ async def turns() -> None:
 async def test_requests_wait_while_the_gate_is_closed() -> None:
     gate = PauseGate()
     await gate.wait_open(0)
-    gate.close("a step")
+    gate.close("p/a")
     waiting = asyncio.create_task(gate.wait_open(PATIENCE_SECONDS))
     await turns()
     assert not waiting.done()
@@ -45,13 +45,13 @@ async def test_a_few_go_first_and_the_rest_wait_again_where_the_gate_closes(
     head_start: asyncio.Event,
 ) -> None:
     gate = PauseGate()
-    gate.close("a step")
+    gate.close("p/a")
     waiting = [asyncio.create_task(gate.wait_open(PATIENCE_SECONDS)) for _ in range(10)]
     await turns()
     gate.open()
     await turns()
     assert [task.done() for task in waiting] == [True] * gate_module.FIRST + [False] * (10 - gate_module.FIRST)
-    gate.close("a step")
+    gate.close("p/a")
     head_start.set()
     await turns()
     assert sum(task.done() for task in waiting) == gate_module.FIRST
@@ -67,7 +67,7 @@ async def test_a_few_go_first_and_the_rest_wait_again_where_the_gate_closes(
 async def test_a_gate_that_opens_just_before_the_limit_lets_the_request_in() -> None:
     """The head start of the first ones does not end before the limit of the last one does."""
     gate = PauseGate()
-    gate.close("a step")
+    gate.close("p/a")
     waiting = [asyncio.create_task(gate.wait_open(0.05)) for _ in range(gate_module.FIRST + 1)]
     await asyncio.sleep(0)
     gate.open()
@@ -77,7 +77,7 @@ async def test_a_gate_that_opens_just_before_the_limit_lets_the_request_in() -> 
 @pytest.mark.anyio
 async def test_past_the_limit_the_request_may_be_repeated() -> None:
     gate = PauseGate()
-    gate.close("a step of 'p/a', which trains")
+    gate.close("p/a")
     with refused(Unavailable, "training_in_progress") as error:
         await gate.wait_open(0.01)
     assert error.value.retryable

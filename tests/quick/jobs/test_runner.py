@@ -221,7 +221,7 @@ async def test_an_unforeseen_error_is_tried_again_and_then_reported(tmp_path: Pa
         assert await house.wait(job) == ["failed"]
         error = house.queue.get(job).last_error
         assert error is not None and "KeyError" in error.message
-        assert not house.engine.is_paused and house.gate.waits_for is None
+        assert not house.engine.is_paused and house.gate.model is None
 
 
 async def test_one_error_of_the_database_does_not_end_the_runner(
@@ -391,7 +391,7 @@ async def test_what_a_job_waits_for_is_said(tmp_path: Path) -> None:
         job, waits = house.add_job("a"), house.add_job("b")
         await asyncio.wait_for(house.trainer.is_waiting.wait(), PATIENCE_SECONDS)
         assert (await house.runner.info(waits)).waits_for == "1 earlier job, of p/a"
-        assert house.gate.waits_for == "a step of 'p/a', which trains"
+        assert house.gate.model == "p/a"
         waiting = (await asyncio.to_thread(house.queue.waiting))[:1]
         elsewhere = replace((await asyncio.to_thread(house.queue.get, waits)), project="q")
         assert house.runner._waits_for(elsewhere, waiting, None) == "1 earlier job, of other projects"

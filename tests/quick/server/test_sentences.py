@@ -63,7 +63,7 @@ def train(
 
 def wait_at_a_closed_gate() -> None:
     gate = PauseGate()
-    gate.close("a step of 'p/a', which trains")
+    gate.close("p/a")
     asyncio.run(gate.wait_open(0))
 
 

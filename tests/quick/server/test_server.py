@@ -58,10 +58,10 @@ async def test_a_server_that_was_stopped_leaves_its_folder_and_no_task(tmp_path:
 async def test_health_is_that_of_the_parts(tmp_path: Path) -> None:
     server, engine = make(tmp_path)
     assert (server.status.health().engine, server.status.health().waits_for) == ("ready", None)
-    server.gate.close("a step of 'p/a'")
+    server.gate.close("p/a")
     server.background.record_fault("pruning", OSError("no room"))
     health = server.status.health()
-    assert health.waits_for == "a step of 'p/a'" and set(health.faults) == {"pruning"}
+    assert health.waits_for == "a step of 'p/a', which trains" and set(health.faults) == {"pruning"}
     engine.base, engine.state = None, "failed"
     assert server.status.health().engine == "failed"
     server.close()

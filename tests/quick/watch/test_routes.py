@@ -228,10 +228,10 @@ async def test_a_key_sees_its_own_projects_only(root: Path, tmp_path: Path) -> N
         if "/models/" in path:
             async with client(app, "other-only") as http:
                 assert (await http.get(path)).status_code == 403, path
-    app.state.server.gate.close("the next step of 'demo/webnav-8b'")
+    app.state.server.gate.close("demo/webnav-8b")
     for key, reason in (
-        ("all", "the next step of 'demo/webnav-8b'"),
-        ("other-only", "the next step"),
+        ("all", "a step of 'demo/webnav-8b', which trains"),
+        ("other-only", "a step, which trains"),
     ):
         live = (await get(app, "/api/look/overview", key))["live"]
         assert live["health"]["waits_for"] == reason

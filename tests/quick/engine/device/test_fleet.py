@@ -433,7 +433,7 @@ async def test_requests_are_answered_while_a_step_waits_for_a_replica_that_start
             job = house.add_job("a")
             house.runner._wake()
             await until(lambda: house.owner.is_held)
-            assert house.gate.waits_for is None and await house.ask("b") == ("p/b@0", "engine-0")
+            assert house.gate.model is None and await house.ask("b") == ("p/b@0", "engine-0")
         await until(lambda: house.queue.get(job).state == "done")
         assert (await house.ask("a"))[0] == "p/a@1"
 
