@@ -470,7 +470,7 @@ async def play(folder: Path, happens: tuple[dict[str, list[str]], dict[str, list
 
 
 @settings(
-    max_examples=20,
+    max_examples=10,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
