@@ -1,10 +1,21 @@
 """What quick tests share."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from art_server.store import base_facts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_certificates() -> Iterator[None]:
+    """Quick tests have no TLS. Each HTTP client would read all certificates of the machine, which takes longer than most tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SSL_CERT_FILE", raising=False)
+        patch.setenv("SSL_CERT_DIR", os.devnull)
+        yield
 
 
 @pytest.fixture

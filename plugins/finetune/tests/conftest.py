@@ -2,7 +2,7 @@
 
 import json
 import textwrap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 from plugins.finetune.tests.policy_server import PolicyServer
 from tests.finetune_file import enter, finetune_file
+from tests.quick.conftest import no_certificates  # noqa: F401
 
 AGENT = """
 import os
@@ -24,6 +25,14 @@ async def answer(question):
 def score(row, output):
     return float(output == row["answer"])
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_plots() -> Iterator[None]:
+    """A plot takes longer than the run that it shows. Runs that are processes of their own draw real ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("art.finetune.plot.draw", lambda state: b"a plot")
+        yield
 
 
 @pytest.fixture
