@@ -105,8 +105,8 @@ async def facts(server: Server, url: str, models: dict[str, Path]) -> dict[str, 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"exact": True}, {"dtype": "float16", "trainer_dtype": "float32"}, {"max_seq_length": 512}],
-    ids=lambda settings: "-".join(settings) or "default",
+    [{}, {"exact": True}, {"dtype": "float16", "trainer_dtype": "float32", "max_seq_length": 512}],
+    ids=["default", "exact", "float16-short"],
 )
 async def test_a_server_of_gpu_machines_decides_as_a_server_with_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joins: Any, settings: dict[str, Any]
