@@ -223,7 +223,9 @@ def test_built_in_parts_are_classes() -> None:
 def test_entry_points_name_components(folder: Path) -> None:
     Path("plugged-1.0.dist-info").mkdir()
     Path("plugged-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")
-    Path("plugged-1.0.dist-info/entry_points.txt").write_text("[art.finetune]\ncity_agent = plugged:answer\nexact_match = plugged:answer\n")
+    Path("plugged-1.0.dist-info/entry_points.txt").write_text(
+        "[art.finetune]\ncity_agent = plugged:answer\nexact_match = plugged:answer\n"
+    )
     Path("plugged.py").write_text("def answer(question): return 'Rome'\n")
     sys.path.insert(0, str(folder))
     check("workflow", "city_agent")
