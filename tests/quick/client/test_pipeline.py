@@ -21,6 +21,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.anyio
 
 MODEL = "demo/agent"
+FILE = Path(".art", ".pipelines", "demo", "agent.sqlite")
 FORMAT_1 = """
 CREATE TABLE pipeline (id TEXT NOT NULL, first_step INTEGER NOT NULL, evaluated INTEGER, job INTEGER, job_config TEXT);
 CREATE TABLE groups (number INTEGER PRIMARY KEY, began INTEGER NOT NULL, job INTEGER, body TEXT);
@@ -89,9 +90,9 @@ async def server() -> AsyncIterator[JobServer]:
 
 
 @pytest.fixture
-async def backend(server: JobServer, tmp_path: Path) -> AsyncIterator[art.Backend]:
+async def backend(server: JobServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[art.Backend]:
+    monkeypatch.chdir(tmp_path)
     async with art.Backend(server.url, reconnect_seconds=5) as backend:
-        backend._log_dir = tmp_path / "logs"
         yield backend
 
 
@@ -199,7 +200,6 @@ async def test_a_stopped_program_goes_on_where_it_was(
     training = asyncio.create_task(run.train())
     await until(lambda: [group.number for group in getattr(run, "_finished", ())] == [3])
     await until(lambda: not is_accepted or server.jobs_by_key)
-    file = model.backend()._log_dir.parent / ".pipelines" / "demo" / "agent.sqlite"  # type: ignore[attr-defined]
     training.cancel()
     with pytest.raises(asyncio.CancelledError):
         await training
@@ -213,7 +213,7 @@ async def test_a_stopped_program_goes_on_where_it_was(
     assert server.numbers()[0] == [0, 1]
     assert sorted(itertools.chain(*server.numbers())) == list(range(6))
     assert sorted(sampled) == list(range(6))
-    assert file.stat().st_mode & 0o777 == 0o600
+    assert mode_of(FILE) == 0o600
     await pipeline(model, some, range(6), max_steps=100).train()
     assert len(server.jobs_by_key) == 3
 
@@ -320,6 +320,10 @@ async def broken(model: art.TrainableModel, number: int, config: Any) -> art.Tra
     return sampled
 
 
+def mode_of(file: Path) -> int:
+    return file.stat().st_mode & 0o777
+
+
 async def end_with_an_error(run: Any, kind: type[Exception] = art.ArtError) -> None:
     """Trains until the error of a broken program, when other finished groups wait in its file."""
     with pytest.raises(kind):
@@ -376,12 +380,13 @@ async def test_a_mended_program_trains_after_a_configuration_that_no_request_can
 async def test_nothing_is_given_up_that_waiting_helps(
     server: JobServer, model: art.TrainableModel, caplog: pytest.LogCaptureFixture, refusal: Refusal
 ) -> None:
-    model.backend()._connection._reconnect_seconds = 0  # type: ignore[attr-defined]
     server.refusal = refusal
-    for _ in range(2):
-        await end_with_an_error(pipeline(model, broken, range(2)), art.ArtStatusError)
-    server.refusal = None
-    await pipeline(model, rollout, range(2)).train()
+    async with art.Backend(server.url, reconnect_seconds=0) as impatient:
+        await model.register(impatient)
+        for _ in range(2):
+            await end_with_an_error(pipeline(model, broken, range(2)), art.ArtStatusError)
+        server.refusal = None
+        await pipeline(model, rollout, range(2)).train()
     assert server.numbers() == [[0, 1]] and not given_up(caplog)
     (body, _) = next(iter(server.jobs_by_key.values()))
     assert BROKEN.encode() in body, "the stored groups"
@@ -398,11 +403,10 @@ async def test_a_server_that_was_mended_trains_what_it_refused(server: JobServer
 
 
 async def test_the_file_of_an_earlier_version_ends_its_job_under_its_key(
-    server: JobServer, model: art.TrainableModel, tmp_path: Path
+    server: JobServer, model: art.TrainableModel
 ) -> None:
-    file = tmp_path / ".pipelines" / "demo" / "agent.sqlite"
-    file.parent.mkdir(parents=True)
-    database = sqlite3.connect(file)
+    FILE.parent.mkdir(parents=True)
+    database = sqlite3.connect(FILE)
     database.executescript(FORMAT_1)
     database.execute("INSERT INTO pipeline VALUES ('earlier', 0, NULL, 0, '{}')")
     bodies = [(number, 0, 0, group(number).model_dump_json(warnings=False)) for number in (0, 1)]
