@@ -23,6 +23,7 @@ from tests.demo import log
 from tests.http_server import served
 from tests.quick.api.idle_server import make
 from tests.quick.watch.terminal.conftest import Ran
+from tests.waiting import PATIENCE_SECONDS
 
 Run = Callable[..., Ran]
 ROOT = Path(__file__).parents[4]
@@ -268,7 +269,7 @@ def test_a_reader_that_ends_early_is_no_error(folder: Path) -> None:
     with started(folder, "show", MODEL, "--json") as writer:
         assert writer.stdout is not None and writer.stderr is not None
         writer.stdout.close()
-        assert writer.wait(20) == 1 and writer.stderr.read() == ""
+        assert writer.wait(PATIENCE_SECONDS) == 1 and writer.stderr.read() == ""
 
 
 RUN_EACH = """
