@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -173,31 +174,19 @@ def pid_of(replica: Engine) -> int:
     return process.host_pid
 
 
-async def test_an_engine_that_dies_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with house_with_an_engine(tmp_path, monkeypatch) as here:
-        model, backend = await register(here)
-        async with backend:
-            await sample_group(model)
-            (replica,) = here.server.engine.replicas
-            os.kill(pid_of(replica), signal.SIGKILL)
-            await until(lambda: replica.num_starts == 2 and replica.state == "ready")
-            assert replica.was_killed and replica.loaded_adapters() == ["p/m@0"]
-            await sample_group(model)
-
-
 def folders_of(machine: Path) -> list[list[str]]:
     """The files of each folder that a host keeps."""
     kept = machine / "folders"
     return [sorted(file.name for file in folder.iterdir()) for folder in kept.iterdir()] if kept.exists() else []
 
 
-async def test_an_engine_gets_the_files_of_its_adapter_only_and_keeps_one_copy(
+async def test_an_engine_that_dies_is_started_again_with_one_copy_of_its_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A machine gets only the files of a checkpoint that an engine reads."""
     async with house_with_an_engine(tmp_path, monkeypatch) as here:
         model, backend = await register(here)
-        async with backend:
-            await sample_group(model)
+        await sample_group(model)
         folder = here.server.registry.get("p", "m").folder.checkpoint_dir(0)
         (folder / "optimizer.safetensors").write_bytes(b"comes and goes")
         (folder / "tokens.safetensors").write_bytes(b"comes and goes")
@@ -210,32 +199,29 @@ async def test_an_engine_gets_the_files_of_its_adapter_only_and_keeps_one_copy(
 
         for _ in range(2):
             await start_again()
+            assert replica.was_killed and replica.loaded_adapters() == ["p/m@0"]
             files = ["adapter_config.json", "adapter_model.safetensors", "checkpoint.json"]
             assert folders_of(tmp_path / "one") == [files]
+        async with backend:
+            await sample_group(model)
         replica.unload_adapter("p/m@0")
         await start_again()
         assert folders_of(tmp_path / "one") == [], "it was to be unloaded when vLLM died"
 
 
-async def test_an_adapter_that_vllm_refuses_is_not_kept_on_the_machine(
+async def test_an_adapter_that_cannot_be_loaded_costs_no_engine_and_is_not_kept_on_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """vLLM refuses the first. The second was deleted when the machine fetched it."""
     async with house_with_an_engine(tmp_path, monkeypatch) as here:
         (replica,) = here.server.engine.replicas
         (tmp_path / "broken").mkdir()
         (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"without a configuration")
         with pytest.raises(AdapterRefused, match="vLLM refused"):
             await replica.try_load("p/m@7", tmp_path / "broken")
-        assert folders_of(tmp_path / "one") == [] and replica.state == "ready"
-
-
-async def test_an_adapter_that_is_deleted_while_it_is_fetched_costs_no_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with house_with_an_engine(tmp_path, monkeypatch) as here:
-        (replica,) = here.server.engine.replicas
         with pytest.raises(AdapterRefused, match="was deleted"):
             await replica.try_load("p/m@7", tmp_path / "0007")
+        assert folders_of(tmp_path / "one") == []
         assert replica.state == "ready" and replica.num_starts == 1
 
 
@@ -263,37 +249,21 @@ async def test_a_delivery_that_takes_too_long_costs_the_engine_and_not_the_machi
 
 
 async def test_a_machine_that_is_silent_is_lost_and_joins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose server is silent ends its children, and joins anew too."""
     async with house_with_an_engine(tmp_path, monkeypatch) as here:
-        first = here.server.engine.replicas[0]
-        ended = pid_of(first)
-        with monkeypatch.context() as silent:
-            silent.setattr(joined_module, "SILENCE_SECONDS", 0.0)
-            await until(lambda: first not in here.server.engine.replicas)
-        await here.ready(1)
-        assert here.server.engine.replicas[0] is not first
-        await until(lambda: not Path(f"/proc/{ended}").exists())
 
-
-async def test_a_machine_whose_server_is_silent_ends_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with house_with_an_engine(tmp_path, monkeypatch) as here:
-        first = here.server.engine.replicas[0]
-        pid = pid_of(first)
-        with monkeypatch.context() as silent:
-            silent.setattr(host_module, "SILENCE_SECONDS", 0.001)
+        async def is_lost_and_joins_anew(module: ModuleType, limit: float) -> None:
+            first = here.server.engine.replicas[0]
+            pid = pid_of(first)
+            with monkeypatch.context() as silent:
+                silent.setattr(module, "SILENCE_SECONDS", limit)
+                await until(lambda: first not in here.server.engine.replicas)
             await until(lambda: not Path(f"/proc/{pid}").exists())
-        await here.ready(1)
+            await here.ready(1)
+            assert here.server.engine.replicas[0] is not first
 
-
-async def test_an_engines_port_takes_requests_of_its_server_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with house_with_an_engine(tmp_path, monkeypatch) as here:
-        address = str(here.server.engine.replicas[0].http._base_url)
-        async with httpx.AsyncClient(base_url=address) as client:
-            assert (await client.get("/health")).status_code == 401
-            assert (await client.get("/health", headers={"x-art-engine-secret": "guess"})).status_code == 401
+        await is_lost_and_joins_anew(joined_module, 0.0)
+        await is_lost_and_joins_anew(host_module, 0.001)
 
 
 async def test_files_pass_for_hosts_only_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
