@@ -1,6 +1,7 @@
 """A server, and a file that trains on it."""
 
 import json
+import sys
 import textwrap
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -47,6 +48,7 @@ async def policy() -> AsyncIterator[PolicyServer]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, with an agent and four rows."""
     enter(tmp_path, monkeypatch)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the folder's modules are found in this test only
     (tmp_path / "agent.py").write_text(AGENT)
     rows = [{"id": f"row {number}", "question": f"question {number}", "answer": "yes"} for number in range(4)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
