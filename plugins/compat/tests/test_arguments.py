@@ -77,7 +77,7 @@ IMPORTS = [
 ]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_the_names_of_art_work_in_every_order(order: tuple[int, ...]) -> None:
     lines = ["import art"]
     for index in order:

@@ -1,8 +1,9 @@
 """A server, and a file that trains on it."""
 
 import json
+import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from plugins.finetune.tests.policy_server import PolicyServer
 from tests.finetune_file import enter, finetune_file
+from tests.quick.conftest import no_certificates  # noqa: F401
 
 AGENT = """
 import os
@@ -26,6 +28,14 @@ def score(row, output):
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_plots() -> Iterator[None]:
+    """A plot takes longer than the run that it shows. Runs that are processes of their own draw real ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("art.finetune.plot.draw", lambda state: b"a plot")
+        yield
+
+
 @pytest.fixture
 async def policy() -> AsyncIterator[PolicyServer]:
     fake = PolicyServer()
@@ -38,6 +48,7 @@ async def policy() -> AsyncIterator[PolicyServer]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, with an agent and four rows."""
     enter(tmp_path, monkeypatch)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the folder's modules are found in this test only
     (tmp_path / "agent.py").write_text(AGENT)
     rows = [{"id": f"row {number}", "question": f"question {number}", "answer": "yes"} for number in range(4)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))

@@ -1,6 +1,8 @@
 """The commands, as processes."""
 
 import argparse
+import contextlib
+import io
 import json
 import shlex
 import subprocess
@@ -30,11 +32,17 @@ def test_without_its_packages_the_extra_is_named() -> None:
     assert done.returncode == 2 and "agent-reinforcement-trainer[finetune]" in done.stderr
 
 
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_commands(parser.add_subparsers(dest="command"))
+    return parser.parse_args(arguments)
+
+
 @pytest.fixture(scope="module")
 def schema() -> dict[str, Any]:
-    code = "from art_watch.terminal.cli import main; main(['finetune', '--schema'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run_finetune(parsed("finetune", "--schema"))
+    return json.loads(printed.getvalue())
 
 
 def test_the_schema_has_all_sections_and_says_what_fields_mean(schema: dict[str, Any]) -> None:
@@ -70,12 +78,6 @@ def test_the_schema_takes_what_the_harness_takes(
     assert validator.is_valid({**whole, **change}) is is_valid
     assert validator.is_valid({"base": "other.yml", **change}) is is_valid
     assert not validator.is_valid({name: whole[name] for name in ("llms", "eval") if name in whole})
-
-
-def parsed(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers(dest="command"))
-    return parser.parse_args(arguments)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """What `_type` names: found without an import, checked, and loaded."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,26 +223,13 @@ def test_built_in_parts_are_classes() -> None:
 def test_entry_points_name_components(folder: Path) -> None:
     Path("plugged-1.0.dist-info").mkdir()
     Path("plugged-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")
-    Path("plugged-1.0.dist-info/entry_points.txt").write_text("[art.finetune]\ncity_agent = plugged:answer\n")
+    Path("plugged-1.0.dist-info/entry_points.txt").write_text(
+        "[art.finetune]\ncity_agent = plugged:answer\nexact_match = plugged:answer\n"
+    )
     Path("plugged.py").write_text("def answer(question): return 'Rome'\n")
     sys.path.insert(0, str(folder))
     check("workflow", "city_agent")
     assert load("workflow", "city_agent")("x") == "Rome"
     with pytest.raises(ValueError, match="known: city_agent, command"):
         check("workflow", "cty")
-
-
-def test_locating_imports_nothing_heavy(folder: Path) -> None:
-    program = (
-        "import sys\nfrom art.finetune import components\ncomponents.check('workflow', 'agent.py:answer')\n"
-        "print(sorted({'openai', 'torch', 'agent', 'matplotlib', 'polars'} & sys.modules.keys()))"
-    )
-    paths = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": paths},
-        check=True,
-    )
-    assert done.stdout.strip() == "[]"
+    check("evaluator", "exact_match")  # the built-in one, whatever is installed

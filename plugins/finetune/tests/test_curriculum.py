@@ -18,7 +18,7 @@ def fraction(hundredths: int) -> Fraction:
     return Fraction(hundredths, 100)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     initial=HUNDREDTHS,
     increment=HUNDREDTHS,

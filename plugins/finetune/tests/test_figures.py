@@ -87,12 +87,12 @@ async def test_files_are_json_also_with_one_row(folder: Path, make_file: MakeFil
     assert figures["reward"]["standard_error"] is None and figures["reward"]["interval"] == [None, None]
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, None])
+@pytest.mark.parametrize("reward", [math.nan, None])
 async def test_a_builders_reward_that_is_no_number_fails_the_rollout(
     policy: PolicyServer, folder: Path, make_file: MakeFile, reward: float | None
 ) -> None:
     (folder / "builder.py").write_text(
-        "import math\nnan, inf = math.nan, math.inf\nimport art.finetune\n"
+        "from math import nan\nimport art.finetune\n"
         "class Builder(art.finetune.ArtTrajectoryBuilder):\n"
         f"    async def compute_reward(self, trajectory, meta):\n        return {reward}\n"
     )

@@ -114,6 +114,7 @@ async def test_a_run_writes_and_prints_no_secret(
     assert kept["llms"]["judge"]["base_url"] == "http://judge/v1"
     code_of_exit, text = await end(await start(folder, file, "--fresh"))
     assert code_of_exit == 0 and SECRET not in text and "postgres://***@db/x" in text
+    assert (folder / "out" / "reward_plot.png").read_bytes().startswith(b"\x89PNG")
     await policy.stop()
     with pytest.raises(NoServer) as lost:
         await art.finetune.run(file, {"finetuning.num_epochs": 3})

@@ -404,18 +404,13 @@ async def test_an_epoch_whose_train_call_may_have_been_made_asks_for_its_job_fir
     assert policy.steps["demo/agent"] == {0: 1, 1: 2, 3: 3}[step]
 
 
-REFUSED = [
-    *(
-        Answer(status, {"error": {"message": "no", "code": "refused"}})
-        for status in (400, 401, 404, 409, 413, 422, 500)
-    ),
-    *({"message": "no", "code": code, "retryable": code == "trainer_died"} for code in ("cancelled", "trainer_died")),
-]
+REFUSED = {
+    "request": Answer(422, {"error": {"message": "no", "code": "refused"}}),
+    "job": {"message": "no", "code": "trainer_died", "retryable": True},
+}
 
 
-@pytest.mark.parametrize(
-    "refusal", REFUSED, ids=lambda refusal: refusal["code"] if isinstance(refusal, dict) else str(refusal.status)
-)
+@pytest.mark.parametrize("refusal", REFUSED.values(), ids=REFUSED)
 async def test_a_mended_program_trains_after_an_epoch_that_cannot_be_trained(
     policy: PolicyServer, make_file: MakeFile, capsys: pytest.CaptureFixture[str], refusal: Any
 ) -> None:
@@ -633,8 +628,9 @@ async def test_no_server_and_a_failed_job_have_their_own_errors(policy: PolicySe
     assert lost.value.exit_code == 4
 
 
-@pytest.mark.parametrize("is_validated", [False, True], ids=["rollouts", "validation"])
-@pytest.mark.parametrize("is_frozen", [False, True], ids=["dead", "frozen"])
+@pytest.mark.parametrize(
+    ("is_frozen", "is_validated"), [(True, False), (False, True)], ids=["frozen-rollouts", "dead-validation"]
+)
 async def test_a_server_that_is_lost_at_any_moment_has_its_own_error(
     policy: PolicyServer,
     folder: Path,

@@ -128,7 +128,7 @@ class FakeSky(types.ModuleType):
 
         def run() -> tuple[int, None]:
             self.cluster = Status.INIT
-            assert self.launch_goes_on.wait(20)
+            assert self.launch_goes_on.wait(PATIENCE_SECONDS)
             self._fail("launch")
             self.cluster, self.task, self.jobs[7] = Status.UP, task, "art-server"
             return 7, None

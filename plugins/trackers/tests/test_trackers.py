@@ -187,7 +187,7 @@ def test_wandb_without_an_account_asks_nothing_and_warns_once(tmp_path: Path, mo
         "from pathlib import Path; from art_trackers import StepRecord, Trackers\n"
         "trackers = Trackers(['wandb'], Path(sys.argv[1]))\n"
         "for step in range(3): trackers.report(StepRecord('demo', 'agent', step, 'train', {}, {}))\n"
-        "trackers.close(30)\n"
+        f"trackers.close({SECONDS})\n"
     )
     environment = {**os.environ, "WANDB_MODE": "online", "HOME": str(tmp_path)}
     command = [sys.executable, "-c", code, str(tmp_path)]

@@ -118,18 +118,29 @@ OPERATIONS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def description(app: FastAPI) -> Any:
+    return schemathesis.openapi.from_dict(app.openapi())
+
+
+@pytest.fixture
+def cases(description: Any, method: str, path: str) -> st.SearchStrategy[Any]:
+    return description[path][method].as_strategy()
+
+
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 @settings(max_examples=12, deadline=None, suppress_health_check=EVERY_CHECK)
 @given(data=st.data())
-def test_what_fits_the_description_is_answered(method: str, path: str, app: FastAPI, data: st.DataObject) -> None:
-    described = schemathesis.openapi.from_dict(app.openapi())
-    case = data.draw(described[path][method].as_strategy())
+def test_what_fits_the_description_is_answered(
+    app: FastAPI, cases: st.SearchStrategy[Any], data: st.DataObject
+) -> None:
+    case = data.draw(cases)
     sent = case.as_transport_kwargs(base_url="http://127.0.0.1")
     more = {name: sent[name] for name in ("params", "json", "data") if sent.get(name) is not None}
     headers = {**(sent.get("headers") or {}), **KEY}
     if isinstance(more.get("data"), bytes):
         more["content"] = more.pop("data")
-    told(send(app, method, sent["url"], headers=headers, **more))
+    told(send(app, sent["method"], sent["url"], headers=headers, **more))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 import art
 from art.local import LocalBackend
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -67,7 +68,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def make_backend(script: Path, *server_args: str, timeout: float = 20) -> LocalBackend:
+def make_backend(script: Path, *server_args: str, timeout: float = PATIENCE_SECONDS) -> LocalBackend:
     class FakeLocalBackend(LocalBackend):
         def _command(self) -> list[str]:
             return [sys.executable, str(script)]

@@ -87,7 +87,7 @@ class Simulation:
         raise AssertionError("it does not end")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(1, 5),
     st.integers(0, 4),

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
@@ -102,6 +102,7 @@ trajectories = st.fixed_dictionaries(
 )
 
 
+@settings(max_examples=40)
 @given(trajectories)
 def test_trajectory_round_trips_through_json_and_fits_the_wire(body: dict):
     trajectory = art.Trajectory.model_validate(body)
@@ -364,6 +365,7 @@ async def test_a_rollout_that_is_cancelled_from_within_is_a_failed_rollout():
     assert "cancelled, but not by its gather" in failure.message
 
 
+@settings(max_examples=40)
 @given(st.lists(trajectories, max_size=2), st.dictionaries(st.text(), json_values, max_size=2))
 def test_group_round_trips_through_json_in_the_shape_of_the_wire(bodies: list, metadata: dict):
     group = art.TrajectoryGroup(

@@ -27,7 +27,7 @@ from tests.quick.machines.machines import KEYS, listening
 from tests.quick.server.served import sample_group
 from tests.refusals import refused
 from tests.toy_models import published_file
-from tests.waiting import until
+from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("in_process")]
 
@@ -91,7 +91,7 @@ async def register(client: httpx.AsyncClient, arguments: dict[str, float], base:
 
 async def facts(server: Server, url: str, models: dict[str, Path]) -> dict[str, Any]:
     """What a server says of the devices that compute for it."""
-    async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
         answers = {name: (await register(client, {}, str(folder)))["error"] for name, folder in models.items()}
         requested = await register(client, GPU_ARGUMENT | {"record_distributions": True})
         return {
@@ -105,8 +105,8 @@ async def facts(server: Server, url: str, models: dict[str, Path]) -> dict[str, 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"exact": True}, {"dtype": "float16", "trainer_dtype": "float32"}, {"max_seq_length": 512}],
-    ids=lambda settings: "-".join(settings) or "default",
+    [{}, {"exact": True}, {"dtype": "float16", "trainer_dtype": "float32", "max_seq_length": 512}],
+    ids=["default", "exact", "float16-short"],
 )
 async def test_a_server_of_gpu_machines_decides_as_a_server_with_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joins: Any, settings: dict[str, Any]

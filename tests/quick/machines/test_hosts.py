@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -41,48 +42,42 @@ async def register(here: House) -> tuple[art.TrainableModel, art.Backend]:
     return model, backend
 
 
+def learned(tokens: int) -> str:
+    """The file of budgets in which batches of all lengths have so many tokens."""
+    lengths = [2**n for n in range(1, 12)]
+    return json.dumps({budget_key("CPU", main_memory(), str(TINY_DIR), 8, length): tokens for length in lengths})
+
+
 async def test_a_program_trains_on_machines_that_have_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was learned of memory is the server's, and goes to all machines: a budget in a machine's own folder would split the plans.
+    An engine whose machine cannot take the adapter ends, and the step serves from the others."""
     async with house(tmp_path, monkeypatch) as here:
+        here.host("full", engines=1)
+        await here.ready(1)
         here.host("one", engines=1, ranks=1)
         here.host("two", engines=1, ranks=1)
-        await here.ready(2)
+        await here.ready(3)
         await here.joined(2)
+        (tmp_path / "one" / "budgets.json").write_text(learned(32))
+        (tmp_path / "server" / ".server" / "budgets.json").write_text(learned(64))
         model, backend = await register(here)
+        (tmp_path / "full" / "folders").write_text("where no folder can be made")
+        folder = here.server.registry.get("p", "m").folder
         async with backend:
             for step in (1, 2):
                 groups = [await sample_group(model) for _ in range(2)]
                 assert (await model.train(groups, CONFIG)).step == step
-        folder = here.server.registry.get("p", "m").folder
-        assert folder.read_checkpoint(2).environment["ranks"] == "2"
+                environment = folder.read_checkpoint(step).environment
+                assert (environment["ranks"], environment["max_tokens"]) == ("2", "64")
         names = {file.name for file in folder.checkpoint_dir(2).iterdir()}
         assert {"adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"} <= names
-        for replica, name in zip(here.server.engine.replicas, ("one", "two"), strict=True):
+        replicas = {replica.name: replica for replica in here.server.engine.replicas}
+        for name in ("one", "two"):
+            replica = replicas[f"engine-{name}-0"]
             assert "p/m@2" in replica.loaded_adapters()
-            kept = [*(tmp_path / name / "folders").iterdir()]
-            assert len(kept) <= len(replica.loaded_adapters()) + 1, "a machine keeps the adapters that serve"
-
-
-async def test_what_was_learned_of_memory_is_the_servers_and_goes_to_all_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A budget in a machine's own folder counts for nobody: it would split the plans."""
-    lengths = [2**n for n in range(1, 12)]
-
-    def learned(tokens: int) -> dict[str, int]:
-        return {budget_key("CPU", main_memory(), str(TINY_DIR), 8, length): tokens for length in lengths}
-
-    async with house(tmp_path, monkeypatch) as here:
-        here.host("one", engines=1, ranks=1)
-        here.host("two", ranks=1)
-        await here.ready(1)
-        await here.joined(2)
-        (tmp_path / "one" / "budgets.json").write_text(json.dumps(learned(32)))
-        (tmp_path / "server" / ".server" / "budgets.json").write_text(json.dumps(learned(64)))
-        model, backend = await register(here)
-        async with backend:
-            await model.train([await sample_group(model)], CONFIG)
-        environment = here.server.registry.get("p", "m").folder.read_checkpoint(1).environment
-        assert (environment["ranks"], environment["max_tokens"]) == ("2", "64")
+            copies = [*(tmp_path / name / "folders").iterdir()]
+            assert len(copies) <= len(replica.loaded_adapters()) + 1, "a machine keeps the adapters that serve"
+        await until(lambda: replicas["engine-full-0"].state == "failed")
 
 
 async def test_a_lost_machine_costs_nothing_but_its_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,27 +91,26 @@ async def test_a_lost_machine_costs_nothing_but_its_engines(tmp_path: Path, monk
             await here.ready(1)
             await here.joined(1)
             step = (await model.train([await sample_group(model)], CONFIG)).step
+            group = await sample_group(model)
             await here.end("two")
             await here.ready(0)
+            job = await model.submit([group], CONFIG)
             waiting = asyncio.create_task(sample_group(model))
             await until(lambda: here.server.gate.num_inside > 0)
-            assert here.server.status.health().engine == "starting", "requests wait for a machine"
+            assert here.server.status.health().engine == "starting", "requests and jobs wait for a machine"
             here.host("three", engines=1, ranks=1)
-            assert (await model.train([await waiting], CONFIG)).step == step + 1
+            await waiting
+            assert (await job).step == step + 1
         assert here.server.background.faults == {}
 
 
-@pytest.mark.parametrize("ranks", [(2,), (1, 1)], ids=["one host", "two hosts"])
-async def test_a_stall_of_the_network_is_no_death_of_the_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...]
-) -> None:
+async def test_a_stall_of_the_network_is_no_death_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No beat comes for many times as long as idle ranks are waited for."""
     monkeypatch.setattr(gang_module, "IDLE_SECONDS", 0.1)
     monkeypatch.setattr(host_module, "BEAT_SECONDS", 0.1)
     async with house(tmp_path, monkeypatch) as here, here.relay() as network:
         here.host("serves", engines=1)
-        for number, num_ranks in enumerate(ranks):
-            here.host(f"trains-{number}", ranks=num_ranks, through=network)
+        here.host("trains", ranks=2, through=network)
         await here.ready(1)
         await here.joined(2)
         model, backend = await register(here)
@@ -180,45 +174,19 @@ def pid_of(replica: Engine) -> int:
     return process.host_pid
 
 
-async def test_a_job_is_taken_while_no_machine_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with house(tmp_path, monkeypatch) as here:
-        here.host("one", engines=1, ranks=1)
-        await here.ready(1)
-        model, backend = await register(here)
-        async with backend:
-            group = await sample_group(model)
-            await here.end("one")
-            await here.ready(0)
-            job = await model.submit([group], CONFIG)
-            here.host("two", engines=1, ranks=1)
-            assert (await job).step == 1
-
-
-async def test_an_engine_that_dies_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with house_with_an_engine(tmp_path, monkeypatch) as here:
-        model, backend = await register(here)
-        async with backend:
-            await sample_group(model)
-            (replica,) = here.server.engine.replicas
-            os.kill(pid_of(replica), signal.SIGKILL)
-            await until(lambda: replica.num_starts == 2 and replica.state == "ready")
-            assert replica.was_killed and replica.loaded_adapters() == ["p/m@0"]
-            await sample_group(model)
-
-
 def folders_of(machine: Path) -> list[list[str]]:
     """The files of each folder that a host keeps."""
     kept = machine / "folders"
     return [sorted(file.name for file in folder.iterdir()) for folder in kept.iterdir()] if kept.exists() else []
 
 
-async def test_an_engine_gets_the_files_of_its_adapter_only_and_keeps_one_copy(
+async def test_an_engine_that_dies_is_started_again_with_one_copy_of_its_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A machine gets only the files of a checkpoint that an engine reads."""
     async with house_with_an_engine(tmp_path, monkeypatch) as here:
         model, backend = await register(here)
-        async with backend:
-            await sample_group(model)
+        await sample_group(model)
         folder = here.server.registry.get("p", "m").folder.checkpoint_dir(0)
         (folder / "optimizer.safetensors").write_bytes(b"comes and goes")
         (folder / "tokens.safetensors").write_bytes(b"comes and goes")
@@ -231,32 +199,29 @@ async def test_an_engine_gets_the_files_of_its_adapter_only_and_keeps_one_copy(
 
         for _ in range(2):
             await start_again()
+            assert replica.was_killed and replica.loaded_adapters() == ["p/m@0"]
             files = ["adapter_config.json", "adapter_model.safetensors", "checkpoint.json"]
             assert folders_of(tmp_path / "one") == [files]
+        async with backend:
+            await sample_group(model)
         replica.unload_adapter("p/m@0")
         await start_again()
         assert folders_of(tmp_path / "one") == [], "it was to be unloaded when vLLM died"
 
 
-async def test_an_adapter_that_vllm_refuses_is_not_kept_on_the_machine(
+async def test_an_adapter_that_cannot_be_loaded_costs_no_engine_and_is_not_kept_on_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """vLLM refuses the first. The second was deleted when the machine fetched it."""
     async with house_with_an_engine(tmp_path, monkeypatch) as here:
         (replica,) = here.server.engine.replicas
         (tmp_path / "broken").mkdir()
         (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"without a configuration")
         with pytest.raises(AdapterRefused, match="vLLM refused"):
             await replica.try_load("p/m@7", tmp_path / "broken")
-        assert folders_of(tmp_path / "one") == [] and replica.state == "ready"
-
-
-async def test_an_adapter_that_is_deleted_while_it_is_fetched_costs_no_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with house_with_an_engine(tmp_path, monkeypatch) as here:
-        (replica,) = here.server.engine.replicas
         with pytest.raises(AdapterRefused, match="was deleted"):
             await replica.try_load("p/m@7", tmp_path / "0007")
+        assert folders_of(tmp_path / "one") == []
         assert replica.state == "ready" and replica.num_starts == 1
 
 
@@ -284,37 +249,21 @@ async def test_a_delivery_that_takes_too_long_costs_the_engine_and_not_the_machi
 
 
 async def test_a_machine_that_is_silent_is_lost_and_joins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose server is silent ends its children, and joins anew too."""
     async with house_with_an_engine(tmp_path, monkeypatch) as here:
-        first = here.server.engine.replicas[0]
-        ended = pid_of(first)
-        with monkeypatch.context() as silent:
-            silent.setattr(joined_module, "SILENCE_SECONDS", 0.0)
-            await until(lambda: first not in here.server.engine.replicas)
-        await here.ready(1)
-        assert here.server.engine.replicas[0] is not first
-        await until(lambda: not Path(f"/proc/{ended}").exists())
 
-
-async def test_a_machine_whose_server_is_silent_ends_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with house_with_an_engine(tmp_path, monkeypatch) as here:
-        first = here.server.engine.replicas[0]
-        pid = pid_of(first)
-        with monkeypatch.context() as silent:
-            silent.setattr(host_module, "SILENCE_SECONDS", 0.001)
+        async def is_lost_and_joins_anew(module: ModuleType, limit: float) -> None:
+            first = here.server.engine.replicas[0]
+            pid = pid_of(first)
+            with monkeypatch.context() as silent:
+                silent.setattr(module, "SILENCE_SECONDS", limit)
+                await until(lambda: first not in here.server.engine.replicas)
             await until(lambda: not Path(f"/proc/{pid}").exists())
-        await here.ready(1)
+            await here.ready(1)
+            assert here.server.engine.replicas[0] is not first
 
-
-async def test_an_engines_port_takes_requests_of_its_server_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with house_with_an_engine(tmp_path, monkeypatch) as here:
-        address = str(here.server.engine.replicas[0].http._base_url)
-        async with httpx.AsyncClient(base_url=address) as client:
-            assert (await client.get("/health")).status_code == 401
-            assert (await client.get("/health", headers={"x-art-engine-secret": "guess"})).status_code == 401
+        await is_lost_and_joins_anew(joined_module, 0.0)
+        await is_lost_and_joins_anew(host_module, 0.001)
 
 
 async def test_files_pass_for_hosts_only_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,25 +286,6 @@ async def test_files_pass_for_hosts_only_and_whole(tmp_path: Path, monkeypatch: 
         for name in ("..%2Ffile", "a/b/c", ".hidden", "%2Fetc%2Fpasswd"):
             assert (await put("good", name)).is_client_error, name
         assert [*(tmp_path / "taken").rglob("*")] == []
-
-
-async def test_a_machine_that_cannot_take_an_adapter_is_not_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its engine is ended, and the step serves from the others."""
-    async with house(tmp_path, monkeypatch) as here:
-        here.host("good", engines=1, ranks=1)
-        here.host("full", engines=1)
-        await here.ready(2)
-        model, backend = await register(here)
-        (tmp_path / "full" / "folders").write_text("where no folder can be made")
-        async with backend:
-            groups = [await sample_group(model)]
-            assert (await model.train(groups, CONFIG)).step == 1
-            names = {replica.name: replica for replica in here.server.engine.replicas}
-            assert names["engine-good-0"].holds("p/m@1")
-            await until(lambda: names["engine-full-0"].state == "failed")
-            await sample_group(model)
 
 
 REFUSED = {

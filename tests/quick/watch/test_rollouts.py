@@ -261,7 +261,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_any_json_in_a_trajectories_file_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, value: Any
 ) -> None:
@@ -315,7 +315,7 @@ def write_record(root: Path, group: list[list[list[int]]], trained: list[bool]) 
 
 
 @given(groups_of_sequences, st.lists(st.booleans(), min_size=108, max_size=108))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_a_tree_has_each_shared_prefix_once(
     tmp_path_factory: pytest.TempPathFactory, group: list[list[list[int]]], trained: list[bool]
 ) -> None:

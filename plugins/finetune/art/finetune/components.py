@@ -135,8 +135,10 @@ def is_of_toolkit(kind: Kind, type_name: str) -> bool:
 
 
 def _target(kind: Kind, type_name: str) -> tuple[str, str] | None:
-    """A module (or its file) and a name in the module: `'agent.py:answer' -> ('agent.py', 'answer')`. None: the type names no
-    code."""
+    """A module (or its file) and a name in the module: `'agent.py:answer' -> ('agent.py', 'answer')`. None: the type is
+    built in, or names no code."""
+    if type_name in BUILT_IN[kind]:
+        return None
     target = type_name if ":" in type_name else _entries().get(type_name, "")
     if not target and kind == "dataset" and "." in type_name:  # NVIDIA's form, package.module.name
         target = ":".join(type_name.rsplit(".", 1))

@@ -23,6 +23,7 @@ from tests.demo import log
 from tests.http_server import served
 from tests.quick.api.idle_server import make
 from tests.quick.watch.terminal.conftest import Ran
+from tests.waiting import PATIENCE_SECONDS
 
 Run = Callable[..., Ran]
 ROOT = Path(__file__).parents[4]
@@ -268,53 +269,49 @@ def test_a_reader_that_ends_early_is_no_error(folder: Path) -> None:
     with started(folder, "show", MODEL, "--json") as writer:
         assert writer.stdout is not None and writer.stderr is not None
         writer.stdout.close()
-        assert writer.wait(20) == 1 and writer.stderr.read() == ""
+        assert writer.wait(PATIENCE_SECONDS) == 1 and writer.stderr.read() == ""
 
 
-@pytest.mark.parametrize(
-    ("package", "arguments", "extra"),
-    [
-        ("rich", ["runs"], "[terminal]"),
-        ("plotext", ["plot", MODEL], "[terminal]"),
-        ("uvicorn", ["view"], "[view]"),
-    ],
-)
-def test_without_its_extra_a_command_says_what_to_install(
-    folder: Path, tmp_path: Path, package: str, arguments: list[str], extra: str
-) -> None:
-    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(name='{package}')")
-    source = [] if arguments[0] == "view" else ["--path", str(folder)]
-    result = subprocess.run(
-        [sys.executable, "-c", "from art_watch.terminal.cli import main; main()", *arguments, *source],
-        env={"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'art_client'}", "PATH": ""},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
+RUN_EACH = """
+import json, sys
+from art_watch.terminal.cli import main
+for arguments in json.loads(sys.argv[1]):
+    try:
+        main(arguments)
+    except SystemExit as end:
+        print(end.code)
+"""
+
+
+def run_without(packages: list[str], commands: list[list[str]], folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Runs commands of `art` in a process without these packages, which prints their codes."""
+    for package in packages:
+        (folder / f"{package}.py").write_text(f"raise ModuleNotFoundError(name='{package}')")
+    env = {"PYTHONPATH": f"{folder}:{ROOT}:{ROOT / 'art_client'}", "PATH": ""}
+    program = [sys.executable, "-c", RUN_EACH, json.dumps(commands)]
+    return subprocess.run(program, env=env, cwd=folder, capture_output=True, text=True, check=True)
+
+
+def test_without_its_extra_a_command_says_what_to_install(folder: Path, tmp_path: Path) -> None:
+    source = ["--path", str(folder)]
+    commands = [["show", MODEL, "--group", "0", *source], ["plot", MODEL, *source], ["view"]]
+    ran = run_without(["numpy", "plotext", "uvicorn"], commands, tmp_path)
+    assert ran.stdout.splitlines() == ["2"] * 3
+    lines = ran.stderr.splitlines()
+    assert [("'numpy'" in line, re.findall(r"agent-reinforcement-trainer(\[\w+\])", line)) for line in lines] == [
+        *((True, ["[terminal]"]), (False, ["[terminal]"]), (False, ["[view]"])),
+    ]
+
+
+def test_without_rich_there_is_json(folder: Path, tmp_path: Path) -> None:
+    source = ["--path", str(folder)]
+    tables = [["runs"], ["status"], ["plot", MODEL]]
+    ran = run_without(
+        ["rich", "numpy"], [["runs", *source], *([*table, "--json", *source] for table in tables)], tmp_path
     )
-    assert result.returncode == 2 and result.stdout == ""
-    assert f"agent-reinforcement-trainer{extra}" in result.stderr
-    assert result.stderr.count("\n") == 1, result.stderr
-
-
-def test_without_numpy_rollouts_in_full_name_their_extra(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(name='numpy')")
-    code = "from art_watch.terminal.cli import main; main()"
-    arguments = ["show", MODEL, "--group", "0", "--path", str(folder)]
-    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'art_client'}", "PATH": ""}
-    command = [sys.executable, "-c", code, *arguments]
-    ran = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "'numpy'" in ran.stderr and "agent-reinforcement-trainer[terminal]" in ran.stderr
-
-
-def test_json_needs_no_rich(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "rich.py").write_text("raise ModuleNotFoundError(name='rich')")
-    for arguments in (["runs"], ["status"], ["plot", MODEL]):
-        code = "import sys; from art_watch.terminal.cli import main; main(); assert 'numpy' not in sys.modules"
-        command = [sys.executable, "-c", code, *arguments, "--json", "--path", str(folder)]
-        env = {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'art_client'}", "PATH": ""}
-        result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, check=True)
-        assert json.loads(result.stdout)
+    code, *documents = ran.stdout.splitlines()
+    assert code == "2" and ran.stderr.count("\n") == 1 and "agent-reinforcement-trainer[terminal]" in ran.stderr
+    assert all(map(json.loads, documents)) and len(documents) == len(tables)
 
 
 def test_the_help_of_the_server_loads_no_terminal() -> None:

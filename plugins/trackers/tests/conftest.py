@@ -1,0 +1,1 @@
+from tests.quick.conftest import no_certificates  # noqa: F401
