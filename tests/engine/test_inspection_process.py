@@ -1,6 +1,7 @@
 """The process that reads what a base model is; tests/quick/store/test_base_facts.py reads it without one."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +16,12 @@ def test_the_process_prints_the_record_or_ends_with_the_reason(tmp_path: Path, m
     base_facts._kept_facts.cache_clear()
     monkeypatch.setattr(base_facts, "CACHE_DIR", tmp_path / "cache")
     shutil.copytree(TINY_DIR, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors"))
-    own = BaseModel("a base", tmp_path / "base")
-    facts = own.facts
-    assert (facts.model_type, facts.problem, facts.parsers.tool) == ("qwen3", None, "hermes")
-    file = tmp_path / "mine.jinja"
+    own, file = BaseModel("a base", tmp_path / "base"), tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}")
+    with ThreadPoolExecutor(2) as pool:  # a process for each
+        whole = pool.submit(lambda: own.facts)
+        broken = pool.submit(lambda: replace(own, template=file).facts)
+    facts = whole.result()
+    assert (facts.model_type, facts.problem, facts.parsers.tool) == ("qwen3", None, "hermes")
     with pytest.raises(InvalidInput, match=r"mine\.jinja"):
-        _ = replace(own, template=file).facts
+        broken.result()
