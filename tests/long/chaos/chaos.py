@@ -242,7 +242,9 @@ class Chaos:
             self.server.stop()
             for machine in self.server.machines:
                 machine.stop()
-        left = [f"{process.pid} {command_of(process)}" for process in psutil.wait_procs(family, timeout=PATIENCE_SECONDS)[1]]
+        left = [
+            f"{process.pid} {command_of(process)}" for process in psutil.wait_procs(family, timeout=PATIENCE_SECONDS)[1]
+        ]
         assert not left, f"left running: {left}"
         figures = check(self.folder, self._killed_programs)
         num_deaths = count_deaths(self.folder)
@@ -385,7 +387,9 @@ class Chaos:
                     "prompt_logprobs": 1,
                 }
                 headers = {"authorization": f"Bearer {USER_KEY}"}
-                answer = httpx.post(f"{self.server.url}/v1/completions", json=body, timeout=PATIENCE_SECONDS, headers=headers)
+                answer = httpx.post(
+                    f"{self.server.url}/v1/completions", json=body, timeout=PATIENCE_SECONDS, headers=headers
+                )
                 assert answer.status_code == 200, answer.text
                 scored = answer.json()["choices"][0]["prompt_logprobs"][len(row["prompt"]) :]
                 again = [entry[str(token)]["logprob"] for entry, token in zip(scored, row["tokens"], strict=True)]
