@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from art.finetune import FinetuneError, NoServer, NoSignal
 from art.finetune.checking import check
 from art.finetune.reading import of_dict
 from art_finetune.commands import add_commands, continuing_command, run_finetune
@@ -154,6 +155,19 @@ def test_flags_that_do_not_fit_are_refused(
     with pytest.raises(SystemExit) as ended:
         run_finetune(parsed(*arguments))
     assert ended.value.code == 2 and capsys.readouterr().err.startswith("art: ") and not asked
+
+
+@pytest.mark.parametrize(("error", "code"), [(FinetuneError, 1), (NoSignal, 3), (NoServer, 4)])
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[FinetuneError], code: int
+) -> None:
+    async def run(*_: Any, **__: Any) -> None:
+        raise error("the reason")
+
+    monkeypatch.setattr("art.finetune.runs.run", run)
+    with pytest.raises(SystemExit) as ended:
+        run_finetune(parsed("finetune", "f.yml"))
+    assert ended.value.code == code and capsys.readouterr().err == "art: the reason\n"
 
 
 def test_a_wrong_file_ends_with_2_and_its_place(tmp_path: Path) -> None:

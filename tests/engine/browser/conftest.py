@@ -43,10 +43,17 @@ def page(browser: Any) -> Iterator[Any]:
     assert not faults
 
 
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("demo")
+    make_demo(path, runs=3, steps=NUM_STEPS, rollouts=48)
+    return path
+
+
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    make_demo(tmp_path, runs=3, steps=NUM_STEPS, rollouts=48)
-    return tmp_path
+def root(demo: Path, tmp_path: Path) -> Path:
+    """A copy of the demo folder, which the test may change."""
+    return shutil.copytree(demo, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.fixture

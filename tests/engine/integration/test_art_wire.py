@@ -3,6 +3,7 @@
 import json
 import resource
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,13 @@ def recorded(choice: dict[str, Any]) -> dict[str, Any]:
     message |= {"annotations": None, "audio": None, "function_call": None, "tool_calls": None}
     logprobs = {"content": choice["logprobs"]["content"], "refusal": None}
     return {"finish_reason": "stop", "index": 0, "logprobs": logprobs, "message": message}
+
+
+def answered_at_once(base_url: str, name: str, number: int, **more: Any) -> list[list[dict[str, Any]]]:
+    """Episodes of one turn, whose requests are in one batch."""
+    with ThreadPoolExecutor(number) as pool:
+        choices = [*pool.map(lambda _: ask(base_url, name, [QUESTION], **more), range(number))]
+    return [[QUESTION, recorded(choice)] for choice in choices]
 
 
 def train(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -149,9 +157,7 @@ def test_a_tool_episode_without_its_calls_trains_on_exact_tokens(server: Server)
 def test_a_client_that_hangs_up_ends_no_job(server: Server) -> None:
     model = model_body("nat-gone")
     base_url = prepared(server, model)
-    episodes = [
-        [QUESTION, recorded(ask(base_url, "nat-gone", [QUESTION], max_tokens=64, min_tokens=64))] for _ in range(4)
-    ]
+    episodes = answered_at_once(base_url, "nat-gone", 4, max_tokens=64, min_tokens=64)
     body = train_body(model, *episodes)
     with wire(server) as client, client.stream("POST", "/_train_model", json=body) as response:
         assert next(response.iter_raw()).strip() == b""
@@ -162,8 +168,7 @@ def test_a_step_without_memory_says_what_to_lower(server: Server) -> None:
     """With a memory limit the trainer's step fails; without the limit the next step succeeds."""
     model = model_body("nat-memory")
     base_url = prepared(server, model)
-    long = {"max_tokens": 400, "min_tokens": 400}
-    episodes = [[QUESTION, recorded(ask(base_url, "nat-memory", [QUESTION], **long))] for _ in "12"]
+    episodes = answered_at_once(base_url, "nat-memory", 2, max_tokens=400, min_tokens=400)
     train_one_step(server, "nat-memory")
     trainer = find_process(server, "art_server.trainer.worker")
     size = int(Path(f"/proc/{trainer}/statm").read_text().split()[0]) * resource.getpagesize()

@@ -20,9 +20,12 @@ def post(server: Server, path: str, body: Any, **options: Any) -> dict[str, Any]
     return error | {"status": response.status_code}
 
 
-@pytest.mark.parametrize("name", ["../up", "a/b", "..", ".hidden", "", "x" * 1_000_000, "a b", "a@1"])
-@pytest.mark.parametrize("field", ["name", "project"])
-def test_bad_names_are_refused_before_they_touch_a_path(server: Server, name: str, field: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [("project", "../up"), *(("name", name) for name in ("../up", ".hidden", "", "x" * 1_000_000, "a b", "a@1"))],
+    ids=lambda text: text[:10],
+)
+def test_bad_names_are_refused_before_they_touch_a_path(server: Server, field: str, name: str) -> None:
     body = {"name": "fine", "project": PROJECT, "base_model": "art/tiny"} | {field: name}
     error = post(server, "/api/models", body)
     assert error["status"] == 422 and error["code"] == "bad_name" and error["param"] == field

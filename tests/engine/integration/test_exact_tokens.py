@@ -21,7 +21,7 @@ from tests.engine.integration.answers import (
     sse_data,
 )
 from tests.live import PROJECT, Server, register, train
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 QUESTION = {"role": "user", "content": "respond with yes, no, maybe"}
 
@@ -278,14 +278,14 @@ def test_of_retries_of_the_last_turn_the_used_answer_is_trained(
 def test_a_client_that_hangs_up_leaves_nothing_to_train(server: Server, model: str) -> None:
     body = {"model": model, "messages": [{"role": "user", "content": "Repeat: one two three"}]}
     body |= {"max_tokens": 800, "ignore_eos": True}
-    headers = {"x-art-session": "gone"}
+    headers, hangs_up = {"x-art-session": "gone"}, httpx.Timeout(PATIENCE_SECONDS, read=0.3)
     with (
         server.client(headers=headers) as client,
         client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response,
     ):
         next(response.iter_lines())
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=0.3)
+        httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=hangs_up)
     with server.client(headers=headers) as client:
         kept = client.post("/v1/chat/completions", json=body | {"max_tokens": 4}).json()
         wait_until(lambda: "\nart_requests_running 0" in client.get("/metrics").text)

@@ -1,4 +1,4 @@
-"""`art.finetune` with the real engine: each kind of workflow trains, and each exit code that needs a server."""
+"""`art.finetune` with the real engine: a workflow trains in this process and in others, and Ctrl-C loses nothing."""
 
 import json
 import signal
@@ -22,50 +22,36 @@ pytestmark = pytest.mark.anyio
 MakeFile = Callable[..., dict[str, Any]]
 
 AGENT = """
-import os, sys, json
-import httpx
+import os
 import openai
-import art.finetune
 
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
 
-def body(question):
-    return {"messages": [{"role": "user", "content": question}], "max_tokens": 8}
-
 async def coroutine(question):
+    messages = [{"role": "user", "content": question}]
     async with openai.AsyncOpenAI() as client:
-        completion = await client.chat.completions.create(model=os.environ["OPENAI_MODEL"], **body(question))
+        completion = await client.chat.completions.create(
+            model=os.environ["OPENAI_MODEL"], messages=messages, max_tokens=8
+        )
     return completion.choices[0].message.content
-
-def plain(question):
-    with openai.OpenAI() as client:
-        completion = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], **body(question))
-    return completion.choices[0].message.content
-
-async def service(question, rollout):
-    asked = body(question) | {"model": rollout.model.get_inference_name()}
-    async with httpx.AsyncClient(timeout=600) as http:
-        answer = await http.post(rollout.base_url + "/chat/completions", json=asked)
-    return answer.json()["choices"][0]["message"]["content"]
 
 def score(output):
     return REWARDS.get(output.strip().lower(), 0.0)
-
-def equal(output):
-    return 1.0
-
-def broken(output):
-    raise RuntimeError("no score")
-
-if __name__ == "__main__":
-    print(plain(json.load(sys.stdin)["question"]))
 """
+PROGRAM = """
+import json, os, sys, urllib.request
+messages = [{"role": "user", "content": json.load(sys.stdin)["question"]}]
+body = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "max_tokens": 8}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+"""
+"""A program of a few imports: it is started once for each rollout."""
 WORKFLOWS: dict[str, dict[str, Any]] = {
     "coroutine": {"_type": "agent.py:coroutine"},
-    "plain": {"_type": "agent.py:plain"},
-    "service": {"_type": "agent.py:service"},
-    "command": {"_type": "command", "command": [sys.executable, "agent.py"]},
+    "command": {"_type": "command", "command": [sys.executable, "program.py"]},
 }
+"""Of this process, and of another. plugins/finetune/tests has all kinds, with a server that samples nothing."""
 QUESTIONS = ("respond with yes, no, maybe", "answer with no, maybe, yes")
 
 
@@ -73,14 +59,15 @@ QUESTIONS = ("respond with yes, no, maybe", "answer with no, maybe, yes")
 def make_file(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeFile:
     enter(tmp_path, monkeypatch)
     (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": question}) + "\n" for question in QUESTIONS))
 
-    def make(workflow: str, reward: str = "score", **changes: Any) -> dict[str, Any]:
+    def make(workflow: str, **changes: Any) -> dict[str, Any]:
         return finetune_file(
             {"name": f"f-{uuid.uuid4().hex[:8]}", "project": PROJECT, "url": server.url},
             "rows.jsonl",
             workflow=WORKFLOWS[workflow],
-            eval__evaluators__reward___type=f"agent.py:{reward}",
+            eval__evaluators__reward___type="agent.py:score",
             trajectory_builders__b__num_generations=4,
             trainer_adapters__a__training={"learning_rate": 1e-3},
             finetuning__validation={"dataset": "rows.jsonl", "interval": 2},
@@ -109,7 +96,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS)
-async def test_each_kind_of_workflow_trains(make_file: MakeFile, tmp_path: Path, workflow: str) -> None:
+async def test_a_workflow_trains(make_file: MakeFile, tmp_path: Path, workflow: str) -> None:
     file = make_file(workflow)
     statuses = await art.finetune.run(file)
     assert len(statuses) == 2
@@ -140,20 +127,6 @@ async def test_any_step_can_be_evaluated(make_file: MakeFile) -> None:
     again = [await art.finetune.evaluate(file, alone, step="0", reps=2) for _ in range(2)]
     assert again[0].num_failed == 0 and again[0].num_rollouts == again[1].num_rollouts
     assert again[0].scenario_rewards == again[1].scenario_rewards
-
-
-def test_exit_codes(make_file: MakeFile, tmp_path: Path) -> None:
-    def run(reward: str, output_dir: str, **changes: Any) -> tuple[int, str]:
-        return end(start(make_file("coroutine", reward, finetuning__output_dir=output_dir, **changes), tmp_path))
-
-    assert run("score", "out")[0] == 0
-    code, text = run("broken", "second")
-    assert code == 1 and "no score" in text
-    assert run("score", "out")[0] == 2, "the folder has another run"
-    code, text = run("equal", "third")
-    assert code == 3 and "min_reward_diff" in text
-    code, text = run("score", "fourth", trainer_adapters__a__backend__url="http://127.0.0.1:9")
-    assert code == 4 and "art-server" in text
 
 
 def test_ctrl_c_keeps_finished_rollouts_and_names_the_command_that_continues(

@@ -273,8 +273,7 @@ print(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_t
 async def test_an_exported_model_answers_as_on_the_server(model: art.TrainableModel, home: Path) -> None:
     adapter, merged, pushed = lines("serve-elsewhere.md", "art")
     assert "--push" in pushed  # needs an account
-    for line in (adapter, merged):
-        await shell(line.replace("@12", "@3"))
+    await asyncio.gather(*(shell(line.replace("@12", "@3")) for line in (adapter, merged)))
     completion = await model.openai_client().chat.completions.create(
         model=model.get_inference_name(3), messages=[{"role": "user", "content": QUESTION}], max_tokens=8, temperature=0
     )
@@ -289,18 +288,18 @@ async def test_programs_of_others_train(home: Path, capsys: pytest.CaptureFixtur
     for number in range(3):
         await run("from-others.md", number, names)
     config = art.TrainConfig(learning_rate=2e-3)
-    await names["train"]("from-trl", names["rows"], names["rollout"], config, num_epochs=8)
+    await names["train"]("from-trl", names["rows"], names["rollout"], config, num_epochs=4)
     await names["train"](
         "from-verl", names["parquet"], names["scored"], names["config"], num_epochs=2, num_generations=5
     )
     await names["as_in_art"](num_steps=2)
-    for name, num_steps in (("from-trl", 16), ("from-verl", 4), ("from-art", 2)):
+    for name, num_steps in (("from-trl", 8), ("from-verl", 4), ("from-art", 2)):
         rows = rows_by_step(Path(f".art/howto/models/{name}/history.jsonl"))
         rewards = [row["train/reward"] for row in rows.values()]
         assert len(rewards) == num_steps, (name, rewards)
         if name == "from-trl":
             assert sum(rewards[-3:]) > sum(rewards[:3]), rewards
-    assert capsys.readouterr().out.count("\n") == 16 + 4
+    assert capsys.readouterr().out.count("\n") == 8 + 4
 
 
 async def test_a_file_of_the_toolkit_trains(server: Server, home: Path) -> None:

@@ -41,8 +41,11 @@ async def base(server: Server) -> AsyncIterator[art.Model]:
         await base.close()
 
 
-@pytest.mark.parametrize("form", [{}, {"response_format": FORM}], ids=["ours", "short"])
-@pytest.mark.parametrize("mode", ["listwise", "pairwise"])
+@pytest.mark.parametrize(
+    ("mode", "form"),
+    [("listwise", {}), ("listwise", {"response_format": FORM}), ("pairwise", {"response_format": FORM})],
+    ids=["listwise, our schema", "listwise", "pairwise"],
+)
 async def test_a_small_model_judges_or_its_answers_are_refused(
     base: art.Model, mode: Literal["listwise", "pairwise"], form: dict[str, Any]
 ) -> None:

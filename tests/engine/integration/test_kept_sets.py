@@ -157,12 +157,12 @@ def test_bytes_a_token(server: Server, model: str) -> None:
 
     def bytes_a_token(requests: int, **asked: Any) -> tuple[float, float]:
         before, num_tokens, num_ids = stored(), 0, 0
-        with server.client() as client:
-            for _ in range(requests):
-                body = chat(client, model, n=8, **asked)
-                for record in records_of(server, body["id"].removeprefix("chatcmpl-")):
-                    num_tokens += len(record.token_ids)
-                    num_ids += sum(len(unpack_set(record.sets[i])) for i in record.kept if i >= 0)
+        with server.client() as client, ThreadPoolExecutor(requests) as pool:
+            bodies = [*pool.map(lambda _: chat(client, model, n=8, **asked), range(requests))]
+        for body in bodies:
+            for record in records_of(server, body["id"].removeprefix("chatcmpl-")):
+                num_tokens += len(record.token_ids)
+                num_ids += sum(len(unpack_set(record.sets[i])) for i in record.kept if i >= 0)
         return (stored() - before) / num_tokens, num_ids / num_tokens
 
     of_grammar, _ = bytes_a_token(20, max_tokens=48, **JSON_SCHEMA)

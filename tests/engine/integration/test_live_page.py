@@ -1,8 +1,6 @@
-"""The page over a live server with vLLM, in Chromium: its numbers are those of the files, a step appears by itself, a
-job is cancelled, and tokens have the numbers that were recorded."""
+"""The page over a live server with vLLM, in Chromium: its numbers are those of the files, a step appears by itself, and
+tokens have the numbers that were recorded."""
 
-import json
-import threading
 from typing import Any
 
 import pytest
@@ -11,8 +9,7 @@ from safetensors.numpy import load_file
 from tests.demo import rows_by_step
 from tests.engine.browser.charts import captions
 from tests.engine.browser.conftest import browser, page
-from tests.live import PROJECT, Server, register, sampled_group, train_one_step
-from tests.waiting import wait_until
+from tests.live import PROJECT, Server, register, train_one_step
 
 __all__ = ["browser", "page"]  # fixtures
 
@@ -62,40 +59,6 @@ def test_a_new_step_appears_by_itself(page: Any, trained: Server) -> None:
             "([selector, field, value]) => document.querySelector(selector)?.[field] == value",
             arg=[selector, field, value],
         )
-
-
-def test_a_job_is_cancelled_from_the_page(page: Any, trained: Server) -> None:
-    """A job in the queue, behind one of 256 optimizer steps, which lasts longer than the clicks."""
-    step = max(rows_of(trained))
-    events: dict[str, dict[str, Any]] = {}
-
-    def run(name: str, groups: list[dict[str, Any]], passes: int, mini_batches: int) -> None:
-        config = {"learning_rate": 1e-5, "passes": passes, "mini_batches": mini_batches}
-        body = {"groups": groups, "config": config}
-        with trained.client() as client:
-            answer = client.post(f"/api/models/{PROJECT}/{NAME}/train", json=body)
-        events[name] = json.loads(answer.text.splitlines()[-1])
-
-    with trained.client() as client:
-        groups = [sampled_group(client, f"{PROJECT}/{NAME}", 8) for _ in range(4)]
-    jobs = [
-        threading.Thread(target=run, args=arguments)
-        for arguments in (("first", groups, 64, 4), ("second", groups[:1], 1, 1))
-    ]
-    page.goto(f"{trained.url}/#/jobs")
-    page.wait_for_selector("text=Connected")
-    with trained.client() as client:
-        for number, job in enumerate(jobs, 1):
-            job.start()
-            wait_until(lambda number=number: len(client.get("/api/jobs").json()["jobs"]) == number)
-    page.wait_for_selector("text=waits for 1 earlier job")
-    page.get_by_role("button", name=f"Cancel the job of {PROJECT}/{NAME}").last.click()
-    page.get_by_role("button", name="Yes, cancel it").click()
-    page.wait_for_selector(f"text=The job of {PROJECT}/{NAME} is cancelled.")
-    for job in jobs:
-        job.join()
-    assert events["second"]["error"]["code"] == "cancelled", events["second"]
-    assert events["first"]["step"] == step + 1, "the other job is not touched"
 
 
 def test_tokens_have_the_recorded_numbers(page: Any, trained: Server) -> None:

@@ -27,7 +27,7 @@ PICK = {
         "strict": True,
     },
 }
-NUM_GROUPS, GROUP_SIZE, NUM_TURNS = 8, 8, 3
+NUM_GROUPS, GROUP_SIZE, NUM_TURNS = 8, 4, 3
 KINDS = [
     (returns_thinking, has_session, is_stream)
     for returns_thinking in (True, False)

@@ -66,7 +66,7 @@ def test_a_chat_stream_says_what_the_whole_answer_says(
         assert text.startswith(whole["content"].rstrip()) and whole["content"]
 
 
-@pytest.mark.parametrize("max_tokens", [1, 3, 12, 48])
+@pytest.mark.parametrize("max_tokens", [3, 48], ids=["cut", "whole"])
 @pytest.mark.parametrize("api", ["chat", "messages", "responses"])
 def test_the_next_prompt_after_a_stream_is_that_after_a_whole_answer(
     server: Server, model: str, api: str, max_tokens: int

@@ -86,17 +86,7 @@ def test_requests_in_the_middle_of_training_are_answered_by_the_new_step(server:
     register(server, "waits")
     with server.client() as client:
         model = f"{PROJECT}/waits"
-        groups = [
-            sampled_group(
-                client,
-                model,
-                size=8,
-                max_tokens=160,
-                ignore_eos=True,
-                messages=[{"role": "user", "content": "Repeat: " + "one two three " * 60}],
-            )
-            for _ in range(6)
-        ]
+        group = sampled_group(client, model, size=8)
         answers: dict[str, Any] = {}
 
         def ask(kind: str) -> None:
@@ -106,7 +96,7 @@ def test_requests_in_the_middle_of_training_are_answered_by_the_new_step(server:
                 answers[kind] = other.post("/v1/chat/completions", json=body)
 
         threads = [threading.Thread(target=ask, args=(kind,)) for kind in ("whole", "stream")]
-        body = {"groups": groups, "config": {"learning_rate": 1e-4}}
+        body = {"groups": [group], "config": {"learning_rate": 1e-4, "passes": 32}}
         event: dict[str, Any] = {}
         with client.stream("POST", f"/api/models/{model}/train", json=body) as response:
             for line in response.iter_lines():

@@ -25,6 +25,7 @@ from safetensors import safe_open
 from tests.live import ROOT, Server
 from tests.long.chaos.client import PROJECT
 from tests.long.chaos.server import POINTS, VARIABLE
+from tests.waiting import PATIENCE_SECONDS
 
 MODELS = ("one", "two")
 KINDS = {"trainer": 5, "engine": 2, "server": 1, "point": 2}
@@ -228,7 +229,7 @@ class Chaos:
             self.say("no more kills; waiting for the programs to end")
             (self.folder / "stop").touch()
             for program in self._programs.values():
-                assert program.wait(timeout=900) == 0, self._program_log()
+                assert program.wait(timeout=PATIENCE_SECONDS) == 0, self._program_log()
             self.server.wait_ready()
             self._check_answers()
         finally:
@@ -241,7 +242,9 @@ class Chaos:
             self.server.stop()
             for machine in self.server.machines:
                 machine.stop()
-        left = [f"{process.pid} {command_of(process)}" for process in psutil.wait_procs(family, timeout=60)[1]]
+        left = [
+            f"{process.pid} {command_of(process)}" for process in psutil.wait_procs(family, timeout=PATIENCE_SECONDS)[1]
+        ]
         assert not left, f"left running: {left}"
         figures = check(self.folder, self._killed_programs)
         num_deaths = count_deaths(self.folder)
@@ -337,7 +340,7 @@ class Chaos:
         self.server.next_point = f"{point}:{self.random.randint(1, 3)}"
         num_deaths = len(self.server.deaths)
         self._kill(self.server.process.pid, "server", False)
-        deadline = time.monotonic() + 400
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while len(self.server.deaths) == num_deaths:
             assert time.monotonic() < deadline, f"the server did not reach '{point}'"
             time.sleep(0.1)
@@ -384,7 +387,9 @@ class Chaos:
                     "prompt_logprobs": 1,
                 }
                 headers = {"authorization": f"Bearer {USER_KEY}"}
-                answer = httpx.post(f"{self.server.url}/v1/completions", json=body, timeout=120, headers=headers)
+                answer = httpx.post(
+                    f"{self.server.url}/v1/completions", json=body, timeout=PATIENCE_SECONDS, headers=headers
+                )
                 assert answer.status_code == 200, answer.text
                 scored = answer.json()["choices"][0]["prompt_logprobs"][len(row["prompt"]) :]
                 again = [entry[str(token)]["logprob"] for entry, token in zip(scored, row["tokens"], strict=True)]

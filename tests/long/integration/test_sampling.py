@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.live import Server
-from tests.sampling import check_after_five_steps, check_gspo_with_strict_tools, check_step_0
+from tests.sampling import check_all_kinds, check_gspo_with_strict_tools
 
 BASE = "smollm2"
 
@@ -21,12 +21,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield own
 
 
-def test_trainer_scores_each_token_as_it_was_sampled_at_step_0(server: Server) -> None:
-    check_step_0(server, BASE)
-
-
-def test_trainer_scores_each_token_as_it_was_sampled_after_five_steps(server: Server) -> None:
-    check_after_five_steps(server, BASE)
+def test_trainer_scores_each_token_as_it_was_sampled(server: Server) -> None:
+    check_all_kinds(server, BASE)
 
 
 def test_gspo_with_strict_tools_trains_every_trajectory(server: Server) -> None:

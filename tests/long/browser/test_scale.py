@@ -14,6 +14,9 @@ import psutil
 import pytest
 
 from tests.demo import NAMES, make_demo
+from tests.engine.browser.conftest import browser, page
+
+__all__ = ["browser", "page"]  # fixtures
 
 RUNS, STEPS, ROLLOUTS = 200, 25, 20
 LONG_HISTORY = 5000
