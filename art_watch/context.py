@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from art_protocol.wire import JobReport, TrainConfig
-from art_server.jobs.job_row import COLUMNS, JOBS, Job, read_job
+from art_server.jobs.job_row import COLUMNS, JOBS, JobRow, read_job
 from art_server.store.model_folder import ModelFolder
 from art_server.store.server_database import FILE
 from art_watch.runs import Runs, read_record
@@ -74,7 +74,7 @@ def idle(trained: Mapping[int, float], dead: Collection[int]) -> str | None:
     return f"{len(idle_steps)} of {len(steps)} steps trained nothing{reason}."
 
 
-def read_jobs(root: Path, folder: ModelFolder, registered_at: float) -> list[Job]:
+def read_jobs(root: Path, folder: ModelFolder, registered_at: float) -> list[JobRow]:
     """The newest jobs of the model that was registered at this time, the newest first; none without the database of a server of
     this version."""
     file = root / ".server" / FILE
@@ -104,7 +104,7 @@ def changed_from_defaults(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def notes(jobs: list[Job]) -> list[dict[str, Any]]:
+def notes(jobs: list[JobRow]) -> list[dict[str, Any]]:
     """Sentences about these jobs: their reports' notes, what the jobs left out and why they failed. A sentence appears once,
     with the number of its jobs and the first and the last of their steps. Of sentences that differ only in numbers, the
     newest appears, and has `has_older_numbers`."""
@@ -122,7 +122,7 @@ def notes(jobs: list[Job]) -> list[dict[str, Any]]:
     return list(notes_by_kind.values())[:MAX_NOTES]
 
 
-def _sentences(job: Job) -> Iterator[tuple[str, bool]]:
+def _sentences(job: JobRow) -> Iterator[tuple[str, bool]]:
     """The sentences about one job. True beside a sentence: the sentence is a reason why the job trained nothing."""
     report = job.report
     if job.state == "failed" and job.last_error is not None:

@@ -1,4 +1,4 @@
-"""What the ranks of a gang agree on before they compute (`gang.py`): no rank may follow its own machine's numbers.
+"""What the ranks of a gang agree on before they compute (`gang_view.py`): no rank may follow its own machine's numbers.
 
 What cannot be made equal (`facts.py`) is compared by the server before the ranks meet. Before each
 job the first rank decides what the plan depends on, and all ranks take its terms (`agree_on_terms`). Before the first pass over
@@ -16,7 +16,7 @@ import torch
 
 from art_server.process.shared.trainer_messages import TrainerMessage
 from art_server.trainer.batches import MicroBatch
-from art_server.trainer.gang import check_alike
+from art_server.trainer.gang_view import check_alike
 from art_server.trainer.memory import device_memory
 from art_server.trainer.policy import Policy
 

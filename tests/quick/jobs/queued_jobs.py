@@ -9,7 +9,7 @@ from art_protocol.wire import (
     LoRAConfig,
     TrainConfig,
 )
-from art_server.jobs.job_row import Job, Payload
+from art_server.jobs.job_row import JobRow, Payload
 from art_server.jobs.queue import JobQueue
 from art_server.process.shared.trainer_messages import (
     Batch,
@@ -51,6 +51,6 @@ def number_of(queue: JobQueue, name: str = "a", project: str = "p") -> int:
     return table.add(ModelRecord(name=name, project=project, base_model="base", lora=LoRAConfig()))
 
 
-def add(queue: JobQueue, key: str | None = None, name: str = "a", body: bytes = b"x", project: str = "p") -> Job:
+def add(queue: JobQueue, key: str | None = None, name: str = "a", body: bytes = b"x", project: str = "p") -> JobRow:
     model = number_of(queue, name, project)
     return queue.insert(model, key, request_digest(body), TrainConfig(), PAYLOAD, JobReport(num_rows=1))

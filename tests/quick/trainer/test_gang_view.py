@@ -17,7 +17,7 @@ from art_server.jobs.budgets import Budgets
 from art_server.jobs.trainer_process import TrainerError, TrainerProcess
 from art_server.process.place import Here
 from art_server.process.shared.trainer_messages import Batch, LoadTask, WorkerConfig
-from art_server.trainer.gang import Gang
+from art_server.trainer.gang_view import GangView
 from art_server.trainer.policy import Policy
 from tests.places import Elsewhere
 from tests.ranks import BUDGET, RATE, World, difference, running
@@ -29,7 +29,7 @@ SEVERAL = {
     "demonstrations": TrainConfig(objective="likelihood"),
 }
 """All that the ranks exchange: a penalty that decides the plan; log-probabilities of the start, of the reference, and of
-trajectories over several micro-batches; gradients and the numbers of tokens. `tests/long/trainer/test_gang.py` has every loss."""
+trajectories over several micro-batches; gradients and the numbers of tokens. `tests/long/trainer/test_gang_view.py` has every loss."""
 NOT_COMPARED = ("time/", "throughput/", "data/step_peak_memory")
 
 
@@ -47,7 +47,7 @@ def usual_budgets(world: World) -> Iterator[None]:
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 5), st.booleans())
 def test_each_micro_batch_has_one_rank(loads: list[int], size: int, is_sharded: bool) -> None:
-    shares = [Gang(rank, size, is_sharded=is_sharded).rounds(loads) for rank in range(size)]
+    shares = [GangView(rank, size, is_sharded=is_sharded).rounds(loads) for rank in range(size)]
     counted = [index for share in shares for index, counts in share if counts]
     assert sorted(counted) == list(range(len(loads)))
     tokens = [sum(loads[index] for index, counts in share if counts) for share in shares]
@@ -151,7 +151,7 @@ def test_what_ends_a_job_on_one_rank_ends_it_on_all_and_no_process(
 def test_a_rank_that_fails_alone_ends_the_others_and_the_next_job_starts_them(
     world: World, tmp_path: Path, by_two: Path, is_sharded: bool, rank: int, stage: str, fault: str, code: str
 ) -> None:
-    """`tests/long/trainer/test_gang.py` has ranks that are killed, stopped or hang in every phase."""
+    """`tests/long/trainer/test_gang_view.py` has ranks that are killed, stopped or hang in every phase."""
     config = TrainConfig(learning_rate=RATE)
     two = world.gang(2, is_sharded=is_sharded)
     two.break_next(rank, stage, fault)
