@@ -19,7 +19,7 @@ from art_server.engine.device.plan import Card, Demand, MemoryPlan, make_memory_
 from art_server.engine.fleet import Fleet
 from art_server.errors import Conflict, InvalidInput, StorageFull, Unavailable
 from art_server.jobs.queue import JobQueue
-from art_server.jobs.trainer import Trainer
+from art_server.jobs.trainer import ServerTrainer
 from art_server.jobs.trainer_process import TrainerError
 from art_server.ledger.ledger import Ledger
 from art_server.process.shared.trainer_messages import LoadTask
@@ -50,7 +50,7 @@ class BaseLoader:
         devices: ComputingDevices,
         owner: DeviceOwner,
         engine: Fleet,
-        trainer: Trainer,
+        trainer: ServerTrainer,
         ledger: Ledger,
         queue: JobQueue,
     ):

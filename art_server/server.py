@@ -26,7 +26,7 @@ from art_server.jobs.queue import JobQueue
 from art_server.jobs.reports import Reports
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.train_requests import TrainRequests
-from art_server.jobs.trainer import Trainer
+from art_server.jobs.trainer import ServerTrainer
 from art_server.ledger.intake import Intake
 from art_server.ledger.ledger import Ledger, Retention
 from art_server.process.background import Background, LoopWatch
@@ -63,7 +63,7 @@ class Server:
     gate: PauseGate
     ledger: Ledger
     engine: Fleet
-    trainer: Trainer
+    trainer: ServerTrainer
     registry: Registry
     queue: JobQueue
     base: BaseLoader
@@ -149,7 +149,7 @@ def check_shares(config: ServerConfig, registry: Registry) -> None:
 def build(
     config: ServerConfig,
     make_engine: Callable[..., Fleet] = Fleet,
-    make_trainer: Callable[..., Trainer] = Trainer,
+    make_trainer: Callable[..., ServerTrainer] = ServerTrainer,
 ) -> Server:
     """A server that has started nothing. Takes the server's folder, and kills the processes that an earlier server left there.
 

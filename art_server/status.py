@@ -10,7 +10,7 @@ from art_server.base_loader import BaseLoader
 from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.jobs.runner import JobRunner
-from art_server.jobs.trainer import Trainer
+from art_server.jobs.trainer import ServerTrainer
 from art_server.process import machine
 from art_server.process.background import Background, LoopWatch
 
@@ -23,7 +23,7 @@ class Status:
         *,
         path: Path,
         engine: Fleet,
-        trainer: Trainer,
+        trainer: ServerTrainer,
         gate: PauseGate,
         base: BaseLoader,
         runner: JobRunner,

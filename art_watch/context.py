@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from art_protocol.wire import JobReport, TrainConfig
-from art_server.jobs.job_row import COLUMNS, Job, read_job
+from art_server.jobs.job_row import COLUMNS, JobRow, read_job
 from art_server.store.model_folder import ModelFolder
 from art_watch.runs import Runs, read_record
 
@@ -73,7 +73,7 @@ def idle(trained: Mapping[int, float], dead: Collection[int]) -> str | None:
     return f"{len(idle_steps)} of {len(steps)} steps trained nothing{reason}."
 
 
-def read_jobs(root: Path, folder: ModelFolder) -> list[Job]:
+def read_jobs(root: Path, folder: ModelFolder) -> list[JobRow]:
     """The newest jobs of a model, the newest first; none without the table of a server of this version."""
     file = root / ".server" / "jobs.sqlite"
     if not file.exists():
@@ -98,7 +98,7 @@ def changed_from_defaults(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def notes(jobs: list[Job]) -> list[dict[str, Any]]:
+def notes(jobs: list[JobRow]) -> list[dict[str, Any]]:
     """Sentences about these jobs: their reports' notes, what the jobs left out and why they failed. A sentence appears once,
     with the number of its jobs and the first and the last of their steps. Of sentences that differ only in numbers, the
     newest appears, and has `has_older_numbers`."""
@@ -116,7 +116,7 @@ def notes(jobs: list[Job]) -> list[dict[str, Any]]:
     return list(notes_by_kind.values())[:MAX_NOTES]
 
 
-def _sentences(job: Job) -> Iterator[tuple[str, bool]]:
+def _sentences(job: JobRow) -> Iterator[tuple[str, bool]]:
     """The sentences about one job. True beside a sentence: the sentence is a reason why the job trained nothing."""
     report = job.report
     if job.state == "failed" and job.last_error is not None:

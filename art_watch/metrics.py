@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from art_protocol.wire import Health
 from art_server.api.parameters import TheCaller, TheServer
-from art_server.engine.engine import Engine, State
+from art_server.engine.engine import Engine, EngineState
 from art_server.jobs.job_row import ENDED, PENDING
 from art_server.jobs.reports import Totals
 from art_server.process.shared import clock
@@ -102,7 +102,7 @@ def request_families(figures: MetricsSnapshot, health: Health) -> Iterator[Metri
     """Requests, the engine, and the server's own health."""
     yield gauge("art_requests_waiting", "Requests that wait at the pause gate.", figures.num_waiting)
     yield gauge("art_requests_running", "Requests that the engine has.", figures.num_running)
-    states = {state: float(state == health.engine) for state in get_args(State)}
+    states = {state: float(state == health.engine) for state in get_args(EngineState)}
     yield gauges("art_engine_state", "1 for the engine's state.", "state", states)
     yield counter("art_engine_starts", "Starts of vLLM's process.", figures.num_engine_starts)
     if replicas := health.replicas:

@@ -88,7 +88,7 @@ async def _split(split: str) -> str:
 
 TheFolder = Annotated[ModelFolder, Depends(_folder)]
 TheSplit = Annotated[str, Depends(_split)]
-Number = Annotated[int, PathParameter(ge=0, lt=10**9)]
+PathNumber = Annotated[int, PathParameter(ge=0, lt=10**9)]
 
 
 @router.get("/", include_in_schema=False)
@@ -182,7 +182,7 @@ async def splits(folder: TheFolder, runs: TheRuns) -> dict[str, Any]:
 async def groups(
     folder: TheFolder,
     split: TheSplit,
-    step: Number,
+    step: PathNumber,
     text: Annotated[str, Query(max_length=1000)] = "",
 ) -> dict[str, Any]:
     """The groups of a step; with `text`, only the rollouts that contain the text."""
@@ -190,12 +190,14 @@ async def groups(
 
 
 @router.get("/api/look/models/{project}/{name}/rollouts/{split}/{step}/{group}/{rollout}")
-async def rollout(folder: TheFolder, split: TheSplit, step: Number, group: Number, rollout: Number) -> dict[str, Any]:
+async def rollout(
+    folder: TheFolder, split: TheSplit, step: PathNumber, group: PathNumber, rollout: PathNumber
+) -> dict[str, Any]:
     return await asyncio.to_thread(rollouts.rollout, folder, split, step, group, rollout)
 
 
 @router.get("/api/look/models/{project}/{name}/trees/{step}/{group}")
-async def tree(folder: TheFolder, step: Number, group: Number) -> dict[str, Any]:
+async def tree(folder: TheFolder, step: PathNumber, group: PathNumber) -> dict[str, Any]:
     return await asyncio.to_thread(tokens.tree, folder, step, group)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from art_server.engine.device.plan import MemoryPlan
-from art_server.engine.engine import AdapterRefused, PolicyDiffers, State
+from art_server.engine.engine import AdapterRefused, EngineState, PolicyDiffers
 from art_server.errors import Unavailable
 from art_server.jobs.trainer_process import TrainerError
 from art_server.process.progress import StartProgress
@@ -41,7 +41,7 @@ class FakeEngine:
     silence_seconds = 0.0
 
     def __init__(self) -> None:
-        self.state: State = "ready"
+        self.state: EngineState = "ready"
         self.detail: str | None = None
         self.base: BaseModel | None = BASE
         self.progress = StartProgress()
@@ -165,7 +165,7 @@ class FakeEngine:
 
 
 class FakeTrainer:
-    """Has the interface of `trainer.Trainer`. Each train task takes the next of `events`: an error is raised, a
+    """Has the interface of `ServerTrainer`. Each train task takes the next of `events`: an error is raised, a
     function is called with the task. A task that raises nothing writes an adapter."""
 
     def __init__(self) -> None:

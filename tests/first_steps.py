@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from art_protocol.wire import LoRAConfig
-from art_server.engine.inspection_process.adapter import read_adapter_config
+from art_server.engine.inspection_process.adapter_config import read_adapter_config
 from art_server.store.base_facts import Facts
 from art_server.store.base_models import BaseModel
 from art_server.store.first_step import write_first_step

@@ -124,7 +124,7 @@ class CallBody(ArtBody):
     verbose: bool | int = False
 
 
-class Call(NamedTuple):
+class CallWithGroups(NamedTuple):
     """A call with trajectory groups, which are not parsed yet."""
 
     body: CallBody
@@ -305,7 +305,7 @@ def read_settings(body: ModelBody, devices: Set[Device]) -> tuple[dict[str, str]
     return requested, no_effect([*unknown, *others])
 
 
-def read_call(text: bytes) -> Call:
+def read_call(text: bytes) -> CallWithGroups:
     """A call of a route that takes trajectories.
 
     Raises:
@@ -321,12 +321,12 @@ def read_call(text: bytes) -> Call:
     except msgspec.DecodeError as error:
         raise InvalidInput(f"the body is not JSON: {error}", code="invalid_body") from error
     try:
-        return Call(CallBody.model_validate_json(msgspec.json.encode(fields)), groups)
+        return CallWithGroups(CallBody.model_validate_json(msgspec.json.encode(fields)), groups)
     except ValidationError as error:
         raise invalid_body(error) from error
 
 
-async def parse_groups(call: Call, dropped: set[str]) -> AsyncIterator[TrajectoryGroupBody]:
+async def parse_groups(call: CallWithGroups, dropped: set[str]) -> AsyncIterator[TrajectoryGroupBody]:
     """The groups of a call, each parsed in a thread. `dropped` gets the names of unknown fields that were set.
 
     Raises:
@@ -344,7 +344,7 @@ def parse_group(text: bytes, index: int, dropped: set[str]) -> TrajectoryGroupBo
         raise invalid_body(error, (GROUPS, index)) from error
 
 
-def read_train_config(call: Call, devices: Set[Device]) -> tuple[TrainConfig, list[str]]:
+def read_train_config(call: CallWithGroups, devices: Set[Device]) -> tuple[TrainConfig, list[str]]:
     """The configuration of a train call, and a note for each option that has no effect. The model's `trainer_args`
     override the configuration, because NVIDIA's plugin drops them from the configuration that it sends.
 

@@ -15,7 +15,7 @@ from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.fleet import Fleet
 from art_server.errors import ServerError
 from art_server.inference_proxy import RefusedNames
-from art_server.jobs.job_row import Job
+from art_server.jobs.job_row import JobRow
 from art_server.jobs.reports import Reports
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.train_requests import TrainRequests
@@ -59,14 +59,14 @@ async def _model(project: str, name: str, registry: TheRegistry, caller: TheCall
     return await registry.get_whole(project, name)
 
 
-async def _job(job_id: str, runner: TheRunner, caller: TheCaller) -> Job:
+async def _job(job_id: str, runner: TheRunner, caller: TheCaller) -> JobRow:
     job = await runner.get(job_id)
     caller.check_project(job.project)
     return job
 
 
 PathModel = Annotated[RegisteredModel, Depends(_model)]
-PathJob = Annotated[Job, Depends(_job)]
+PathJob = Annotated[JobRow, Depends(_job)]
 
 
 async def _trainable(model: PathModel, base: TheBase, registration: TheRegistration) -> RegisteredModel:

@@ -46,7 +46,7 @@ from art_server.store.model_folder import (
 
 logger = logging.getLogger(__name__)
 
-State = Literal["none", "starting", "ready", "failed"]
+EngineState = Literal["none", "starting", "ready", "failed"]
 
 START_TIMEOUT_SECONDS = 1200.0
 """vLLM's start with a large model on a slow disk takes minutes."""
@@ -149,7 +149,7 @@ class Engine:
     ):
         """`location` starts vLLM. The engines of a fleet share `progress` and `changed`, which is notified when the state changes."""
         self.name = name
-        self.state: State = "none"
+        self.state: EngineState = "none"
         self.detail: str | None = None
         self.base: BaseModel | None = None
         self.progress = progress
@@ -295,7 +295,7 @@ class Engine:
             return f"the engine could not be started: {self.detail} (log: {self._log.path})"
         return f"the engine is starting; repeat the request shortly. {self.detail or ''}".rstrip()
 
-    async def _set_state(self, state: State, detail: str | None = None) -> None:
+    async def _set_state(self, state: EngineState, detail: str | None = None) -> None:
         async with self._changed:
             self.state = state
             self.detail = detail

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from art_server.engine.device.plan import MemoryPlan
-from art_server.engine.engine import START_TIMEOUT_SECONDS, AdapterRefused, Engine, EngineDied, State, ignored_args
+from art_server.engine.engine import (
+    START_TIMEOUT_SECONDS,
+    AdapterRefused,
+    Engine,
+    EngineDied,
+    EngineState,
+    ignored_args,
+)
 from art_server.engine.routing import Router
 from art_server.errors import Unavailable
 from art_server.process.progress import StartProgress
@@ -85,12 +92,12 @@ class Fleet:
         await replica.stop()
 
     @property
-    def state(self) -> State:
+    def state(self) -> EngineState:
         """The state of the replica that is closest to serving. A fleet that was started and has no replica yet is starting."""
         states = {replica.state for replica in self.replicas}
         if not states:
             return "none" if self.base is None else "starting"
-        order: tuple[State, ...] = ("ready", "starting", "failed", "none")
+        order: tuple[EngineState, ...] = ("ready", "starting", "failed", "none")
         return next(state for state in order if state in states)
 
     @property

@@ -25,7 +25,7 @@ from art_server.engine.pause_gate import PauseGate
 from art_server.errors import ServerError, Unavailable
 from art_server.jobs.backoff import budget_divisor
 from art_server.jobs.gang import Gang
-from art_server.jobs.job_row import Job
+from art_server.jobs.job_row import JobRow
 from art_server.jobs.layer_check import LayerCheck, note_lost
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.replay_record import ReplayRecord, base_digests, write_record
@@ -48,7 +48,7 @@ class Attempt:
 
     def __init__(
         self,
-        job: Job,
+        job: JobRow,
         model: RegisteredModel,
         *,
         queue: JobQueue,
@@ -320,7 +320,7 @@ class Attempt:
         write_record(self.model.folder, record, self._queue.packed_batch(self.job.job_id))
 
 
-def has_committed(model: RegisteredModel | None, job: Job) -> bool:
+def has_committed(model: RegisteredModel | None, job: JobRow) -> bool:
     """Whether the job's step is on disk."""
     step = job.target_step
     if model is None or step is None or step not in model.folder.steps():

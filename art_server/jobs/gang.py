@@ -1,4 +1,6 @@
-"""The trainer's processes from the server's side: one, or several ranks that train each job together (`trainer/gang.py`)."""
+"""The trainer's processes from the server's side: one, or several ranks that train each job together. A rank's own view of the gang
+is `trainer/gang_view.py`.
+"""
 
 import asyncio
 import contextlib

@@ -70,7 +70,7 @@ class WaitingJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobRow:
     """A row of the table, without its payload."""
 
     job_id: str
@@ -154,10 +154,10 @@ class Job:
         return JobEvent(event="error", job_id=self.job_id, error=error, report=self.report)
 
 
-COLUMNS = ", ".join(column.name for column in fields(Job))
+COLUMNS = ", ".join(column.name for column in fields(JobRow))
 
 
-def read_job(row: sqlite3.Row) -> Job:
+def read_job(row: sqlite3.Row) -> JobRow:
     error = row["last_error"]
     parsed = {
         "attempts": Counter(json.loads(row["attempts"])),
@@ -166,4 +166,4 @@ def read_job(row: sqlite3.Row) -> Job:
         "report": JobReport.model_validate_json(row["report"]),
         "metrics": json.loads(row["metrics"]),
     }
-    return Job(**dict(row) | parsed)
+    return JobRow(**dict(row) | parsed)

@@ -21,7 +21,7 @@ from art_protocol.wire import ErrorDetail, JobReport, JobState, TrainConfig
 from art_server.errors import Conflict, NotFound, TooMany
 from art_server.jobs.batch_signs import BatchSigns
 from art_server.jobs.fair_order import FairOrder
-from art_server.jobs.job_row import COLUMNS, ENDED, PENDING, Job, Payload, WaitingJob, read_job
+from art_server.jobs.job_row import COLUMNS, ENDED, PENDING, JobRow, Payload, WaitingJob, read_job
 from art_server.jobs.job_schema import migrate_jobs
 from art_server.process.shared import clock
 from art_server.store.database import database_errors, insert, open_database, transaction
@@ -74,7 +74,7 @@ class JobQueue:
         """Whether an earlier request with this key made a job."""
         return bool(self._select(OF_KEY, project, name, key))
 
-    def find_key(self, project: str, name: str, key: str, body_digest: str) -> Job | None:
+    def find_key(self, project: str, name: str, key: str, body_digest: str) -> JobRow | None:
         """The job that an earlier request with the same key made, from any caller; None if there is none.
 
         Raises:
@@ -104,7 +104,7 @@ class JobQueue:
         *,
         expected_step: int | None = None,
         newest_step: Callable[[], int | None] = lambda: 0,
-    ) -> Job:
+    ) -> JobRow:
         """Writes a job durably. Of two requests with the same key the second gets the job of the first.
 
         `newest_step` reads the model's step. It is called while no job can be added.
@@ -140,7 +140,7 @@ class JobQueue:
             insert(self._db, "jobs", row)
         return self.get(job_id)
 
-    def revive(self, project: str, name: str, key: str, newest_step: Callable[[], int | None]) -> Job | None:
+    def revive(self, project: str, name: str, key: str, newest_step: Callable[[], int | None]) -> JobRow | None:
         """The failed job of a key, queued again as if it was new. None if the key names no failed job any more.
 
         Raises:
@@ -180,7 +180,7 @@ class JobQueue:
                 "step, or leave out expected_step"
             )
 
-    def get(self, job_id: str) -> Job:
+    def get(self, job_id: str) -> JobRow:
         """The job with this id.
 
         Raises:
@@ -191,7 +191,7 @@ class JobQueue:
             raise NotFound(f"there is no job '{job_id[:80]}'", code="unknown_job", param="job_id")
         return rows[0]
 
-    def jobs(self, projects: frozenset[str] | None, states: Sequence[str], limit: int) -> list[Job]:
+    def jobs(self, projects: frozenset[str] | None, states: Sequence[str], limit: int) -> list[JobRow]:
         """The first `limit` jobs in these states and projects (None: all): jobs that have not ended in the order of the
         queue, then ended jobs, the latest first."""
         marks = ",".join("?" * len(states))
@@ -232,7 +232,7 @@ class JobQueue:
         )
         return tokens / seconds if tokens else None
 
-    def next(self) -> Job | None:
+    def next(self) -> JobRow | None:
         """The job that runs or will run first; None if there is none."""
         waiting = self.waiting()
         return self.get(waiting[0].job_id) if waiting else None
@@ -413,7 +413,7 @@ class JobQueue:
                 (MAX_ENDED,),
             )
 
-    def _select(self, where: str, *values: object) -> list[Job]:
+    def _select(self, where: str, *values: object) -> list[JobRow]:
         return [read_job(row) for row in self._rows(f"SELECT {COLUMNS} FROM jobs WHERE {where}", *values)]
 
     def _rows(self, statement: str, *values: object) -> list[sqlite3.Row]:

@@ -22,7 +22,7 @@ from art_protocol.tracking import (
     open_trackers,
 )
 from art_protocol.wire import JobReport, LogReply
-from art_server.jobs.job_row import ENDED, Job
+from art_server.jobs.job_row import ENDED, JobRow
 from art_server.store.registry import RegisteredModel
 
 
@@ -36,7 +36,7 @@ class Totals:
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of the last step, by phase."""
 
-    def count(self, job: Job) -> None:
+    def count(self, job: JobRow) -> None:
         if job.state in ENDED:
             self.jobs[job.state] += 1
         if job.state == "done":
@@ -57,7 +57,7 @@ class Reports:
         self.tracing = open_tracer(names, "art-server")
         self._spans = JobSpans(self.tracing) if self.tracing is not None else None
 
-    def take(self, job: Job, model: RegisteredModel | None) -> None:
+    def take(self, job: JobRow, model: RegisteredModel | None) -> None:
         """Passes on the row of a job that has changed. `model` is None if the job's model is deleted."""
         self.totals.count(job)
         if self._spans is not None:
@@ -141,7 +141,7 @@ class JobSpans:
         self._tracing = tracing
         self._open: dict[str, _OpenJob] = {}
 
-    def take(self, job: Job) -> None:
+    def take(self, job: JobRow) -> None:
         if job.job_id not in self._open:  # an earlier server may have accepted it
             about = {"art.job": job.job_id, "art.model": job.model_id}
             span = self._tracing.start("job", link_of(job.idempotency_key), about, kind="SERVER")
@@ -161,6 +161,6 @@ class JobSpans:
             open_job.phase_span = self._tracing.start(phase, open_job.span, made_by(job))
 
 
-def made_by(job: Job) -> dict[str, str]:
+def made_by(job: JobRow) -> dict[str, str]:
     """The adapter that a job makes, for its spans."""
     return {} if job.target_step is None else {"art.adapter": f"{job.model_id}@{job.target_step}"}

@@ -32,7 +32,7 @@ from art_server.errors import Conflict, ServerError
 from art_server.jobs.attempt import Attempt, has_committed, is_on_base
 from art_server.jobs.backoff import error_detail, pause_after
 from art_server.jobs.gang import Gang
-from art_server.jobs.job_row import PENDING, Job, Payload, WaitingJob
+from art_server.jobs.job_row import PENDING, JobRow, Payload, WaitingJob
 from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.trainer_process import TrainerError
@@ -63,7 +63,7 @@ class JobRunner:
         owner: DeviceOwner | None,
         retain: Callable[[RegisteredModel], Awaitable[None]],
         layers: LayerCheck | None = None,
-        report: Callable[[Job, RegisteredModel | None], None] = lambda job, model: None,
+        report: Callable[[JobRow, RegisteredModel | None], None] = lambda job, model: None,
         more_trainers: Sequence[Gang] = (),
     ):
         """`owner` is the owner of the device that engine and trainer share; None if they have separate devices. `retain` is
@@ -100,7 +100,7 @@ class JobRunner:
         report: JobReport,
         metrics: dict[str, float],
         expected_step: int | None = None,
-    ) -> Job:
+    ) -> JobRow:
         """Writes a job to disk and queues it. Of two requests with the same key the second gets the job of the first.
 
         Raises:
@@ -131,7 +131,7 @@ class JobRunner:
         record = model.record
         return await asyncio.to_thread(self._queue.has_key, record.project, record.name, key)
 
-    async def find_repeated(self, model: RegisteredModel, key: str | None, body_digest: str) -> Job | None:
+    async def find_repeated(self, model: RegisteredModel, key: str | None, body_digest: str) -> JobRow | None:
         """The job that an earlier request with the same idempotency key made, or None. A job that failed with a
         retryable error is queued again, if a new request would be accepted.
 
@@ -152,7 +152,7 @@ class JobRunner:
         await self._report_change(revived.job_id)
         return revived
 
-    async def get(self, job_id: str) -> Job:
+    async def get(self, job_id: str) -> JobRow:
         return await asyncio.to_thread(self._queue.get, job_id)
 
     async def jobs(self, projects: frozenset[str] | None, states: Sequence[JobState], limit: int) -> list[JobInfo]:
@@ -218,7 +218,7 @@ class JobRunner:
             job = await self.get(job_id)
         yield job.event()
 
-    async def _find_reason(self, job: Job) -> str | None:
+    async def _find_reason(self, job: JobRow) -> str | None:
         if job.state != "queued":  # the reason does not depend on the queue
             return self._waits_for(job, (), None)
         return self._waits_for(job, *await asyncio.to_thread(self._look))
@@ -226,7 +226,7 @@ class JobRunner:
     def _look(self) -> tuple[list[WaitingJob], float | None]:
         return self._queue.waiting(), self._queue.tokens_per_second()
 
-    def _waits_for(self, job: Job, waiting: Sequence[WaitingJob], rate: float | None) -> str | None:
+    def _waits_for(self, job: JobRow, waiting: Sequence[WaitingJob], rate: float | None) -> str | None:
         """What a job waits for, as clients print it; None if it waits for nothing. `rate` is in tokens per second."""
         if job.state not in PENDING:
             return None
@@ -281,7 +281,7 @@ class JobRunner:
                 self._busy.discard(job.model_id)
                 self._wake()
 
-    async def _run(self, job: Job, trainer: Gang) -> None:
+    async def _run(self, job: JobRow, trainer: Gang) -> None:
         attempt = None
         try:
             model = await self._registry.get_whole(job.project, job.name)
@@ -308,7 +308,7 @@ class JobRunner:
                 self._attempts.remove(attempt)
             self._wake()
 
-    async def _choose(self) -> Job | None:
+    async def _choose(self) -> JobRow | None:
         """The first job that can be run now. The jobs of a model keep their order, and run one at a time."""
         now, passed = clock.now(), set(self._busy)
         for waiting in await asyncio.to_thread(self._queue.waiting):
@@ -357,7 +357,7 @@ class JobRunner:
         if await asyncio.to_thread(change):  # not if the job has ended, and only deleting old steps failed
             await self._report_change(job_id)
 
-    def _may_have_committed(self, job: Job) -> bool:
+    def _may_have_committed(self, job: JobRow) -> bool:
         """Whether the job's step is on disk. A step that cannot be read may be the job's, and is not trained again."""
         try:
             return has_committed(self._registry.find(job.project, job.name), job)

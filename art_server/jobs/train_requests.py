@@ -15,7 +15,7 @@ from art_server.engine.fleet import Fleet
 from art_server.errors import InvalidInput
 from art_server.jobs.attempt import ENGINE_WAIT_SECONDS
 from art_server.jobs.batch_signs import BatchSigns
-from art_server.jobs.job_row import Job, Payload
+from art_server.jobs.job_row import JobRow, Payload
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.received_trajectories import ReceivedTrajectories
 from art_server.jobs.resolve import Resolver
@@ -105,7 +105,7 @@ class NewJob:
         body_digest: str,
         expected_step: int | None = None,
         notes: Sequence[str] = (),
-    ) -> Job:
+    ) -> JobRow:
         """The job, which is on disk with its exact tokens when this returns. `notes` are added to its report.
 
         Raises:

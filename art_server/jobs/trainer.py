@@ -15,7 +15,7 @@ MIN_TOKENS = 64
 """Least tokens of a micro-batch without gradient checkpointing. The plan's number is 0 where checkpointing is always needed."""
 
 
-class Trainer(Gang):
+class ServerTrainer(Gang):
     """The worker processes that train adapters of the server's base model: a gang of one process, or of as many as `--ranks`.
     With `--gangs` there are several gangs, which train jobs of different models at the same time."""
 

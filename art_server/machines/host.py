@@ -26,7 +26,7 @@ from art_server.engine.device.assignment import gpu_without_bfloat16
 from art_server.engine.device.detection import Machine, detect
 from art_server.errors import ServerError, UsageError
 from art_server.image_operators import installed_versions
-from art_server.machines.obeying import Machinery, Offer, listen
+from art_server.machines.obeying import HostOffer, Machinery, listen
 from art_server.machines.orders import (
     BEAT_SECONDS,
     FROM_SERVER,
@@ -35,7 +35,7 @@ from art_server.machines.orders import (
     REPLY_SECONDS,
     SILENCE_SECONDS,
     Greeting,
-    Message,
+    HostMessage,
     Order,
     Refusal,
     Welcome,
@@ -107,7 +107,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def make_offer(flags: argparse.Namespace, machine: Machine) -> Offer:
+def make_offer(flags: argparse.Namespace, machine: Machine) -> HostOffer:
     """What the machine offers, with the devices of each engine and rank.
 
     Raises:
@@ -127,7 +127,7 @@ def make_offer(flags: argparse.Namespace, machine: Machine) -> Offer:
             raise UsageError(
                 f"--ranks {ranks}: each needs a core, and this machine has {num_cores}; use --ranks {num_cores} or fewer"
             )
-        return Offer(flags.name, machine, ((),) * engines, ((),) * ranks)
+        return HostOffer(flags.name, machine, ((),) * engines, ((),) * ranks)
     left = gpus - ranks
     if left < engines or (engines and left % engines):
         raise UsageError(
@@ -136,7 +136,7 @@ def make_offer(flags: argparse.Namespace, machine: Machine) -> Offer:
         )
     size = left // engines if engines else 0
     serving = tuple(tuple(range(number * size, (number + 1) * size)) for number in range(engines))
-    return Offer(flags.name, machine, serving, tuple((index,) for index in range(left, gpus)))
+    return HostOffer(flags.name, machine, serving, tuple((index,) for index in range(left, gpus)))
 
 
 class Refused(UsageError):
@@ -153,7 +153,7 @@ class Host:
 
     url: str
     token: str
-    offer: Offer
+    offer: HostOffer
     folder: Path
     children: Children
     _has_joined: bool = False
@@ -203,7 +203,7 @@ class Host:
         assert isinstance(answer, Welcome)
         logger.info("joined %s as %s: %d engines, %d ranks", self.url, self.offer.name, *self.offer.numbers)
         self._has_joined = True
-        outgoing: asyncio.Queue[Message] = asyncio.Queue()
+        outgoing: asyncio.Queue[HostMessage] = asyncio.Queue()
         machinery = Machinery(
             offer=self.offer,
             address=address,
@@ -245,11 +245,11 @@ class Host:
         )
 
     async def _send(
-        self, connection: aiohttp.ClientWebSocketResponse, outgoing: asyncio.Queue[Message], machinery: Machinery
+        self, connection: aiohttp.ClientWebSocketResponse, outgoing: asyncio.Queue[HostMessage], machinery: Machinery
     ) -> None:
         beaten = time.monotonic()
         while True:
-            message: Message | None = None
+            message: HostMessage | None = None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, beaten + BEAT_SECONDS - time.monotonic())):
                     message = await outgoing.get()

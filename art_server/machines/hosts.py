@@ -20,7 +20,7 @@ from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.engine import Engine
 from art_server.engine.fleet import Fleet
 from art_server.errors import InvalidInput, NotFound
-from art_server.jobs.trainer import Trainer
+from art_server.jobs.trainer import ServerTrainer
 from art_server.jobs.trainer_process import TrainerProcess
 from art_server.ledger.intake import Intake
 from art_server.machines.host import NAME_SECONDS, versions
@@ -61,7 +61,7 @@ class Hosts:
         *,
         config: ServerConfig,
         fleet: Fleet,
-        trainer: Trainer,
+        trainer: ServerTrainer,
         devices: ComputingDevices,
         mismatch_limits_of: Callable[[BaseModel], MismatchLimits | None],
         intake: Intake,

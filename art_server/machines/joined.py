@@ -33,12 +33,12 @@ from art_server.machines.orders import (
     Ended,
     FreePort,
     Greeting,
-    Message,
+    HostMessage,
     Order,
+    OrderReply,
     Output,
     Put,
     Refusal,
-    Reply,
     Send,
     UseBase,
     Write,
@@ -157,9 +157,9 @@ class JoinedHost:
         """Why the machine was lost; empty while the machine is connected."""
         self.processes: dict[str, HostProcess] = {}
         """The processes on the machine, by the names that the server gave them."""
-        self._outgoing: asyncio.Queue[Message] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[HostMessage] = asyncio.Queue()
         self._numbers = itertools.count(1)
-        self._replies: dict[int, asyncio.Future[Reply]] = {}
+        self._replies: dict[int, asyncio.Future[OrderReply]] = {}
         self._bases: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -224,9 +224,9 @@ class JoinedHost:
             if is_refusal:
                 return
 
-    def _take(self, message: Reply | Output | Ended | Beat) -> None:
+    def _take(self, message: OrderReply | Output | Ended | Beat) -> None:
         match message:
-            case Reply():
+            case OrderReply():
                 if (reply := self._replies.pop(message.number, None)) is not None and not reply.done():
                     reply.set_result(message)
             case Beat():
@@ -239,11 +239,11 @@ class JoinedHost:
                 if (process := self.processes.get(message.child)) is not None:
                     process.note_end(message.status)
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: HostMessage) -> None:
         """Sends a message that has no reply."""
         self._outgoing.put_nowait(message)
 
-    async def order(self, order: Order, seconds: float = REPLY_SECONDS) -> Reply:
+    async def order(self, order: Order, seconds: float = REPLY_SECONDS) -> OrderReply:
         """Gives an order.
 
         Raises:

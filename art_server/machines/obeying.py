@@ -37,11 +37,11 @@ from art_server.machines.orders import (
     End,
     Ended,
     FreePort,
-    Message,
+    HostMessage,
     Order,
+    OrderReply,
     Output,
     Put,
-    Reply,
     Send,
     StartEngine,
     StartRank,
@@ -63,7 +63,7 @@ CHUNK_BYTES = 2**18
 
 
 @dataclass(frozen=True)
-class Offer:
+class HostOffer:
     """A machine, and the devices of each engine and rank on it. On a CPU engines and ranks share the cores."""
 
     name: str
@@ -130,12 +130,12 @@ class Machinery:
     def __init__(
         self,
         *,
-        offer: Offer,
+        offer: HostOffer,
         address: str,
         folder: Path,
         children: Children,
         session: aiohttp.ClientSession,
-        report: Callable[[Message], None],
+        report: Callable[[HostMessage], None],
     ):
         self._offer = offer
         self._address = address
@@ -172,12 +172,12 @@ class Machinery:
         try:
             reply = await self._do(order)
         except ServerError as error:
-            reply = Reply(error=error.message)
+            reply = OrderReply(error=error.message)
         except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
-            reply = Reply(error=str(error) or type(error).__name__)
+            reply = OrderReply(error=str(error) or type(error).__name__)
         self._report(reply.model_copy(update={"number": order.number}))
 
-    async def _do(self, order: Order) -> Reply:
+    async def _do(self, order: Order) -> OrderReply:
         match order:
             case UseBase():
                 await self._use_base(order)
@@ -188,7 +188,7 @@ class Machinery:
             case End():
                 await self._end(order.child)
             case Put():
-                return Reply(path=str(await self._put(order)))
+                return OrderReply(path=str(await self._put(order)))
             case Send():
                 await self._send(order)
             case Drop():
@@ -198,10 +198,10 @@ class Machinery:
                 await asyncio.to_thread(self._drop, order.folder)
             case FreePort():
                 with contextlib.closing(listen(self._address)) as trial:
-                    return Reply(port=trial.getsockname()[1])
+                    return OrderReply(port=trial.getsockname()[1])
             case _:
                 raise ValueError(f"unknown order {order!r}")
-        return Reply()
+        return OrderReply()
 
     def beat(self) -> Beat:
         """The present work counters of engines and processor time of ranks."""
@@ -236,7 +236,7 @@ class Machinery:
 
     # --- children ---
 
-    async def _start_engine(self, order: StartEngine) -> Reply:
+    async def _start_engine(self, order: StartEngine) -> OrderReply:
         devices = self._offer.serving[order.slot]
         settings = ServerConfig.model_validate(order.settings).model_copy(update={"serve_devices": devices})
         log = LogFile(self._folder / "logs" / f"engine-{order.slot}.log")
@@ -257,9 +257,9 @@ class Machinery:
                 )
                 process = await self._here(devices).start(program, log)
                 self._keep(order.child, Child(process, log, undo.pop_all()))
-                return Reply(pid=process.pid, port=port.getsockname()[1])
+                return OrderReply(pid=process.pid, port=port.getsockname()[1])
 
-    async def _start_rank(self, order: StartRank) -> Reply:
+    async def _start_rank(self, order: StartRank) -> OrderReply:
         machine, (_, ranks) = self._offer.machine, self._offer.numbers
         cores = len(machine.cores)
         worker = order.worker.model_copy(
@@ -273,7 +273,7 @@ class Machinery:
         program = RankProgram(worker, self._folder / "unsloth")
         process = await self._here(self._offer.training[order.slot]).start(program, log)
         self._keep(order.child, Child(process, log, contextlib.AsyncExitStack()))
-        return Reply(pid=process.pid)
+        return OrderReply(pid=process.pid)
 
     def _here(self, devices: tuple[int, ...]) -> Here:
         machine = self._offer.machine

@@ -30,14 +30,14 @@ REACH_SECONDS = SILENCE_SECONDS
 """Limit for opening a connection between the two sides. The network can stall at this moment too."""
 
 
-class Message(BaseModel):
+class HostMessage(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 # --- from the host ---
 
 
-class Greeting(Message):
+class Greeting(HostMessage):
     """What a machine offers."""
 
     name: str
@@ -54,7 +54,7 @@ class Greeting(Message):
     """The versions that must be equal on all machines, by package."""
 
 
-class Reply(Message):
+class OrderReply(HostMessage):
     kind: Literal["reply"] = "reply"
     number: int = 0
     """The number of the order."""
@@ -68,7 +68,7 @@ class Reply(Message):
     """The process that `StartEngine` or `StartRank` has started."""
 
 
-class Output(Message):
+class Output(HostMessage):
     """Text that a child has written."""
 
     kind: Literal["output"] = "output"
@@ -78,13 +78,13 @@ class Output(Message):
     """Whether the text belongs to the child's log. False: the text is a line of its standard output."""
 
 
-class Ended(Message):
+class Ended(HostMessage):
     kind: Literal["ended"] = "ended"
     child: str
     status: int
 
 
-class Beat(Message):
+class Beat(HostMessage):
     """The host lives."""
 
     kind: Literal["beat"] = "beat"
@@ -99,18 +99,18 @@ class Beat(Message):
 # --- from the server ---
 
 
-class Welcome(Message):
+class Welcome(HostMessage):
     kind: Literal["welcome"] = "welcome"
 
 
-class Refusal(Message):
+class Refusal(HostMessage):
     """The host cannot join, or no longer belongs to the server."""
 
     kind: Literal["refusal"] = "refusal"
     reason: str
 
 
-class Order(Message):
+class Order(HostMessage):
     number: int = 0
 
 
@@ -201,8 +201,8 @@ class Alive(Order):
 
 
 AnyOrder = UseBase | StartEngine | StartRank | Write | Cancel | End | Put | Send | Drop | FreePort | Alive
-FROM_HOST = TypeAdapter[Reply | Output | Ended | Beat](
-    Annotated[Reply | Output | Ended | Beat, Field(discriminator="kind")]
+FROM_HOST = TypeAdapter[OrderReply | Output | Ended | Beat](
+    Annotated[OrderReply | Output | Ended | Beat, Field(discriminator="kind")]
 )
 """The host's messages after the greeting."""
 FROM_SERVER = TypeAdapter[Welcome | Refusal | AnyOrder](

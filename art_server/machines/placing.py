@@ -15,7 +15,7 @@ from pathlib import Path
 
 from art_protocol.log_file import LogFile
 from art_server.errors import UsageError, missing_extra
-from art_server.machines.orders import Message
+from art_server.machines.orders import HostMessage
 from art_server.process.children import Children, kill_left, start_child
 from art_server.settings import ApiKey, ServerConfig
 from art_server.store import files
@@ -31,7 +31,7 @@ CANNOT = 2
 """The process's status when Ray cannot do what is asked."""
 
 
-class Placing(Message):
+class Placing(HostMessage):
     """The hosts that Ray is to place, and the server that they join."""
 
     address: str | None

@@ -1,4 +1,4 @@
-"""What the ranks of a gang agree on before they compute (`gang.py`): no rank may follow its own machine's numbers.
+"""What the ranks of a gang agree on before they compute (`gang_view.py`): no rank may follow its own machine's numbers.
 
 What cannot be made equal is compared where the ranks meet (`own_facts`). Before each job the first rank decides what the plan
 depends on, and all ranks take its terms (`agree_on_terms`). Before the first pass over a plan the ranks compare its digests
@@ -20,7 +20,7 @@ from art_server import __version__
 from art_server.process.shared.trainer_messages import TrainerMessage
 from art_server.trainer.attention import default_kind
 from art_server.trainer.batches import MicroBatch
-from art_server.trainer.gang import check_alike
+from art_server.trainer.gang_view import check_alike
 from art_server.trainer.memory import device_memory
 from art_server.trainer.policy import Policy
 

@@ -27,7 +27,7 @@ from art_server.trainer.distributions import RAW, BehaviourDistribution, decode_
 from art_server.trainer.tree import (
     MIN_SHARED_TOKENS,
     Forest,
-    Order,
+    SequenceOrder,
     is_cheaply_cut,
     lay_out,
     pack_padded,
@@ -350,7 +350,7 @@ def make_micro_batches(
 
 def _lay_out_micro_batch(
     sequences: Sequence[TrainSequence],
-    order: Order,
+    order: SequenceOrder,
     firsts: np.ndarray,
     table: Sequence[BehaviourDistribution],
     *,

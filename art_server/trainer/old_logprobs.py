@@ -16,7 +16,7 @@ from art_server.trainer.batches import (
     make_train_batch,
 )
 from art_server.trainer.checking import make_checked_micro_batches
-from art_server.trainer.gang import Gang
+from art_server.trainer.gang_view import GangView
 from art_server.trainer.loss import kl_estimate, shape_advantages
 from art_server.trainer.policy import Policy
 
@@ -114,7 +114,7 @@ def _has_gap(task: TrainTask, trained: TrainBatch) -> bool:
     return False
 
 
-def apply_kl_penalty(gang: Gang, task: TrainTask, trained: TrainBatch, old: OldLogprobs) -> TrainBatch:
+def apply_kl_penalty(gang: GangView, task: TrainTask, trained: TrainBatch, old: OldLogprobs) -> TrainBatch:
     """The batch with the KL penalty in the advantages of groups with signal; unchanged where KL is a term of the loss, or
     off.
 

@@ -24,7 +24,7 @@ from art_server.trainer.attention import (
 from art_server.trainer.base import adapter_tensors, load_base, peft_config, usual_attention
 from art_server.trainer.batches import MicroBatch
 from art_server.trainer.distributions import RAW, cut_pieces
-from art_server.trainer.gang import ALONE, Gang
+from art_server.trainer.gang_view import ALONE, GangView
 from art_server.trainer.head import Scores, max_logits, score_targets, whole_pieces
 from art_server.trainer.host_copy import HostCopy
 from art_server.trainer.lora import fuse_lora
@@ -50,7 +50,7 @@ class Policy:
         base_model: str,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
-        gang: Gang = ALONE,
+        gang: GangView = ALONE,
     ) -> None:
         """Loads the base. Defaults: bfloat16 on CUDA and float32 elsewhere; the first GPU, or the CPU where there is none; no
         other ranks. The ranks of a sharded gang load their policies at the same time."""

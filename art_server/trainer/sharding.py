@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from art_server.trainer.gang import Gang
+from art_server.trainer.gang_view import GangView
 
 logger = logging.getLogger(__name__)
 
 
-def shard_base(base: PreTrainedModel, gang: Gang, device: torch.device) -> PreTrainedModel:
+def shard_base(base: PreTrainedModel, gang: GangView, device: torch.device) -> PreTrainedModel:
     """Moves the model from main memory to the ranks' devices, layer after layer, and returns it."""
     mesh = init_device_mesh(device.type, (gang.size,))
     layers = [module for module in base.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]

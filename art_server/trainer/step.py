@@ -14,7 +14,7 @@ from art_server.process.shared.trainer_messages import Progress, TrainTask
 from art_server.store.adapter_layers import layer_kind
 from art_server.trainer.batches import MicroBatch, SampledTokens, TrainBatch
 from art_server.trainer.checking import make_checked_micro_batches
-from art_server.trainer.gang import Gang
+from art_server.trainer.gang_view import GangView
 from art_server.trainer.loss import TokenLoss, needs_whole_trajectories, policy_loss
 from art_server.trainer.old_logprobs import NOTHING_OLD, OldLogprobs, compute_logprobs
 from art_server.trainer.policy import Policy
@@ -60,7 +60,7 @@ class _Step:
         for name, part_S in numbers_S.items():
             self.numbers[name][indices_S] = part_S.float().cpu()
 
-    def sum(self, gang: Gang) -> None:
+    def sum(self, gang: GangView) -> None:
         """Adds up what the ranks have computed."""
         self.value = float(gang.sum(torch.tensor(self.value, dtype=torch.float64)))
         if gang.size > 1:

@@ -56,7 +56,7 @@ class Forest:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SequenceOrder:
     """The order in which sequences are laid out. A sequence's rank is its index in this order."""
 
     sequences: list[int]
@@ -65,7 +65,7 @@ class Order:
     """Length of the prefix that each sequence shares with the sequence before it in this order."""
 
 
-def sort_sequences(sequences: Sequence[list[int]], min_shared: int = MIN_SHARED_TOKENS) -> Order:
+def sort_sequences(sequences: Sequence[list[int]], min_shared: int = MIN_SHARED_TOKENS) -> SequenceOrder:
     """The order that puts sequences with equal beginnings next to each other.
 
     A prefix that would make a branch of fewer than `min_shared` tokens is not shared.
@@ -77,16 +77,16 @@ def sort_sequences(sequences: Sequence[list[int]], min_shared: int = MIN_SHARED_
     is_free = [length == len(array) for length, array in zip(shared, arrays, strict=False)]
     shared = _drop_short_branches(shared, is_free, min_shared)
     shared = _drop_short_branches(shared[::-1], is_free[::-1], min_shared)[::-1]
-    return Order(order, [0, *shared] if order else [])
+    return SequenceOrder(order, [0, *shared] if order else [])
 
 
-def unshared(sequences: Sequence[list[int]]) -> Order:
+def unshared(sequences: Sequence[list[int]]) -> SequenceOrder:
     """The order, longest first, in which no sequence shares tokens."""
     order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]), reverse=True)
-    return Order(order, [0] * len(order))
+    return SequenceOrder(order, [0] * len(order))
 
 
-def lay_out(sequences: Sequence[list[int]], order: Order) -> Forest:
+def lay_out(sequences: Sequence[list[int]], order: SequenceOrder) -> Forest:
     """The forest of the sequences in `order`, which may leave some out."""
     length = max((len(sequences[index]) for index in order.sequences), default=0)
     total = sum(len(sequences[index]) for index in order.sequences) - sum(order.shared)
@@ -115,8 +115,8 @@ def lay_out(sequences: Sequence[list[int]], order: Order) -> Forest:
 
 
 def pack_trees(
-    sequences: Sequence[list[int]], order: Order, max_tokens: int, fill_tokens: int | None = None
-) -> list[Order]:
+    sequences: Sequence[list[int]], order: SequenceOrder, max_tokens: int, fill_tokens: int | None = None
+) -> list[SequenceOrder]:
     """The order divided into forests of at most `max_tokens` tokens each; forests with the largest trees come first.
 
     Trees are packed first-fit into forests of at most `fill_tokens` (default: `max_tokens`); a larger tree is alone.
@@ -134,7 +134,7 @@ def pack_trees(
     return [_suborder(order, sorted(ranks)) for _, ranks in forests]
 
 
-def is_cheaply_cut(sequences: Sequence[list[int]], order: Order, max_tokens: int) -> bool:
+def is_cheaply_cut(sequences: Sequence[list[int]], order: SequenceOrder, max_tokens: int) -> bool:
     """Whether forests of at most `max_tokens` hold each sequence whole, and all of them together repeat at most
     MAX_REPEATED of the tokens."""
     sizes = [size for size, _ in _cut_trees(sequences, order, max_tokens)]
@@ -142,7 +142,7 @@ def is_cheaply_cut(sequences: Sequence[list[int]], order: Order, max_tokens: int
     return max(sizes, default=0) <= max_tokens and sum(sizes) <= (1 + MAX_REPEATED) * unique
 
 
-def pack_padded(sequences: Sequence[list[int]], order: Order, max_tokens: int) -> list[Order]:
+def pack_padded(sequences: Sequence[list[int]], order: SequenceOrder, max_tokens: int) -> list[SequenceOrder]:
     """An order of unshared sequences, divided into batches of at most `max_tokens` tokens with padding."""
     batches: list[list[int]] = []
     for rank, index in enumerate(order.sequences):
@@ -166,7 +166,7 @@ def pad_forest(forest: Forest, num_tokens: int) -> Forest:
     )
 
 
-def _cut_trees(sequences: Sequence[list[int]], order: Order, max_tokens: int) -> list[tuple[int, list[int]]]:
+def _cut_trees(sequences: Sequence[list[int]], order: SequenceOrder, max_tokens: int) -> list[tuple[int, list[int]]]:
     """The parts of all trees: each part's size and ranks. A tree within the budget is one part; a larger tree is cut."""
     parts: list[tuple[int, list[int]]] = []
     start = 0
@@ -180,7 +180,7 @@ def _cut_trees(sequences: Sequence[list[int]], order: Order, max_tokens: int) ->
 
 
 def _cut_tree(
-    sequences: Sequence[list[int]], order: Order, start: int, stop: int, max_tokens: int
+    sequences: Sequence[list[int]], order: SequenceOrder, start: int, stop: int, max_tokens: int
 ) -> list[tuple[int, list[int]]]:
     """The tree [start, stop) cut into parts within the budget: each part's size and ranks."""
     parts: list[tuple[int, list[int]]] = []
@@ -194,11 +194,11 @@ def _cut_tree(
     return parts
 
 
-def _suborder(order: Order, ranks: list[int]) -> Order:
+def _suborder(order: SequenceOrder, ranks: list[int]) -> SequenceOrder:
     """The order of these ranks alone. Two of its sequences share the shortest prefix that neighbours
     between them share."""
     shared = [min(order.shared[before + 1 : rank + 1]) for before, rank in pairwise(ranks)]
-    return Order([order.sequences[rank] for rank in ranks], [0, *shared] if ranks else [])
+    return SequenceOrder([order.sequences[rank] for rank in ranks], [0, *shared] if ranks else [])
 
 
 def _drop_short_branches(shared: list[int], is_free: list[bool], min_shared: int) -> list[int]:

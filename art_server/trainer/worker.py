@@ -33,7 +33,7 @@ from art_server.process.shared.trainer_messages import (
 )
 from art_server.store import files
 from art_server.trainer.agreement import own_facts
-from art_server.trainer.gang import ALONE, Gang, OtherRankFailed, UnlikeRanks, is_lost_connection
+from art_server.trainer.gang_view import ALONE, GangView, OtherRankFailed, UnlikeRanks, is_lost_connection
 from art_server.trainer.gap import GapTooLarge
 from art_server.trainer.job import train
 from art_server.trainer.memory import (
@@ -213,7 +213,7 @@ class Worker:
         if self._gang.size < config.num_ranks:
             assert config.meeting is not None and self._device is not None, "the ranks of a gang have a place to meet"
             dtype = self._dtype or usual_dtype(self._device)
-            self._gang = Gang.join(
+            self._gang = GangView.join(
                 *(config.rank, config.num_ranks, config.meeting, self._device),
                 is_sharded=config.is_sharded,
                 machine=config.machine,

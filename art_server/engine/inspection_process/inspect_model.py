@@ -8,7 +8,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedModel
 
-from art_server.engine.inspection_process.adapter import read_adapter_config
+from art_server.engine.inspection_process.adapter_config import read_adapter_config
 from art_server.engine.inspection_process.engine_classes import engine_problem
 from art_server.engine.inspection_process.parsers import seen_parsers
 from art_server.engine.inspection_process.quantization import find_quantization

@@ -22,7 +22,7 @@ import torch
 
 from art_server.engine.vllm_process.sampling_payload import (
     Choice,
-    Kept,
+    KeptSets,
     SampledRows,
     logprob_source,
     make_entries,
@@ -41,7 +41,7 @@ def measure(logits_BV: torch.Tensor, rows: list[int], sampled_R: list[int], with
         packed = packed[rows]
     if packed.shape[1] % 8:
         packed = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 8)))
-    kept = Kept(packed.view(np.uint64), num_vocabulary)
+    kept = KeptSets(packed.view(np.uint64), num_vocabulary)
     listed = np.flatnonzero(kept.is_listed_R)
     if not len(listed):
         return SampledRows(_logprobs(logits_BV, rows, sampled_R), kept)
@@ -85,7 +85,7 @@ class DeviceFigures:
         if self._copied is not None:
             self._copied.synchronize()
         bits = self._packed.numpy()[rows].view(np.uint64)
-        kept = Kept(bits, self._num_vocabulary) if with_sets else None
+        kept = KeptSets(bits, self._num_vocabulary) if with_sets else None
         return SampledRows(self._logprobs.numpy()[rows], kept)
 
 

@@ -83,7 +83,7 @@ def read_choice(source: LogprobSource, raw: list[float], entries: Sequence[Seque
     return BehaviourLogprobs(logprobs.tolist(), kept if sets else [], sets)
 
 
-class Kept:
+class KeptSets:
     """The kept sets of R rows: as bits, and as ids where the ids are shorter."""
 
     def __init__(self, bits_RW: np.ndarray, num_vocabulary: int):
@@ -110,7 +110,7 @@ class SampledRows(NamedTuple):
 
     logprobs_R: np.ndarray
     """float32: the log-probability of each row's sampled token."""
-    kept: Kept | None
+    kept: KeptSets | None
     """None if no row's set is cut."""
 
 

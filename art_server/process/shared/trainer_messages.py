@@ -50,9 +50,9 @@ class WorkerConfig(TrainerMessage):
     """The machine on which the process runs, for messages."""
     rank: int = 0
     num_ranks: int = 1
-    """Processes that train one job together (`trainer/gang.py`)."""
+    """Processes that train one job together (`trainer/gang_view.py`)."""
     meeting: str | None = None
-    """The file or address at which several ranks find each other (`trainer/gang.py`); None before they start."""
+    """The file or address at which several ranks find each other (`trainer/gang_view.py`); None before they start."""
     is_sharded: bool = False
     """Whether the ranks share the base's weights."""
 

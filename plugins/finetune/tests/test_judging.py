@@ -10,10 +10,10 @@ import pytest
 import art
 import art.finetune
 from art.finetune import WrongInput
-from art.finetune.rows import Row, load_rows
+from art.finetune.rows import DatasetRow, load_rows
 from art.finetune.runs import prepare
 from art.finetune.scoring import Reward
-from art.finetune.sections import Dataset
+from art.finetune.sections import DatasetSection
 from plugins.finetune.tests.policy_server import PolicyServer
 
 pytestmark = pytest.mark.anyio
@@ -48,7 +48,9 @@ EXACT: list[tuple[Any, Any, float]] = [
 async def score(make_file: MakeFile, evaluator: dict[str, Any], answer: Any, output: Any) -> float:
     config = prepare(make_file(eval__evaluators={"reward": evaluator})).config
     trajectory = art.Trajectory()
-    await Reward(config, config.finetuning.reward_function, {}).score(Row("r", "q", answer, {}), output, trajectory)
+    await Reward(config, config.finetuning.reward_function, {}).score(
+        DatasetRow("r", "q", answer, {}), output, trajectory
+    )
     return trajectory.reward
 
 
@@ -118,5 +120,5 @@ def test_a_csv_field_can_be_a_long_document(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     document = "x" * 1_000_000
     file.write_text(f'question,answer\n"{document}",a\n')
-    (row,) = load_rows(Dataset.model_validate({"_type": "csv", "file_path": file})).rows
+    (row,) = load_rows(DatasetSection.model_validate({"_type": "csv", "file_path": file})).rows
     assert row.question == document and row.location == "line 2"

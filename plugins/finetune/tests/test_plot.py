@@ -2,8 +2,8 @@
 
 import struct
 
-from art.finetune.history import EpochRow, State, ValidationRow, reward_figures
 from art.finetune.plot import draw
+from art.finetune.run_record import EpochRow, State, ValidationRow, reward_figures
 
 
 def epoch(number: int, mean: float | None = 0.5, trained: float | None = 0.6) -> EpochRow:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from art.finetune.errors import WrongInput
-from art.finetune.rows import Row, load_rows
-from art.finetune.sections import Dataset
+from art.finetune.rows import DatasetRow, load_rows
+from art.finetune.sections import DatasetSection
 
 FUNCTIONS = """\
 def rows(file_path=None, number=2):
@@ -48,11 +48,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def dataset(**fields: Any) -> Dataset:
-    return Dataset.model_validate({"_type": "jsonl", **fields})
+def dataset(**fields: Any) -> DatasetSection:
+    return DatasetSection.model_validate({"_type": "jsonl", **fields})
 
 
-def written(name: str, text: str, **fields: Any) -> Dataset:
+def written(name: str, text: str, **fields: Any) -> DatasetSection:
     Path(name).write_bytes(text.encode())
     return dataset(_type=Path(name).suffix[1:], file_path=name, **fields)
 
@@ -72,8 +72,8 @@ def test_rows_of_files(name: str, text: str) -> None:
     loaded = load_rows(written(name, text))
     assert loaded.left_out == 0
     assert loaded.rows == [
-        Row("x", "1+1?", "2", {"id": "x", "question": "1+1?", "answer": "2"}),
-        Row("y", "2+2?", "4", {"id": "y", "question": "2+2?", "answer": "4"}),
+        DatasetRow("x", "1+1?", "2", {"id": "x", "question": "1+1?", "answer": "2"}),
+        DatasetRow("y", "2+2?", "4", {"id": "y", "question": "2+2?", "answer": "4"}),
     ]
 
 
@@ -89,7 +89,7 @@ def test_rows_of_functions() -> None:
     loaded = load_rows(dataset(_type="custom", function="made.py:rows", file_path="x", kwargs={"number": 3}))
     assert [row.question for row in loaded.rows] == ["x 0", "x 1", "x 2"]
     loaded = load_rows(dataset(_type="custom", function="made.of_toolkit"))
-    assert loaded.rows[1] == Row("i2", "Q", 2, {"level": 2, "id": "i2", "question": "Q", "answer": 2})
+    assert loaded.rows[1] == DatasetRow("i2", "Q", 2, {"level": 2, "id": "i2", "question": "Q", "answer": 2})
 
 
 def test_rows_without_a_question_are_left_out_and_counted() -> None:
@@ -201,7 +201,7 @@ def test_a_broken_data_set_is_one_sentence(name: str, text: str, fields: dict[st
     if section["_type"] == "custom":
         del section["file_path"]
     with pytest.raises(WrongInput) as error:
-        load_rows(Dataset.model_validate(section))
+        load_rows(DatasetSection.model_validate(section))
     assert len(error.value.problems) == 1 and words in str(error.value) and "\n" not in str(error.value)
 
 

@@ -20,7 +20,7 @@ MAX_QUEUED = 32
 """Number of steps. A tracker that is further behind will not catch up, and a program's records hold the trajectories."""
 
 
-class Run(Protocol):
+class TrackerRun(Protocol):
     """A tracker's run of one model. The methods block, and raise the exceptions of the tracker's library."""
 
     def log(self, record: StepRecord) -> None: ...
@@ -40,7 +40,7 @@ class TrackerThread(threading.Thread):
         self.warning = warning
         self._tracker, self._folder, self._opened = name, folder, opened
         self._records: queue.Queue[StepRecord | None] = queue.Queue()
-        self._runs: dict[tuple[str, str], Run] = {}
+        self._runs: dict[tuple[str, str], TrackerRun] = {}
         self.start()
 
     def put(self, record: StepRecord) -> None:

@@ -15,7 +15,7 @@ from art_server import cli
 from art_server.engine.engine import Engine
 from art_server.jobs import trainer_process
 from art_server.jobs.queue import JobQueue
-from art_server.jobs.trainer import Trainer
+from art_server.jobs.trainer import ServerTrainer
 from art_server.store import files
 from art_server.store.history import MetricHistory
 from art_server.store.model_folder import ModelFolder
@@ -27,7 +27,7 @@ POINTS: dict[str, tuple[Any, str, bool]] = {
     "job begins": (JobQueue, "set_running", False),
     "job is running": (JobQueue, "set_running", True),
     "engine paused": (Engine, "pause", True),
-    "trained": (Trainer, "run", True),
+    "trained": (ServerTrainer, "run", True),
     "step described": (files, "publish_folder", False),
     "step renamed": (files, "publish_folder", True),
     "engine woken": (Engine, "resume", True),

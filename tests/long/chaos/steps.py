@@ -16,7 +16,7 @@ from art_server.engine.pause_gate import PauseGate
 from art_server.jobs.job_row import Payload
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
-from art_server.jobs.trainer import Trainer
+from art_server.jobs.trainer import ServerTrainer
 from art_server.process.background import Background
 from art_server.process.children import Children
 from art_server.process.place import Here
@@ -91,7 +91,7 @@ async def main(folder: Path, num_jobs: int) -> None:
     children = Children(config.server_dir, config.log_dir)
     children.reap()
     here = Here(device="cpu", children=children)
-    trainer = Trainer(config=config, device="cpu", locations=[here])
+    trainer = ServerTrainer(config=config, device="cpu", locations=[here])
     trainer.set_base(TINY_DIR)
     add_model(registry, folder / "engine.log")
     for index in range(num_jobs):

@@ -15,7 +15,7 @@ from art_protocol.wire import ErrorDetail, JobEvent, TrainConfig
 from art_server.api.auth import ART_PATHS
 from art_server.api.control import event_lines
 from art_server.app import make_app
-from art_server.jobs.job_row import Job
+from art_server.jobs.job_row import JobRow
 from art_server.server import Server
 from art_server.settings import ApiKey, ServerConfig
 from art_server.store import files
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.anyio
 KEYS = (ApiKey(key="all"), ApiKey(key="other", projects=frozenset({"q"})))
 
 
-def jobs_of(server: Server) -> list[Job]:
+def jobs_of(server: Server) -> list[JobRow]:
     return server.queue.jobs(None, ("queued",), 10)
 
 

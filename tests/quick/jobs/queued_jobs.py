@@ -5,7 +5,7 @@ from art_protocol.wire import (
     JobReport,
     TrainConfig,
 )
-from art_server.jobs.job_row import Job, Payload
+from art_server.jobs.job_row import JobRow, Payload
 from art_server.jobs.queue import JobQueue
 from art_server.process.shared.trainer_messages import (
     Batch,
@@ -31,5 +31,5 @@ def request_digest(body: bytes) -> str:
     return f"of {body!r}"
 
 
-def add(queue: JobQueue, key: str | None = None, name: str = "a", body: bytes = b"x", project: str = "p") -> Job:
+def add(queue: JobQueue, key: str | None = None, name: str = "a", body: bytes = b"x", project: str = "p") -> JobRow:
     return queue.insert(project, name, key, request_digest(body), TrainConfig(), PAYLOAD, JobReport(num_rows=1))

@@ -28,7 +28,7 @@ from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, Unavailable
 from art_server.jobs import runner as runner_module
-from art_server.jobs.job_row import Job, Payload
+from art_server.jobs.job_row import JobRow, Payload
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
@@ -154,7 +154,7 @@ class Server:
         self._choose, self.runner._choose = self.runner._choose, self._note_rest
         self.task = asyncio.create_task(self.runner.run_forever())
 
-    async def _note_rest(self) -> Job | None:
+    async def _note_rest(self) -> JobRow | None:
         num_actions = self._num_actions
         job = await self._choose()
         if job is None:
@@ -181,7 +181,7 @@ class Server:
     async def create(self, name: str) -> None:
         add_model(self.registry, name, write=lambda checkpoint: (checkpoint / WEIGHTS).write_text(""))
 
-    async def accept(self, model: RegisteredModel, key: str | None, body: str, number: int) -> Job:
+    async def accept(self, model: RegisteredModel, key: str | None, body: str, number: int) -> JobRow:
         """What the train route does, with a batch instead of trajectories."""
         repeated = await self.runner.find_repeated(model, key, body)
         if repeated is not None:

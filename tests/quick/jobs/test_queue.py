@@ -16,7 +16,7 @@ from art_protocol.wire import (
 from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavailable, UsageError
 from art_server.jobs import job_schema
 from art_server.jobs import queue as queue_module
-from art_server.jobs.job_row import Job
+from art_server.jobs.job_row import JobRow
 from art_server.jobs.queue import JobQueue
 from art_server.process.shared import clock
 from art_server.process.shared.trainer_messages import (
@@ -83,7 +83,7 @@ def test_a_failed_job_runs_again_as_long_as_its_payload_is_there(
     queue = JobQueue(tmp_path / "jobs.sqlite")
     job = add(queue, "k")
 
-    def revived() -> Job | None:
+    def revived() -> JobRow | None:
         return queue.revive("p", "a", "k", lambda: 0)
 
     assert revived() is None, "it has not failed"
@@ -115,7 +115,7 @@ def test_a_failed_job_runs_again_only_where_a_new_one_would_be_accepted(tmp_path
     queue = JobQueue(tmp_path / "jobs.sqlite", max_queued=2)
     newest = 3
 
-    def put(key: str, name: str = "a", expected_step: int | None = 3) -> Job:
+    def put(key: str, name: str = "a", expected_step: int | None = 3) -> JobRow:
         request = ("p", name, key, f"of {key}", TrainConfig(), PAYLOAD, JobReport())
         return queue.insert(*request, expected_step=expected_step, newest_step=lambda: newest)
 
@@ -124,7 +124,7 @@ def test_a_failed_job_runs_again_only_where_a_new_one_would_be_accepted(tmp_path
         queue.set_failed(job, NO_ROOM)
         return job
 
-    def revived(key: str) -> Job | None:
+    def revived(key: str) -> JobRow | None:
         return queue.revive("p", "a", key, lambda: newest)
 
     failed, free = fail("k"), fail("free", expected_step=None)
@@ -175,7 +175,7 @@ def test_a_job_that_must_be_alone_is_refused_beside_another(tmp_path: Path) -> N
 
     checked: list[str] = []
 
-    def add_alone(name: str, key: str | None = None) -> Job:
+    def add_alone(name: str, key: str | None = None) -> JobRow:
         def step() -> int:
             checked.append(name)
             return 3

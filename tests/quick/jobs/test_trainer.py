@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from art_server.engine.device.plan import MemoryPlan, make_memory_plan
-from art_server.jobs.trainer import MIN_TOKENS, Trainer
+from art_server.jobs.trainer import MIN_TOKENS, ServerTrainer
 from art_server.process.place import Here
 from art_server.process.shared.trainer_messages import WorkerConfig
 from art_server.settings import ServerConfig
@@ -18,7 +18,7 @@ def worker_config(plan: MemoryPlan | None, folder: Path, **settings: int) -> Wor
     """The settings of the process."""
     device = "cpu" if plan is None else "cuda"
     config = ServerConfig(path=folder, **settings)  # type: ignore[arg-type]
-    trainer = Trainer(config=config, device=device, locations=[Here(device=device)])
+    trainer = ServerTrainer(config=config, device=device, locations=[Here(device=device)])
     trainer.set_base(TINY_DIR, plan)
     (rank,) = trainer.ranks
     assert rank.worker is not None

@@ -19,11 +19,11 @@ from art_server.machines.orders import (
     Alive,
     Beat,
     Greeting,
-    Message,
+    HostMessage,
     Order,
+    OrderReply,
     Output,
     Refusal,
-    Reply,
     StartEngine,
     StartRank,
     UseBase,
@@ -98,7 +98,7 @@ class FakeHost:
             for answer in self._answers(order):
                 await connection.send_str(answer.model_dump_json())
 
-    def _answers(self, order: Order) -> list[Message]:
+    def _answers(self, order: Order) -> list[HostMessage]:
         if isinstance(order, Alive):
             return [Beat(at=time.monotonic())]
         self.orders.append(order)
@@ -108,7 +108,7 @@ class FakeHost:
             task = json.loads(order.line)
             self.tasks.append(task)
             return [line(order.child, ENDS if task["kind"] == "train" else DONE)]
-        replies: list[Message] = [Reply(number=order.number, path=str(self._folder), port=self._port, pid=1)]
+        replies: list[HostMessage] = [OrderReply(number=order.number, path=str(self._folder), port=self._port, pid=1)]
         if isinstance(order, StartRank):
             replies.append(Output(child=order.child, text='{"event":"ready"}\n', is_log=False))
         return replies

@@ -18,7 +18,7 @@ from art_server.engine import command as command_module
 from art_server.engine import engine as engine_module
 from art_server.engine.device.detection import detect
 from art_server.machines.host import Host, Refused
-from art_server.machines.obeying import Offer
+from art_server.machines.obeying import HostOffer
 from art_server.process import place as place_module
 from art_server.process.children import Children
 from art_server.process.shared.trainer_messages import Done, Progress, Task
@@ -113,7 +113,7 @@ class House:
     ) -> asyncio.Task[None]:
         """Starts a host; the task ends with the reason why it is refused."""
         folder = self.folder / name
-        offer = Offer(name, detect(), ((),) * engines, ((),) * ranks)
+        offer = HostOffer(name, detect(), ((),) * engines, ((),) * ranks)
         host = Host(
             url=self.url if through is None else through.url,
             token=key,

@@ -12,7 +12,7 @@ import pytest
 from art_protocol.wire import ForkRequest, LoRAConfig, RegisterRequest, TrainConfig
 from art_server import registration
 from art_server.errors import Conflict, InvalidInput
-from art_server.jobs.trainer import Trainer
+from art_server.jobs.trainer import ServerTrainer
 from art_server.jobs.trainer_process import TrainerDied
 from art_server.process.shared.trainer_messages import Progress, TrainTask
 from art_server.store.base_models import TINY_DIR, BaseModel
@@ -152,7 +152,7 @@ async def test_beside_a_step_no_trainer_is_started(tmp_path: Path, monkeypatch: 
     async def note(_: Progress) -> None:
         begun.set()
 
-    async with house(tmp_path, make_trainer=Trainer) as here, here.client() as http:
+    async with house(tmp_path, make_trainer=ServerTrainer) as here, here.client() as http:
         trainer = here.server.trainer
         trainer.set_base(TINY_DIR)
         trainer.ranks[0].location = HereInstead(lambda _: [sys.executable, "-c", TRAINS_FOR_EVER])

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from art_protocol.wire import LoRAConfig
-from art_server.engine.inspection_process.adapter import read_adapter_config
+from art_server.engine.inspection_process.adapter_config import read_adapter_config
 from art_server.store import files
 from art_server.store.adapter_layers import UnknownLayers
 from art_server.store.adapter_tensors import check_checkpoint

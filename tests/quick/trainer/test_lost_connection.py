@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from art_server.trainer.gang import is_lost_connection
+from art_server.trainer.gang_view import is_lost_connection
 
 GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:25515: Connection reset by peer."

@@ -28,11 +28,11 @@ MAX_OUTPUT_BYTES = 1 << 20
 """Limit on the size of each file that an answer writes."""
 MAX_DATASETS = 64
 MAX_DIGITS = 64
-Program = Any
+ProgramConnection = Any
 """The connection to the program. Any: the arguments of `Connection` depend on Python's version."""
 
 
-def serve(program: Program) -> None:
+def serve(program: ProgramConnection) -> None:
     """Replies to requests until the program closes the connection."""
     sys.path[:] = program.recv()
     with contextlib.suppress(EOFError):
@@ -54,7 +54,7 @@ def load_dataset(generator: str, settings: bytes) -> Any:  # Any: an extra, with
     return gym.create_dataset(generator, **pickle.loads(settings))
 
 
-def score_in_child(program: Program, dataset: Any, entry: dict[str, Any], answer: str) -> float:
+def score_in_child(program: ProgramConnection, dataset: Any, entry: dict[str, Any], answer: str) -> float:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -13,7 +13,7 @@ from art.errors import error_text
 from art.finetune.errors import RolloutFailed
 from art.finetune.limits import TimeUp, limited
 from art.finetune.masking import masked
-from art.finetune.rows import Row
+from art.finetune.rows import DatasetRow
 from art.finetune.scoring import Reward
 from art.finetune.sections import LLM
 from art.finetune.toolkit import innermost_function
@@ -27,7 +27,8 @@ REASON_CHARACTERS = 300
 
 
 Kept = Callable[
-    [art.TrainableModel, Row, int, str, Callable[[], Awaitable[art.Trajectory]]], Coroutine[Any, Any, art.Trajectory]
+    [art.TrainableModel, DatasetRow, int, str, Callable[[], Awaitable[art.Trajectory]]],
+    Coroutine[Any, Any, art.Trajectory],
 ]
 """Returns the trajectory of a rollout. Gets the model, the row, the number of the row's repetition, the session, and a function
 that plays the rollout."""
@@ -48,7 +49,9 @@ class Agent:
     is_seeded: bool
     """Whether a request without a seed gets a seed."""
 
-    async def play(self, model: art.TrainableModel, row: Row, session: str, seed: int) -> tuple[art.Trajectory, Any]:
+    async def play(
+        self, model: art.TrainableModel, row: DatasetRow, session: str, seed: int
+    ) -> tuple[art.Trajectory, Any]:
         """The trajectory of a rollout with its reward, and the workflow's output. metrics["untrained_answers"] counts answers to
         other functions.
 
@@ -86,12 +89,12 @@ class Agent:
 
     def player(
         self, session: str, seed: int, kept: Kept | None = None
-    ) -> Callable[[art.TrainableModel, Row], Coroutine[Any, Any, art.Trajectory]]:
+    ) -> Callable[[art.TrainableModel, DatasetRow], Coroutine[Any, Any, art.Trajectory]]:
         """The rollout function of an evaluation. The repetitions of a row have different seeds; the same repetition at another
         step has the same seed. `kept` returns the trajectory of a known repetition, or plays and keeps the repetition."""
         counts: Counter[tuple[str, str]] = Counter()
 
-        async def play(model: art.TrainableModel, row: Row) -> art.Trajectory:
+        async def play(model: art.TrainableModel, row: DatasetRow) -> art.Trajectory:
             case = model.get_inference_name(), row.id
             counts[case] += 1
             number, own = counts[case], f"{session}-{uuid.uuid4().hex[:12]}"

@@ -18,7 +18,7 @@ from art.finetune.components import BUILT_IN, Kind, Toolkit
 from art.finetune.errors import WrongInput
 from art.finetune.masking import is_secret
 from art.finetune.reading import Document, KeyPath, Problem, described, dotted, hint, nearest
-from art.finetune.sections import TOOLKIT_SECTIONS, UNUSED, Backend, Config, InitArgs, Training
+from art.finetune.sections import TOOLKIT_SECTIONS, UNUSED, BackendSection, Config, InitArgs, Training
 
 Wrong: TypeAlias = Iterator[tuple[KeyPath, str]]
 """The paths of wrong values, each with what is wrong about the value."""
@@ -137,7 +137,7 @@ def _validated(tree: dict[str, Any]) -> tuple[Config | None, list[tuple[KeyPath,
 
 def _path_of(loc: tuple[str | int, ...], tree: Any, *, is_missing: bool) -> KeyPath:
     """The path of an error in the tree. Pydantic's `loc` can also have names of a union's members, which the tree lacks:
-    `("dataset", "Dataset", "file_path") -> ("dataset", "file_path")`."""
+    `("dataset", "DatasetSection", "file_path") -> ("dataset", "file_path")`."""
     path: KeyPath = ()
     for part in loc[:-1] if is_missing else loc:
         try:
@@ -296,7 +296,7 @@ def _policy(tree: Any) -> Wrong:
     for key, llm in _section(tree, "llms").items():
         model = _at(llm, ("model_name",)) or _at(llm, ("model",))
         models[key] = model if isinstance(model, str) else None
-    defaults = {name: field.default for name, field in Backend.model_fields.items()}
+    defaults = {name: field.default for name, field in BackendSection.model_fields.items()}
     try:
         _choose(models, target, {**defaults, **_section(adapter, "backend")})
     except ValueError as error:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import art
 from art.files import write_whole
 from art.finetune.errors import WrongInput
-from art.finetune.history import to_json
 from art.finetune.interfaces import say
+from art.finetune.run_record import to_json
 from art.finetune.runs import Overrides, connected, prepare
 
 FILE = "eval.json"
@@ -35,22 +35,22 @@ async def evaluate(
         NoServer: no server answers.
         FinetuneError: too many rollouts failed.
     """
-    job = prepare(file, overrides)
-    finetuning = job.config.finetuning
-    if not job.validation_rows:
+    checked_file = prepare(file, overrides)
+    finetuning = checked_file.config.finetuning
+    if not checked_file.validation_rows:
         say("the file has no finetuning.validation.dataset: the rows of training are evaluated")
-    async with connected(job) as connection:
+    async with connected(checked_file) as connection:
         evaluation = await art.evaluate(
             connection.model,
             connection.validation_agent.player(f"eval-{uuid.uuid4().hex[:12]}", finetuning.seed or 0),
-            job.validation_rows or job.rows,
+            checked_file.validation_rows or checked_file.rows,
             step=await _step(connection.model, step),
             baseline=await _step(connection.model, baseline),
             reps=reps or finetuning.validation.reps,
             split="eval",  # not "val": these rows can differ from the run's, whose val/reward decides the best step
             seed=finetuning.seed,
             max_exceptions=finetuning.max_exceptions,
-            max_concurrent_rollouts=job.config.eval.general.max_concurrency,
+            max_concurrent_rollouts=checked_file.config.eval.general.max_concurrency,
         )
     figures = _figures(evaluation)
     if evaluation.baseline is not None and evaluation.difference is not None:

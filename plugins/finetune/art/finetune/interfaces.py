@@ -15,22 +15,22 @@ import art
 from art.finetune.agent import Agent
 from art.finetune.folder import Folder
 from art.finetune.masking import masked
-from art.finetune.rows import Row
+from art.finetune.rows import DatasetRow
 from art.finetune.sections import Component, Config, Curriculum
 
 
 @dataclass(frozen=True)
-class Job:
+class CheckedFile:
     """A checked file with its rows. No server has got a request."""
 
     config: Config
     train_config: art.TrainConfig
-    rows: list[Row]
-    validation_rows: list[Row]
+    rows: list[DatasetRow]
+    validation_rows: list[DatasetRow]
 
 
 @dataclass(frozen=True)
-class Connected(Job):
+class Connected(CheckedFile):
     """A job with its registered model, and with the agents that play the rows."""
 
     model: art.TrainableModel

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from art.finetune.history import State
+from art.finetune.run_record import State
 
 # The page's colours of lines (art_watch/page/style.css), on white.
 MEAN, TRAINED, VALIDATION = "#b3541e", "#2d7d5a", "#8a3f8f"

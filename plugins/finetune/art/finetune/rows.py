@@ -17,14 +17,14 @@ from art.contained import contained
 from art.finetune import components
 from art.finetune.errors import WrongInput
 from art.finetune.reading import described, hint, read_bytes, read_text
-from art.finetune.sections import Columns, Dataset
+from art.finetune.sections import Columns, DatasetSection
 
 LocatedRow: TypeAlias = tuple[str, dict[str, Any]]
 """Where a row is in the data set ("line 3" or "row 3"), and the columns of the row."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DatasetRow:
     """One task."""
 
     id: str
@@ -39,12 +39,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    rows: list[Row]
+    rows: list[DatasetRow]
     left_out: int
     """Rows without a question."""
 
 
-def digest(rows: Iterable[Row], *more: Any) -> str:
+def digest(rows: Iterable[DatasetRow], *more: Any) -> str:
     """A hash of rows, and of more values."""
     sha = hashlib.sha256()
     for value in (*([row.id, row.question, row.answer, row.columns] for row in rows), *more):
@@ -63,7 +63,7 @@ def _stable(value: Any) -> Any:
     return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
-def load_rows(dataset: Dataset) -> Rows:
+def load_rows(dataset: DatasetSection) -> Rows:
     """The rows of a data set that its filter keeps, without rows that have no question.
 
     Raises:
@@ -79,7 +79,7 @@ def load_rows(dataset: Dataset) -> Rows:
         raise WrongInput([f"{name}: {error}"]) from error
 
 
-def _select(dataset: Dataset, located_rows: Sequence[LocatedRow]) -> Rows:
+def _select(dataset: DatasetSection, located_rows: Sequence[LocatedRow]) -> Rows:
     columns = list(dict.fromkeys(column for _, row in located_rows for column in row))
     question_key, is_structured = dataset.structure.question_key, not dataset.structure.disable
     if is_structured and question_key not in columns:
@@ -93,7 +93,7 @@ def _select(dataset: Dataset, located_rows: Sequence[LocatedRow]) -> Rows:
             kept.append((number, location, row))
     if not kept:
         raise ValueError(f"the filter leaves none of {len(located_rows)} rows: widen allowlist or denylist")
-    rows: list[Row] = []
+    rows: list[DatasetRow] = []
     first: dict[str, str] = {}
     for number, location, row in kept:
         question = _text(row.get(question_key)) if is_structured else _text(row)
@@ -105,7 +105,7 @@ def _select(dataset: Dataset, located_rows: Sequence[LocatedRow]) -> Rows:
                 f"{location} has the id {key!r} of {first[key]}: make the values of {dataset.id_key!r} different"
             )
         first[key] = location
-        rows.append(Row(key, question, row.get(dataset.structure.answer_key), row, location))
+        rows.append(DatasetRow(key, question, row.get(dataset.structure.answer_key), row, location))
     if not rows:
         raise ValueError(f"all {len(kept)} rows have an empty question: fill the column {question_key!r}")
     return Rows(rows, len(kept) - len(rows))
@@ -118,7 +118,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _is_kept(dataset: Dataset, row: Mapping[str, Any], columns: Sequence[str]) -> bool:
+def _is_kept(dataset: DatasetSection, row: Mapping[str, Any], columns: Sequence[str]) -> bool:
     allowed = (dataset.filter.allowlist or Columns()).field
     denied = (dataset.filter.denylist or Columns()).field
     for column in (*allowed, *denied):
@@ -136,7 +136,7 @@ def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def _read(dataset: Dataset) -> list[LocatedRow]:
+def _read(dataset: DatasetSection) -> list[LocatedRow]:
     if dataset.type == "custom":
         return _numbered(_call(dataset, str(dataset.function)))
     path = dataset.file_path or Path()
@@ -222,7 +222,7 @@ def _parse_parquet(data: bytes) -> Iterable[Any]:
         raise ValueError(f"is no Parquet file ({' '.join(str(error).split())[:200]}): write it again") from error
 
 
-def _call(dataset: Dataset, name: str) -> list[Any]:
+def _call(dataset: DatasetSection, name: str) -> list[Any]:
     function = components.load("dataset", name)
     arguments = {} if dataset.file_path is None else {"file_path": dataset.file_path}
     try:
@@ -237,7 +237,7 @@ def _call(dataset: Dataset, name: str) -> list[Any]:
         raise ValueError(f"the function failed ({what}): it must return a list of rows") from error
 
 
-def _row_of_item(dataset: Dataset, item: Any) -> dict[str, Any]:  # Any: NVIDIA's EvalInputItem
+def _row_of_item(dataset: DatasetSection, item: Any) -> dict[str, Any]:  # Any: NVIDIA's EvalInputItem
     columns: Any = item.full_dataset_entry
     structure = dataset.structure
     named = {structure.question_key: item.input_obj, structure.answer_key: item.expected_output_obj}

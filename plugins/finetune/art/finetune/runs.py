@@ -17,17 +17,17 @@ from art.contained import contained
 from art.finetune import checking, components, folder, reading, toolkit
 from art.finetune.agent import Agent, num_answers, reason_of
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
-from art.finetune.interfaces import Connected, Job, Run, Trainer, TrainingJobStatus, say
+from art.finetune.interfaces import CheckedFile, Connected, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
-from art.finetune.rows import Row, digest, load_rows
+from art.finetune.rows import DatasetRow, digest, load_rows
 from art.finetune.scoring import Reward, rows_that_cannot_be_judged
-from art.finetune.sections import Backend, Config, Dataset, RewardFunction
+from art.finetune.sections import BackendSection, Config, DatasetSection, RewardFunction
 from art.finetune.workflows import make_workflow, unused_llm_fields
 
 Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
 
-def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> Job:
+def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> CheckedFile:
     """Checks a file and reads its rows.
 
     Raises:
@@ -54,10 +54,12 @@ def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
         problems += _unjudged("finetuning.validation.dataset", config, reward, validation_rows, validation)
     if problems:
         raise WrongInput(problems)
-    return Job(config, _train_config(config), rows, validation_rows)
+    return CheckedFile(config, _train_config(config), rows, validation_rows)
 
 
-def _unjudged(name: str, config: Config, reward: RewardFunction | None, rows: list[Row], dataset: Dataset) -> list[str]:
+def _unjudged(
+    name: str, config: Config, reward: RewardFunction | None, rows: list[DatasetRow], dataset: DatasetSection
+) -> list[str]:
     """A line for each row of a data set that a reward cannot judge."""
     if reward is None:
         return []
@@ -65,7 +67,7 @@ def _unjudged(name: str, config: Config, reward: RewardFunction | None, rows: li
     return [f"{name}: {dataset.file_path or dataset.function}: {problem}" for problem in problems]
 
 
-def _load(name: str, dataset: Dataset | None, problems: list[str]) -> list[Row]:
+def _load(name: str, dataset: DatasetSection | None, problems: list[str]) -> list[DatasetRow]:
     if dataset is None:
         return []
     try:
@@ -89,7 +91,7 @@ def _train_config(config: Config) -> art.TrainConfig:
 
 
 @contextlib.asynccontextmanager
-async def connected(job: Job) -> AsyncGenerator[Connected]:
+async def connected(checked_file: CheckedFile) -> AsyncGenerator[Connected]:
     """Connects with the server, or starts a server if the file names none, and builds workflow and evaluators.
 
     Raises:
@@ -97,7 +99,7 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
         NoServer: no server answers, no server can be started, or the server was lost in the block.
         FinetuneError: the server refuses the model, or the block raised any other error.
     """
-    config = job.config
+    config = checked_file.config
     policy, finetuning = checking.policy_llm(config), config.finetuning
     async with contextlib.AsyncExitStack() as opened:
         backend = await opened.enter_async_context(_backend(config.adapter.backend))
@@ -129,7 +131,7 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
             raise WrongInput([str(error)]) from error
         try:
             with contained("a part of the run"):
-                yield Connected(**vars(job), model=model, agent=agent, validation_agent=validation_agent)
+                yield Connected(**vars(checked_file), model=model, agent=agent, validation_agent=validation_agent)
         except FinetuneError:
             raise
         except Exception as error:  # the first failure of a rollout, which gather raises
@@ -170,7 +172,7 @@ async def _register(config: Config, backend: art.Backend) -> art.TrainableModel:
     return model
 
 
-def _backend(section: Backend) -> art.Backend:
+def _backend(section: BackendSection) -> art.Backend:
     key, url = section.api_key, section.url
     if section.ip is not None:
         host = "127.0.0.1" if section.ip == "0.0.0.0" else section.ip
@@ -193,15 +195,18 @@ async def run(
         NoSignal: in no epoch did rewards differ.
         FinetuneError: rollouts or training failed.
     """
-    job = prepare(file, overrides)
-    finetuning = job.config.finetuning
-    dumped = job.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    digests = {"rows": digest(job.rows), "validation": digest(job.validation_rows, _scoring_of_validations(job.config))}
+    checked_file = prepare(file, overrides)
+    finetuning = checked_file.config.finetuning
+    dumped = checked_file.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    digests = {
+        "rows": digest(checked_file.rows),
+        "validation": digest(checked_file.validation_rows, _scoring_of_validations(checked_file.config)),
+    }
     with folder.opened(finetuning.output_dir, dumped, **digests, fresh=fresh) as output:
         if len(output.state.epochs) >= finetuning.num_epochs:
             say(f"{output.path}: all {finetuning.num_epochs} epochs are trained already")
             return []
-        async with connected(job) as connection:
+        async with connected(checked_file) as connection:
             name = connection.model.get_inference_name()
             is_new = not output.state.epochs and output.state.step is None
             if is_new and (step := await connection.model.get_step()):
@@ -256,10 +261,10 @@ async def check(file: str | Path | Mapping[str, Any], overrides: Overrides = ())
     Raises:
         FinetuneError: as `run` does.
     """
-    job = prepare(file, overrides)
-    async with connected(job) as connection:
-        session, seed = f"check-{uuid.uuid4().hex[:8]}", job.config.finetuning.seed or 0
-        trajectory, output = await connection.agent.play(connection.model, job.rows[0], session, seed)
+    checked_file = prepare(file, overrides)
+    async with connected(checked_file) as connection:
+        session, seed = f"check-{uuid.uuid4().hex[:8]}", checked_file.config.finetuning.seed or 0
+        trajectory, output = await connection.agent.play(connection.model, checked_file.rows[0], session, seed)
         print(_describe(trajectory, output))
 
 

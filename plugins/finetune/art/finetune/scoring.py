@@ -15,7 +15,7 @@ from art.finetune import components
 from art.finetune.errors import RolloutFailed
 from art.finetune.limits import TimeUp, limited
 from art.finetune.reading import described
-from art.finetune.rows import Row
+from art.finetune.rows import DatasetRow
 from art.finetune.sections import Component, Config, RewardFunction
 
 SCORE_FIELDS = frozenset({"score", "turn_rewards", "metrics"})
@@ -24,7 +24,7 @@ MAX_PROBLEMS = 5
 """Rows that an error lists."""
 
 T = TypeVar("T")
-Evaluator: TypeAlias = Callable[[Row, Any, art.Trajectory], Coroutine[Any, Any, Any]]
+Evaluator: TypeAlias = Callable[[DatasetRow, Any, art.Trajectory], Coroutine[Any, Any, Any]]
 """From a row, the output and the trajectory to a number, a bool, or `{score, turn_rewards, metrics}`."""
 
 
@@ -52,7 +52,7 @@ class Reward:
         """Whether an evaluator of this reward compares the rollouts of a group."""
         return bool(self._ruler)
 
-    async def score(self, row: Row, output: Any, trajectory: art.Trajectory) -> None:
+    async def score(self, row: DatasetRow, output: Any, trajectory: art.Trajectory) -> None:
         """Sets reward, turn rewards and metrics of a trajectory.
 
         Raises:
@@ -131,7 +131,7 @@ def _make_evaluator(name: str, section: Component) -> Evaluator:
         return _built_in(name, section.type, section.fields())
     user_function = components.load("evaluator", section.type)
 
-    async def evaluate(row: Row, output: Any, trajectory: art.Trajectory) -> Any:
+    async def evaluate(row: DatasetRow, output: Any, trajectory: art.Trajectory) -> Any:
         arguments = {"row": dict(row.columns), "output": output, "trajectory": trajectory}
         return await components.call(user_function, arguments)
 
@@ -141,7 +141,7 @@ def _make_evaluator(name: str, section: Component) -> Evaluator:
 def _built_in(name: str, kind: str, options: dict[str, Any]) -> Evaluator:
     """A function of `art.rewards`, applied to the output and the row's answer."""
 
-    async def evaluate(row: Row, output: Any, trajectory: art.Trajectory) -> float:
+    async def evaluate(row: DatasetRow, output: Any, trajectory: art.Trajectory) -> float:
         return _judge(kind, options, output, row.answer)
 
     return evaluate
@@ -209,7 +209,9 @@ def _equal(one: Any, other: Any) -> bool:
     return isinstance(one, bool) == isinstance(other, bool) and one == other
 
 
-def rows_that_cannot_be_judged(config: Config, reward: RewardFunction, rows: Sequence[Row], column: str) -> list[str]:
+def rows_that_cannot_be_judged(
+    config: Config, reward: RewardFunction, rows: Sequence[DatasetRow], column: str
+) -> list[str]:
     """A line for each row whose answer a built-in evaluator cannot compare with any output. After `MAX_PROBLEMS` lines comes the
     number of the other rows."""
     problems: list[str] = []

@@ -16,7 +16,7 @@ from art.finetune.reading import typed
 Percentile: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Typed: TypeAlias = Annotated[Any, BeforeValidator(typed)]
 """A field without a declared type. A text with a variable becomes the number or boolean that YAML reads in the text."""
-Fields: TypeAlias = dict[str, Typed]
+TypedFields: TypeAlias = dict[str, Typed]
 UNUSED = "unused"
 Unused: TypeAlias = Annotated[Any, UNUSED, Field(description="Without effect here.")]
 """A field of the toolkit without effect here."""
@@ -110,7 +110,7 @@ def _is_function(value: str) -> str:
     return value
 
 
-class Dataset(Section):
+class DatasetSection(Section):
     type: Annotated[Literal["json", "jsonl", "csv", "parquet", "custom"], BeforeValidator(_no_xls)] = Field(
         alias="_type"
     )
@@ -126,7 +126,7 @@ class Dataset(Section):
     function: Annotated[str, AfterValidator(_is_function)] | None = None
     """For custom: a function that returns rows, `package.module:name`, `package.module.name` or `path/file.py:name`. The function
     gets `kwargs`, and `file_path` if the file sets a path."""
-    kwargs: Fields = {}
+    kwargs: TypedFields = {}
     """For custom: the arguments of the function."""
     remote_file_path: NoS3 = None
     s3: NoS3 = None
@@ -140,20 +140,20 @@ class Dataset(Section):
         return self
 
 
-class Output(OpenSection):
+class OutputSection(OpenSection):
     s3: NoS3 = None
 
 
 class EvalGeneral(Section):
     max_concurrency: int = Field(default=8, ge=1)
     """Rollouts that run at a time, over all groups."""
-    dataset: Dataset
+    dataset: DatasetSection
     """The rows that are trained on."""
     rollout_timeout_seconds: float = Field(default=1800, gt=0)
     """A rollout fails if it takes longer, or if one of its evaluators takes longer."""
     output_dir: Unused = None
     workflow_alias: Unused = None
-    output: Annotated[Output | None, UNUSED, Field(description="Without effect here.")] = None
+    output: Annotated[OutputSection | None, UNUSED, Field(description="Without effect here.")] = None
     profiler: Annotated[
         Any,
         Field(description="Refused."),
@@ -211,7 +211,7 @@ class EngineArgs(OpenSection):
     """Requests that are sampled at a time."""
 
 
-class Backend(Section):
+class BackendSection(Section):
     ip: str | None = None
     """The server's address; 0.0.0.0 is this machine."""
     port: int | None = Field(default=None, ge=1, le=65535)
@@ -254,7 +254,7 @@ class Training(art.TrainConfig):
 
 
 class AdapterSection(Component):
-    backend: Backend = Backend()
+    backend: BackendSection = BackendSection()
     """The server and the model."""
     training: Training = Training()
     """The configuration of each train call."""
@@ -288,7 +288,9 @@ def _of_file(value: Any) -> Any:
 
 
 class Validation(Section):
-    dataset: Annotated[Dataset | None, BeforeValidator(_of_file, json_schema_input_type=str | Dataset | None)] = None
+    dataset: Annotated[
+        DatasetSection | None, BeforeValidator(_of_file, json_schema_input_type=str | DatasetSection | None)
+    ] = None
     """A data set, or its file. `id_key`, `structure` and `filter` default to the values of the training data set."""
     interval: int = Field(default=5, ge=1)
     """Epochs between two validations."""
@@ -336,7 +338,7 @@ class Finetuning(Section):
 
 
 OF_TOOLKIT = Field(description="For workflows that are registered with NVIDIA's toolkit.")
-OfToolkit: TypeAlias = Annotated[Fields, OF_TOOLKIT]
+OfToolkit: TypeAlias = Annotated[TypedFields, OF_TOOLKIT]
 
 
 class ToolkitSections(Section):

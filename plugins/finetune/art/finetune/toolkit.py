@@ -18,7 +18,7 @@ from pydantic import BaseModel
 import art
 from art.finetune import components
 from art.finetune.components import Kind
-from art.finetune.rows import Row
+from art.finetune.rows import DatasetRow
 from art.finetune.scoring import Evaluator
 from art.finetune.sections import TOOLKIT_SECTIONS, Component, Config
 from art.finetune.workflows import WORKFLOW, Call, Workflow, current_function
@@ -145,7 +145,7 @@ def _workflow(sessions: Any) -> Workflow:
 def _evaluator(name: str, info: Any) -> Evaluator:
     from nat.data_models.evaluator import EvalInput, EvalInputItem
 
-    async def evaluate(row: Row, output: Any, trajectory: art.Trajectory) -> Any:
+    async def evaluate(row: DatasetRow, output: Any, trajectory: art.Trajectory) -> Any:
         item = EvalInputItem(
             id=row.id,
             input_obj=row.question,

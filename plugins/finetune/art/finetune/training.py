@@ -17,11 +17,11 @@ from art.finetune import curriculum
 from art.finetune.agent import num_cut_answers, reason_of, reason_of_failure
 from art.finetune.curriculum import Chosen
 from art.finetune.errors import FinetuneError, RolloutFailed
-from art.finetune.history import EpochRow, RolloutRow, ValidationRow, reward_figures, validation_row
 from art.finetune.interfaces import Part, Run, TrainerAdapter, TrainingJobStatus, TrajectoryBuilder, say
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rollouts import play_once, report_lost
-from art.finetune.rows import Row
+from art.finetune.rows import DatasetRow
+from art.finetune.run_record import EpochRow, FinishedRollout, ValidationRow, reward_figures, validation_row
 from art.finetune.sections import Component
 from art_protocol.signal import has_signal
 
@@ -170,13 +170,13 @@ class ArtTrainer(Part):
 
         async def kept(
             model: art.TrainableModel,
-            row: Row,
+            row: DatasetRow,
             number: int,
             session: str,
             play: Callable[[], Awaitable[art.Trajectory]],
         ) -> art.Trajectory:
             step = model.get_inference_name()
-            name = RolloutRow(epoch=epoch, row=row.id, generation=number, session=session, split="val", model=step)
+            name = FinishedRollout(epoch=epoch, row=row.id, generation=number, session=session, split="val", model=step)
             trajectory, _ = await play_once(run, model, name, play)
             return trajectory
 

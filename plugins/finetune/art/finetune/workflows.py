@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import art
 from art.finetune import components
-from art.finetune.rows import Row
+from art.finetune.rows import DatasetRow
 from art.finetune.sections import LLM, Component
 
 WORKFLOW = "<workflow>"
@@ -54,7 +54,7 @@ class Address:
 class Call:
     """One rollout of one row."""
 
-    row: Row
+    row: DatasetRow
     rollout: art.Rollout
     seed: int
     llms: Mapping[str, Address]

@@ -17,7 +17,7 @@ from art_server.jobs.budgets import Budgets
 from art_server.jobs.trainer_process import TrainerError, TrainerProcess
 from art_server.process.place import Here
 from art_server.process.shared.trainer_messages import Batch, LoadTask, WorkerConfig
-from art_server.trainer.gang import Gang
+from art_server.trainer.gang_view import GangView
 from art_server.trainer.policy import Policy
 from tests.architectures import CONFIGS
 from tests.places import Elsewhere
@@ -52,7 +52,7 @@ def usual_budgets(world: World) -> Iterator[None]:
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 5), st.booleans())
 def test_each_micro_batch_has_one_rank(loads: list[int], size: int, is_sharded: bool) -> None:
-    shares = [Gang(rank, size, is_sharded=is_sharded).rounds(loads) for rank in range(size)]
+    shares = [GangView(rank, size, is_sharded=is_sharded).rounds(loads) for rank in range(size)]
     counted = [index for share in shares for index, counts in share if counts]
     assert sorted(counted) == list(range(len(loads)))
     tokens = [sum(loads[index] for index, counts in share if counts) for share in shares]

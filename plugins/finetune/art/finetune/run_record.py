@@ -31,11 +31,11 @@ def _now() -> str:
     return datetime.now(UTC).isoformat()
 
 
-class Record(BaseModel):
+class StoredRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class RolloutRow(Record):
+class FinishedRollout(StoredRecord):
     """A finished rollout. A failed one has an error and no reward."""
 
     epoch: int
@@ -56,7 +56,7 @@ class RolloutRow(Record):
     error: str | None = None
 
 
-class EpochRow(Record):
+class EpochRow(StoredRecord):
     """A finished epoch. Rewards are None without a trajectory. The fields `filtered_*` are about the trained groups only: a group
     without signal is not trained."""
 
@@ -88,7 +88,7 @@ class EpochRow(Record):
     """The number of failed rollouts, by reason."""
 
 
-class ValidationRow(Record):
+class ValidationRow(StoredRecord):
     """A validation before an epoch, or after the last. A failed one has an error, no rewards and no examples."""
 
     epoch: int
@@ -106,7 +106,7 @@ class ValidationRow(Record):
     error: str | None = None
 
 
-class Asked(Record):
+class Asked(StoredRecord):
     """What a command asks for. The record of a run has what the last command asked for."""
 
     config: dict[str, Any]

@@ -31,7 +31,7 @@ WAIT = datetime.timedelta(minutes=25)
 so that ranks that do not reach each other report it. The server ends ranks that hang much earlier."""
 
 WELL, OUT_OF_MEMORY, FAILED = 0.0, 1.0, 2.0
-"""How a block ended on a rank (`Gang.together`). The largest number counts for all ranks."""
+"""How a block ended on a rank (`GangView.together`). The largest number counts for all ranks."""
 
 TCP = "tcp://"
 
@@ -48,7 +48,7 @@ class NoMemoryOnSomeRank(MemoryError):
     """A rank ran out of memory, and all ranks know that."""
 
 
-class Gang:
+class GangView:
     """One rank's view of all. A gang of one computes everything and waits for nobody."""
 
     def __init__(self, rank: int = 0, size: int = 1, *, is_sharded: bool = False, machines: Sequence[str] = ()) -> None:
@@ -70,7 +70,7 @@ class Gang:
         is_sharded: bool,
         machine: str,
         facts: Mapping[str, str],
-    ) -> "Gang":
+    ) -> "GangView":
         """Waits until all ranks have joined. `meeting` is a file on this machine, new for each gang; for ranks on several
         machines it is `tcp://ADDRESS:PORT` of the first machine. `facts` must be equal on all ranks.
 
@@ -180,7 +180,7 @@ class Gang:
 
 
 class _Together:
-    def __init__(self, gang: Gang) -> None:
+    def __init__(self, gang: GangView) -> None:
         self._gang = gang
 
     def __enter__(self) -> None:
@@ -253,4 +253,4 @@ def interface_to(address: str) -> str:
 GET_ADDRESS = 0x8915
 """SIOCGIFADDR (netdevice(7))."""
 
-ALONE = Gang()
+ALONE = GangView()
