@@ -23,7 +23,7 @@ from typing import Any, Literal
 import aiohttp
 
 from art_protocol.log_file import LogFile
-from art_server.engine.command import EngineProgram, Receiver, notes_on_device, seq_length
+from art_server.engine.command import EngineProgram, notes_on_device, seq_length
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.device.plan import MemoryPlan
 from art_server.engine.failures import find_cause, refusal_of
@@ -32,6 +32,7 @@ from art_server.errors import InvalidInput, Unavailable
 from art_server.process.background import Background
 from art_server.process.place import Endpoint, Place, PlaceFailed, PlaceLost, Process
 from art_server.process.progress import StartProgress
+from art_server.process.receiver import Receiver
 from art_server.process.shared.engine_messages import new_request_id
 from art_server.process.shared.trainer_messages import MismatchLimits
 from art_server.settings import GPU_ENGINE_ARGS, Handover, ServerConfig

@@ -15,7 +15,6 @@ from pathlib import Path
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from art_protocol.log_file import LogFile
-from art_server.engine.command import Receiver
 from art_server.engine.device.computing import ComputingDevices
 from art_server.errors import InvalidInput
 from art_server.jobs.replay_record import base_digests
@@ -45,6 +44,7 @@ from art_server.machines.orders import (
 )
 from art_server.process.children import END_SECONDS
 from art_server.process.place import Counters, Endpoint, PlaceFailed, PlaceLost
+from art_server.process.receiver import Receiver
 from art_server.store import files
 from art_server.store.base_models import BaseModel
 
