@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
 
@@ -83,6 +83,8 @@ LOAD_SECONDS = 300.0
 ENGINE_FILES = (CONFIG_FILE, ADAPTER_FILE, DESCRIPTION_FILE)
 """The files of a checkpoint that vLLM loads. The other files are two thirds of a checkpoint's bytes, and can appear and vanish
 while an engine gets the checkpoint."""
+DELIVERY_PAUSE_SECONDS = 10.0
+"""The pause before files that the engine's machine could not take are sent again: a disk may be full for hours."""
 METRICS_SECONDS = 2.0
 """Limit for vLLM's metrics."""
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)
@@ -131,6 +133,18 @@ class PolicyDiffers(AdapterRefused):
         """What differs, without the rest of the message."""
 
 
+class NotDelivered(TimeoutError):
+    """The engine's machine could not take an adapter's files."""
+
+
+class Undelivered(NamedTuple):
+    """An adapter whose files the engine's machine could not take."""
+
+    reason: str
+    again_at: float
+    """When the files are sent again (`time.monotonic`)."""
+
+
 class Engine:
     """vLLM's process, its state, and its loaded adapters."""
 
@@ -176,6 +190,8 @@ class Engine:
         self._compared: set[str] = set()
         """Adapters that vLLM's process has loaded and scores as the trainer does. Only these adapters serve."""
         self._loads: dict[str, asyncio.Task[bool]] = {}
+        self._undelivered: dict[str, Undelivered] = {}
+        """The reasons by the adapter's name."""
         self._leaving: dict[str, Path] = {}
         """Adapters that vLLM still holds and nobody can request."""
         self._has_stale_prompts = False
@@ -223,6 +239,7 @@ class Engine:
         self.base = None
         self._adapters.clear()
         self._compared.clear()
+        self._undelivered.clear()
         await self.location.keep_only(())
         await self._set_state("none")
 
@@ -391,7 +408,8 @@ class Engine:
 
         Raises:
             AdapterRefused: the folder is deleted.
-            TimeoutError: vLLM's machine cannot take the files.
+            NotDelivered: vLLM's machine cannot take the files.
+            TimeoutError: the machine is lost.
         """
         try:
             async with asyncio.timeout(LOAD_SECONDS):
@@ -399,7 +417,9 @@ class Engine:
         except (OSError, PlaceFailed, PlaceLost) as error:
             if not (folder / ADAPTER_FILE).exists():
                 raise AdapterRefused(f"the adapter in {folder.name} was deleted while the engine fetched it") from error
-            raise TimeoutError(str(error)) from error
+            if isinstance(error, PlaceLost):
+                raise TimeoutError(str(error)) from error
+            raise NotDelivered(str(error) or f"they had not arrived after {LOAD_SECONDS:.0f} s") from error
 
     async def _end_process(self) -> None:
         """Kills vLLM with all processes that it spawned, and waits for the end of its main process."""
@@ -632,13 +652,41 @@ class Engine:
         # vLLM continues to load for callers that have left, and holds the device meanwhile.
         return await asyncio.shield(self._loads[name])
 
+    def load_waited_for(self, name: str | None = None) -> str | None:
+        """What the load of the adapter `name`, or of any adapter, waits for; None while no load waits."""
+        for adapter, undelivered in self._undelivered.items():
+            if adapter in self._loads and name in (None, adapter):
+                return (
+                    f"the files of '{adapter}', which cannot be delivered ({undelivered.reason}); they are sent again every "
+                    f"{DELIVERY_PAUSE_SECONDS:.0f} s"
+                )
+        return None
+
     async def _load_alone(self, name: str, path: Path) -> bool:
+        """As `try_load`, after a pause if the adapter's files could not be delivered before. The pause is shared by all callers,
+        and does not hold the device."""
+        earlier = self._undelivered.get(name)
+        if earlier is not None:
+            await asyncio.sleep(max(0.0, earlier.again_at - time.monotonic()))
+        try:
+            has_answered = await self._load_held(name, path)
+        except NotDelivered as error:
+            self._undelivered[name] = Undelivered(str(error), time.monotonic() + DELIVERY_PAUSE_SECONDS)
+            if earlier is None:
+                logger.error("%s: the files of '%s' cannot be delivered: %s", self.name, name, error)
+            return False
+        self._undelivered.pop(name, None)
+        return has_answered
+
+    async def _load_held(self, name: str, path: Path) -> bool:
         async with self._owner.held():
             await self._tidy()
             if self.state == "ready":
                 try:
                     await self._load(name, path)
                     await self._compare(name, path)
+                except NotDelivered:
+                    raise
                 except LOST as error:
                     await asyncio.sleep(0.2)  # vLLM died: wait for its restart
                     return not isinstance(error, TimeoutError)

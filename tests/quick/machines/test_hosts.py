@@ -4,6 +4,9 @@ import asyncio
 import json
 import os
 import signal
+import time
+from collections.abc import Collection
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from art_server.machines import host as host_module
 from art_server.machines import hosts as hosts_module
 from art_server.machines import joined as joined_module
 from art_server.machines import orders
-from art_server.machines.joined import HostProcess
+from art_server.machines.joined import HostProcess, JoinedHost
 from art_server.machines.on_host import OnHost
 from art_server.process.shared.main_memory import main_memory
 from art_server.store.base_models import TINY_DIR
@@ -356,6 +359,57 @@ async def test_a_machine_that_cannot_take_an_adapter_is_not_ready(
             assert names["engine-good-0"].holds("p/m@1")
             await until(lambda: names["engine-full-0"].state == "failed")
             await sample_group(model)
+
+
+async def test_an_only_engine_whose_machine_is_full_waits_and_says_for_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_module, "DELIVERY_PAUSE_SECONDS", 0.3)
+    deliveries: list[float] = []
+    put = JoinedHost.put
+
+    async def counted(host: JoinedHost, folder: Path, names: Collection[str]) -> tuple[str, str]:
+        if host.name == "full":
+            deliveries.append(time.monotonic())
+        return await put(host, folder, names)
+
+    monkeypatch.setattr(JoinedHost, "put", counted)
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("full", engines=1)
+        here.host("trains", ranks=1)
+        await here.ready(1)
+        await here.joined(1)
+        model, backend = await register(here)
+        folders = tmp_path / "full" / "folders"
+
+        def waits_for() -> str:
+            return here.server.status.health().waits_for or ""
+
+        async with backend:
+            folders.write_text("where no folder can be made")
+            waiting = [asyncio.create_task(sample_group(model)) for _ in range(3)]
+            await until(lambda: len(deliveries) > 3)
+            assert min(later - earlier for earlier, later in pairwise(deliveries)) >= 0.3, "all requests wait together"
+            await until(lambda: "the files of 'p/m@0', which cannot be delivered (host full: " in waits_for())
+            folders.unlink()
+            groups = await asyncio.gather(*waiting)
+            assert waits_for() == ""
+            folders.rename(tmp_path / "aside")
+            folders.write_text("where no folder can be made")
+            job = await model.submit(groups, CONFIG)
+
+            def job_waits_for() -> str:
+                row = here.server.queue.get(job.job_id)
+                return here.server.runner._waits_for(row, (), None) or ""
+
+            await until(lambda: "the files of 'p/m@1'" in job_waits_for())
+            folders.unlink()
+            (tmp_path / "aside").rename(folders)
+            assert (await job).step == 1
+        lines = [record.getMessage() for record in caplog.records if "cannot be delivered" in record.getMessage()]
+        assert [line.partition(" cannot")[0] for line in lines] == [
+            f"engine-full-0: the files of 'p/m@{step}'" for step in (0, 1)
+        ]
 
 
 REFUSED = {
