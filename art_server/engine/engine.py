@@ -228,6 +228,7 @@ class Engine:
         """Ends vLLM. The engine can be started again, with another base model."""
         self.was_killed |= bool(self.location.lost)  # its requests are not to blame for a lost machine
         await self._background.stop(self._supervisor)
+        await self._set_state("none")  # nobody uses an engine that ends
         await self._end_process()
         if self._http is not None:
             await self._http.close()
@@ -241,7 +242,6 @@ class Engine:
         self._compared.clear()
         self._undelivered.clear()
         await self.location.keep_only(())
-        await self._set_state("none")
 
     @property
     def http(self) -> aiohttp.ClientSession:

@@ -235,8 +235,10 @@ class JobRunner:
             return f"another try in {seconds:.0f} s, because {job.last_error.message}"
         model = self._registry.find(job.project, job.name)
         if job.state == "running":
-            adapter = None if model is None or job.target_step is None else model.adapter_name(job.target_step)
-            return self._engine.start_waited_for or (adapter and self._engine.load_waited_for(adapter))
+            if model is None or job.target_step is None:
+                return self._engine.start_waited_for
+            adapter = model.adapter_name(job.target_step)
+            return self._engine.start_waited_for or self._engine.load_waited_for(adapter)
         if model is not None and not is_on_base(self._engine, model):
             return f"base model '{model.record.base_model}', which this server has not loaded"
         ahead = list(itertools.takewhile(lambda earlier: earlier.job_id != job.job_id, waiting))

@@ -298,6 +298,35 @@ async def test_a_machine_that_is_silent_is_lost_and_joins_anew(tmp_path: Path, m
         await until(lambda: not Path(f"/proc/{ended}").exists())
 
 
+async def test_a_lost_machine_has_no_engine_and_no_rank_before_its_connection_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To close the connection of a machine that does not answer takes as long as the network's limits."""
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", engines=2, ranks=1)
+        await here.ready(2)
+        first, second = here.server.engine.replicas
+        assert isinstance(first.location, OnHost)
+        host, may_close = first.location.host, asyncio.Event()
+        close, stop = host._connection.close, first.stop
+
+        async def close_later() -> None:
+            await may_close.wait()
+            await close()
+
+        async def stop_later() -> None:
+            await may_close.wait()
+            await stop()
+
+        monkeypatch.setattr(host._connection, "close", close_later)
+        monkeypatch.setattr(first, "stop", stop_later)
+        host.lose("it did not obey an order")
+        await until(lambda: not here.server.engine.replicas and not here.server.trainer.joined)
+        await until(lambda: second.state == "none")
+        may_close.set()
+        await here.ready(2)
+
+
 async def test_a_machine_whose_server_is_silent_ends_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,6 +439,26 @@ async def test_an_only_engine_whose_machine_is_full_waits_and_says_for_what(
         assert [line.partition(" cannot")[0] for line in lines] == [
             f"engine-full-0: the files of 'p/m@{step}'" for step in (0, 1)
         ]
+
+
+async def test_a_machine_that_leaves_before_it_is_admitted_leaves_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(tmp_path, monkeypatch) as here:
+        is_asked, may_answer = asyncio.Event(), asyncio.Event()
+
+        async def find_none(*_: object) -> None:
+            is_asked.set()
+            await may_answer.wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(hosts_module.Hosts, "_find_fault", find_none)
+            here.host("one", engines=1)
+            await is_asked.wait()
+            await here.end("one")
+            may_answer.set()
+        here.host("one", engines=1)
+        await here.ready(1)
 
 
 REFUSED = {
