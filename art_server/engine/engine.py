@@ -647,7 +647,7 @@ class Engine:
             AdapterRefused: vLLM refuses the adapter.
         """
         if name not in self._loads:
-            self._loads[name] = asyncio.create_task(self._load_alone(name, path))
+            self._loads[name] = asyncio.create_task(self._load_after_pause(name, path))
             self._loads[name].add_done_callback(functools.partial(self._loaded, name))
         # vLLM continues to load for callers that have left, and holds the device meanwhile.
         return await asyncio.shield(self._loads[name])
@@ -662,14 +662,14 @@ class Engine:
                 )
         return None
 
-    async def _load_alone(self, name: str, path: Path) -> bool:
+    async def _load_after_pause(self, name: str, path: Path) -> bool:
         """As `try_load`, after a pause if the adapter's files could not be delivered before. The pause is shared by all callers,
         and does not hold the device."""
         earlier = self._undelivered.get(name)
         if earlier is not None:
             await asyncio.sleep(max(0.0, earlier.again_at - time.monotonic()))
         try:
-            has_answered = await self._load_held(name, path)
+            has_answered = await self._load_alone(name, path)
         except NotDelivered as error:
             self._undelivered[name] = Undelivered(str(error), time.monotonic() + DELIVERY_PAUSE_SECONDS)
             if earlier is None:
@@ -678,7 +678,7 @@ class Engine:
         self._undelivered.pop(name, None)
         return has_answered
 
-    async def _load_held(self, name: str, path: Path) -> bool:
+    async def _load_alone(self, name: str, path: Path) -> bool:
         async with self._owner.held():
             await self._tidy()
             if self.state == "ready":
