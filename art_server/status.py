@@ -59,7 +59,7 @@ class Status:
             base_model=engine.base.name if engine.base is not None else None,
             version=__version__,
             detail=engine.detail,
-            waits_for=step or engine.start_waited_for,
+            waits_for=step or engine.start_waited_for or engine.load_waited_for(),
             progress=engine.progress.lines,
             replicas=self._replicas(),
             longest_stall_seconds=self._loop_watch.longest_stall_seconds,

@@ -118,6 +118,7 @@ async def check_engine(engine: Fleet, adapter: Path, refused: str, seconds: floa
     await engine.wait_ready(seconds)
     (replica,) = engine.replicas
     assert engine.state == "ready" and engine.start_waited_for is None and await replica.is_alive()
+    assert engine.load_waited_for() is None
     assert engine.base is not None and engine.max_seq_length
     await engine.load_adapter("p/a@0", adapter, seconds)
     await engine.load_adapter("p/a@0", adapter, seconds)

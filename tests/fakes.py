@@ -93,6 +93,9 @@ class FakeEngine:
     def start_waited_for(self) -> str | None:
         return "the engine" if self.state == "starting" else None
 
+    def load_waited_for(self, name: str | None = None) -> str | None:
+        return None
+
     async def wait_ready(self, timeout_seconds: float) -> None:
         del timeout_seconds
         await asyncio.sleep(0)

@@ -4,14 +4,14 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from art_server.engine.device.plan import MemoryPlan
 from art_server.errors import InvalidInput
 from art_server.process.place import Command, Endpoint
+from art_server.process.receiver import Receiver
 from art_server.process.shared.switches import (
     DISTRIBUTIONS_SWITCH,
     EXPERTS_SWITCH,
@@ -53,21 +53,6 @@ SWITCHES = (
     "disable-uvicorn-access-log",
 )
 """Only language: an image in a message could name an address, which vLLM would fetch."""
-
-
-class Receiver(Protocol):
-    """Receives vLLM's reports about its requests: the ledger's intake (`ledger/intake.py`), or on a host the relay to the server
-    (`machines/obeying.py`)."""
-
-    async def listen(self, socket_path: Path) -> None:
-        """Listens for connections, if it does not listen yet."""
-        ...
-
-    async def read(self, reader: asyncio.StreamReader, write: Callable[[bytes], None]) -> None:
-        """Takes the messages of one connection until vLLM ends; answers with `write`."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

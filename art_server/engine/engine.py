@@ -18,12 +18,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
 
 from art_protocol.log_file import LogFile
-from art_server.engine.command import EngineProgram, Receiver, notes_on_device, seq_length
+from art_server.engine.command import EngineProgram, notes_on_device, seq_length
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.device.plan import MemoryPlan
 from art_server.engine.failures import find_cause, refusal_of
@@ -32,6 +32,7 @@ from art_server.errors import InvalidInput, Unavailable
 from art_server.process.background import Background
 from art_server.process.place import Endpoint, Place, PlaceFailed, PlaceLost, Process
 from art_server.process.progress import StartProgress
+from art_server.process.receiver import Receiver
 from art_server.process.shared.engine_messages import new_request_id
 from art_server.process.shared.trainer_messages import MismatchLimits
 from art_server.settings import GPU_ENGINE_ARGS, Handover, ServerConfig
@@ -82,6 +83,8 @@ LOAD_SECONDS = 300.0
 ENGINE_FILES = (CONFIG_FILE, ADAPTER_FILE, DESCRIPTION_FILE)
 """The files of a checkpoint that vLLM loads. The other files are two thirds of a checkpoint's bytes, and can appear and vanish
 while an engine gets the checkpoint."""
+DELIVERY_PAUSE_SECONDS = 10.0
+"""The pause before files that the engine's machine could not take are sent again: a disk may be full for hours."""
 METRICS_SECONDS = 2.0
 """Limit for vLLM's metrics."""
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)
@@ -130,6 +133,18 @@ class PolicyDiffers(AdapterRefused):
         """What differs, without the rest of the message."""
 
 
+class NotDelivered(TimeoutError):
+    """The engine's machine could not take an adapter's files."""
+
+
+class Undelivered(NamedTuple):
+    """An adapter whose files the engine's machine could not take."""
+
+    reason: str
+    again_at: float
+    """When the files are sent again (`time.monotonic`)."""
+
+
 class Engine:
     """vLLM's process, its state, and its loaded adapters."""
 
@@ -175,6 +190,8 @@ class Engine:
         self._compared: set[str] = set()
         """Adapters that vLLM's process has loaded and scores as the trainer does. Only these adapters serve."""
         self._loads: dict[str, asyncio.Task[bool]] = {}
+        self._undelivered: dict[str, Undelivered] = {}
+        """The reasons by the adapter's name."""
         self._leaving: dict[str, Path] = {}
         """Adapters that vLLM still holds and nobody can request."""
         self._has_stale_prompts = False
@@ -211,6 +228,7 @@ class Engine:
         """Ends vLLM. The engine can be started again, with another base model."""
         self.was_killed |= bool(self.location.lost)  # its requests are not to blame for a lost machine
         await self._background.stop(self._supervisor)
+        await self._set_state("none")  # nobody uses an engine that ends
         await self._end_process()
         if self._http is not None:
             await self._http.close()
@@ -222,8 +240,8 @@ class Engine:
         self.base = None
         self._adapters.clear()
         self._compared.clear()
+        self._undelivered.clear()
         await self.location.keep_only(())
-        await self._set_state("none")
 
     @property
     def http(self) -> aiohttp.ClientSession:
@@ -390,7 +408,8 @@ class Engine:
 
         Raises:
             AdapterRefused: the folder is deleted.
-            TimeoutError: vLLM's machine cannot take the files.
+            NotDelivered: vLLM's machine cannot take the files.
+            TimeoutError: the machine is lost.
         """
         try:
             async with asyncio.timeout(LOAD_SECONDS):
@@ -398,7 +417,9 @@ class Engine:
         except (OSError, PlaceFailed, PlaceLost) as error:
             if not (folder / ADAPTER_FILE).exists():
                 raise AdapterRefused(f"the adapter in {folder.name} was deleted while the engine fetched it") from error
-            raise TimeoutError(str(error)) from error
+            if isinstance(error, PlaceLost):
+                raise TimeoutError(str(error)) from error
+            raise NotDelivered(str(error) or f"they had not arrived after {LOAD_SECONDS:.0f} s") from error
 
     async def _end_process(self) -> None:
         """Kills vLLM with all processes that it spawned, and waits for the end of its main process."""
@@ -626,10 +647,36 @@ class Engine:
             AdapterRefused: vLLM refuses the adapter.
         """
         if name not in self._loads:
-            self._loads[name] = asyncio.create_task(self._load_alone(name, path))
+            self._loads[name] = asyncio.create_task(self._load_after_pause(name, path))
             self._loads[name].add_done_callback(functools.partial(self._loaded, name))
         # vLLM continues to load for callers that have left, and holds the device meanwhile.
         return await asyncio.shield(self._loads[name])
+
+    def load_waited_for(self, name: str | None = None) -> str | None:
+        """What the load of the adapter `name`, or of any adapter, waits for; None while no load waits."""
+        for adapter, undelivered in self._undelivered.items():
+            if adapter in self._loads and name in (None, adapter):
+                return (
+                    f"the files of '{adapter}', which cannot be delivered ({undelivered.reason}); they are sent again every "
+                    f"{DELIVERY_PAUSE_SECONDS:.0f} s"
+                )
+        return None
+
+    async def _load_after_pause(self, name: str, path: Path) -> bool:
+        """As `try_load`, after a pause if the adapter's files could not be delivered before. The pause is shared by all callers,
+        and does not hold the device."""
+        earlier = self._undelivered.get(name)
+        if earlier is not None:
+            await asyncio.sleep(max(0.0, earlier.again_at - time.monotonic()))
+        try:
+            has_answered = await self._load_alone(name, path)
+        except NotDelivered as error:
+            self._undelivered[name] = Undelivered(str(error), time.monotonic() + DELIVERY_PAUSE_SECONDS)
+            if earlier is None:
+                logger.error("%s: the files of '%s' cannot be delivered: %s", self.name, name, error)
+            return False
+        self._undelivered.pop(name, None)
+        return has_answered
 
     async def _load_alone(self, name: str, path: Path) -> bool:
         async with self._owner.held():
@@ -638,6 +685,8 @@ class Engine:
                 try:
                     await self._load(name, path)
                     await self._compare(name, path)
+                except NotDelivered:
+                    raise
                 except LOST as error:
                     await asyncio.sleep(0.2)  # vLLM died: wait for its restart
                     return not isinstance(error, TimeoutError)

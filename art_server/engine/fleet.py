@@ -139,6 +139,11 @@ class Fleet:
         what = "the engine, which is starting" if self._is_alone else "the engines, which are starting"
         return f"{what}. {self.detail or ''}".rstrip()
 
+    def load_waited_for(self, name: str | None = None) -> str | None:
+        """What the load of the adapter `name`, or of any adapter, waits for (`Engine.load_waited_for`)."""
+        reasons = (replica.load_waited_for(name) for replica in self.replicas)
+        return next((reason for reason in reasons if reason is not None), None)
+
     def ignored_args(self, requested: Mapping[str, str]) -> list[str]:
         """One sentence for each requested engine argument that is not in effect in some replica. While there is no replica, the
         sentences for the first replica that will join."""

@@ -230,9 +230,12 @@ class JobRunner:
         if job.next_attempt_at and job.last_error is not None:
             seconds = max(0.0, job.next_attempt_at - clock.now())
             return f"another try in {seconds:.0f} s, because {job.last_error.message}"
-        if job.state == "running":
-            return self._engine.start_waited_for
         model = self._registry.of_number(job.model)
+        if job.state == "running":
+            if model is None or job.target_step is None:
+                return self._engine.start_waited_for
+            adapter = model.adapter_name(job.target_step)
+            return self._engine.start_waited_for or self._engine.load_waited_for(adapter)
         if model is not None and not is_on_base(self._engine, model):
             return f"base model '{model.record.base_model}', which this server has not loaded"
         ahead = list(itertools.takewhile(lambda earlier: earlier.job_id != job.job_id, waiting))

@@ -1,26 +1,22 @@
 """Receives prompts and samples from the engine's process over a socket, and passes them to the ledger."""
 
 import asyncio
-import contextlib
 import logging
 import sqlite3
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from art_server.ledger.ledger import Ledger
 from art_server.process.background import Background
+from art_server.process.receiver import READ_BYTES, Receiver
 from art_server.process.shared.engine_messages import REQUEST_ID, EngineMessage, FinishedChoice, MessageName
 
 logger = logging.getLogger(__name__)
 
 RECORDS = "records"
 """The name under which `/health` reports lost records."""
-
-READ_BYTES = 1 << 20
-
 
 PromptHandler = Callable[[str, list[int]], list[int] | None]
 """From vLLM's request id and a rendered prompt to the tokens to sample from instead, or None."""
@@ -32,34 +28,19 @@ LostHandler = Callable[[str, int, int, Exception], None]
 prompt, and the error."""
 
 
-class RecordReceiver:
-    """Listens on a Unix socket, answers prompts, and passes on samples; samples that arrive together form one batch.
+class RecordReceiver(Receiver):
+    """Answers prompts, and passes on samples; samples that arrive together form one batch.
 
     A sample that cannot be recorded affects no other sample: its request is answered without a record.
     """
 
     def __init__(self, on_prompt: PromptHandler, on_samples: SamplesHandler, on_lost: LostHandler):
+        super().__init__()
         self._on_prompt = on_prompt
         self._on_samples = on_samples
         self._on_lost = on_lost
-        self._server: asyncio.Server | None = None
-
-    async def listen(self, socket_path: Path) -> None:
-        """Listens until `close`. Every process of an engine connects to the same socket."""
-        if self._server is None:
-            self._server = await asyncio.start_unix_server(self._serve, path=socket_path, limit=READ_BYTES)
-
-    async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer):
-            await self.read(reader, writer.write)
 
     async def read(self, reader: asyncio.StreamReader, write: Callable[[bytes], None]) -> None:
-        """Takes an engine's messages until it ends; answers with `write`."""
         rest = bytearray()
         while chunk := await reader.read(READ_BYTES):
             rest += chunk

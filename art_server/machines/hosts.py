@@ -136,13 +136,13 @@ class Hosts:
             await refuse(connection, reason)
             return
         self._joined.append(host)
-        await connection.send_text(Welcome().model_dump_json())
+        host.tell(Welcome())
         serving = asyncio.create_task(host.serve())
         try:
             if (base := self._fleet.base) is not None:
                 await host.use_base(base)
             async with self._offered_devices(host):
-                await asyncio.shield(serving)
+                await host.until_lost()
         except (OrderFailed, HostLost):  # the host was dismissed, or its connection is lost
             pass
         finally:
@@ -203,8 +203,7 @@ class Hosts:
             host.lose("the server ends")
             self._trainer.remove(ranks)
             self._devices.leave(greeting)
-            for engine in engines:
-                await self._fleet.remove(engine)
+            await asyncio.gather(*(self._fleet.remove(engine) for engine in engines))
 
     def _engine(self, host: JoinedHost, slot: int) -> Engine:
         return Engine(

@@ -15,7 +15,6 @@ from pathlib import Path
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from art_protocol.log_file import LogFile
-from art_server.engine.command import Receiver
 from art_server.engine.device.computing import ComputingDevices
 from art_server.errors import InvalidInput
 from art_server.jobs.replay_record import base_digests
@@ -45,6 +44,7 @@ from art_server.machines.orders import (
 )
 from art_server.process.children import END_SECONDS
 from art_server.process.place import Counters, Endpoint, PlaceFailed, PlaceLost
+from art_server.process.receiver import Receiver
 from art_server.store import files
 from art_server.store.base_models import BaseModel
 
@@ -155,6 +155,7 @@ class JoinedHost:
         """Folders that hosts may fill."""
         self.reason = ""
         """Why the machine was lost; empty while the machine is connected."""
+        self._is_lost = asyncio.Event()
         self.processes: dict[str, HostProcess] = {}
         """The processes on the machine, by the names that the server gave them."""
         self._outgoing: asyncio.Queue[HostMessage] = asyncio.Queue()
@@ -199,12 +200,18 @@ class JoinedHost:
         if self.reason:
             return
         self.reason = reason
+        self._is_lost.set()
         logger.warning("host %s is lost: %s", self.name, reason)
         for process in self.processes.values():
             process.note_end(KILLED)
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(HostLost(f"host {self.name} was lost: {reason}"))
+
+    async def until_lost(self) -> None:
+        """Returns as soon as the machine counts as lost. A lost machine may answer no more, so that its connection is closed much
+        later (`serve`)."""
+        await self._is_lost.wait()
 
     async def _send(self) -> None:
         while True:

@@ -50,6 +50,7 @@ from art_server.machines.orders import (
 )
 from art_server.process.children import Children
 from art_server.process.place import Here, ProcessHere
+from art_server.process.receiver import Receiver
 from art_server.settings import ServerConfig
 from art_server.store import files
 from art_server.store.base_facts import CACHE_DIR
@@ -90,26 +91,13 @@ class Child:
     watch: asyncio.Task[None] | None = None
 
 
-class Relay:
-    """Passes an engine's records to the server, and the ledger's answers back (`engine/command.py:Receiver`)."""
+class Relay(Receiver):
+    """Passes an engine's records to the server, and the ledger's answers back."""
 
     def __init__(self, session: aiohttp.ClientSession, child: str):
+        super().__init__()
         self._session = session
         self._child = child
-        self._server: asyncio.Server | None = None
-
-    async def listen(self, socket_path: Path) -> None:
-        if self._server is None:
-            self._server = await asyncio.start_unix_server(self._serve, path=socket_path)
-
-    async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer):
-            await self.read(reader, writer.write)
 
     async def read(self, reader: asyncio.StreamReader, write: Callable[[bytes], None]) -> None:
         """Returns when one side closes. The other side is then closed, too, and vLLM ends itself."""
@@ -323,7 +311,9 @@ class Machinery:
         target = self._path(order.folder)
         temporary = target.with_name(f".{order.folder}")
         temporary.mkdir(parents=True)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._forget, target)
+            undo.callback(shutil.rmtree, temporary, ignore_errors=True)
             for name, digest in order.files.items():
                 file = temporary / check_path(name)
                 file.parent.mkdir(exist_ok=True)
@@ -332,10 +322,7 @@ class Machinery:
                         await self._fetch(digest, file)
                     self._digests.setdefault(digest, set()).add(target / name)
             os.rename(temporary, target)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            self._forget(target)
-            raise
+            undo.pop_all()
         return target
 
     def _link(self, digest: str, file: Path) -> bool:

@@ -1,9 +1,6 @@
 """What `plugins/compat/scripts/compatibility` cannot see in our code: which names of ART refuse or have no effect, our way where a name is
 absent, and which tests call the names that work. test_compatibility.py verifies the claims."""
 
-# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# A type checker does not know what annexes add to the client's classes.
-
 import functools
 import importlib
 from collections.abc import Callable

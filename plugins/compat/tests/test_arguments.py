@@ -1,8 +1,5 @@
 """Arguments of ART's models and backends, and what they write."""
 
-# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# A type checker does not know what annexes add to the client's classes.
-
 import logging
 import subprocess
 import sys

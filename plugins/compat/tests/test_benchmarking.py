@@ -1,8 +1,5 @@
 """Files of rollouts as tables, charts and groups, as ART's programs read them."""
 
-# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# A type checker does not know what annexes add to the client's classes.
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,5 @@
 """ART's `_experimental_...` methods: checkpoints in a bucket, and forks, through a real server and `art copy`."""
 
-# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# A type checker does not know what annexes add to the client's classes.
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,5 @@
 """ART's names and keywords of models, backends and train calls, each called for its effect."""
 
-# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# A type checker does not know what annexes add to the client's classes.
-
 import json
 import logging
 import math

@@ -1,8 +1,5 @@
 """Names and import paths of ART's releases, each called for its effect."""
 
-# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# A type checker does not know what annexes add to the client's classes.
-
 import asyncio
 import logging
 from pathlib import Path

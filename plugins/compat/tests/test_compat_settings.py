@@ -1,9 +1,6 @@
 """Every key of ART's settings and every option of its train call: what reaches the server, and what is named in a warning.
 docs/compatibility.md has the same verdicts."""
 
-# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# A type checker does not know what annexes add to the client's classes.
-
 import logging
 from typing import Any
 

@@ -1,8 +1,5 @@
 """ART's names and keywords of `art.utils`, `art.mcp` and `art.retry`, each called for its effect."""
 
-# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# A type checker does not know what annexes add to the client's classes.
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,5 @@
 """Models on backends that are not ours, in the shape of NVIDIA's plugin."""
 
-# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# A type checker does not know what annexes add to the client's classes.
-
 import json
 from collections.abc import AsyncIterator
 from typing import Any

@@ -220,6 +220,53 @@ def test_built_in_parts_are_classes() -> None:
     assert load("trajectory_builder", "openpipe_art_traj_builder").__name__ == "ArtTrajectoryBuilder"
 
 
+FORMER = """\
+from art.finetune import ArtTrainer, ArtTrainerAdapter, ArtTrajectoryBuilder
+
+class Begins(ArtTrajectoryBuilder):
+    async def start_run(self, run_id, meta): ...
+class Submits(ArtTrainerAdapter):
+    async def submit(self, trajectories): ...
+class Lower(Submits): ...
+class Bare:
+    async def submit(self, trajectories): ...
+class Initializes(ArtTrainerAdapter):
+    async def initialize(self, context): ...
+class OneEpoch(ArtTrainer):
+    async def run_epoch(self, epoch, run_id): ...
+
+class Helper(ArtTrainerAdapter):
+    async def train(self, groups, epoch): return await self.submit(groups)
+    async def submit(self, trajectories): ...
+class BareTrainer:
+    async def run(self, num_epochs): ...
+    async def initialize(self): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "former", "today"),
+    [
+        ("trajectory_builder", "Begins", "start_run", "sample"),
+        ("trainer_adapter", "Submits", "submit", "train"),
+        ("trainer_adapter", "Lower", "submit", "train"),
+        ("trainer_adapter", "Bare", "submit", "train"),
+        ("trainer_adapter", "Initializes", "initialize", "__init__"),
+        ("trainer", "OneEpoch", "run_epoch", "run"),
+    ],
+)
+def test_a_former_method_is_refused_with_the_method_of_today(kind: Kind, name: str, former: str, today: str) -> None:
+    Path("parts.py").write_text(FORMER)
+    with pytest.raises(ValueError, match=f"parts.py:{name} has the method '{former}', .* '{today}'"):
+        load(kind, f"parts.py:{name}")
+
+
+def test_a_part_may_have_own_methods_of_former_names() -> None:
+    Path("parts.py").write_text(FORMER)
+    assert load("trainer_adapter", "parts.py:Helper").__name__ == "Helper"
+    assert load("trainer", "parts.py:BareTrainer").__name__ == "BareTrainer"
+
+
 def test_entry_points_name_components(folder: Path) -> None:
     Path("plugged-1.0.dist-info").mkdir()
     Path("plugged-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")

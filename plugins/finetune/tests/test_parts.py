@@ -77,6 +77,16 @@ class Trainer:
 """
 
 
+@pytest.mark.usefixtures("policy")
+async def test_a_part_with_a_method_of_earlier_versions_is_wrong_input(
+    folder: Path, make_file: Callable[..., dict[str, Any]]
+) -> None:
+    code = "import art.finetune\nclass Old(art.finetune.ArtTrainerAdapter):\n    async def submit(self, trajectories): ...\n"
+    (folder / "old.py").write_text(code)
+    with pytest.raises(art.finetune.WrongInput, match="'submit'"):
+        await art.finetune.run(make_file(trainer_adapters__a___type="old.py:Old"))
+
+
 @pytest.mark.parametrize("has_own_trainer", [False, True])
 async def test_a_part_of_one_s_own_is_a_class_with_one_method(
     policy: PolicyServer, folder: Path, make_file: Callable[..., dict[str, Any]], has_own_trainer: bool

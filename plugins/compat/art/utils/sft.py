@@ -12,10 +12,11 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 from tqdm.auto import tqdm
 
+from art.sft import Schedule
 from art.trajectories import Trajectory
 from art.types import TrainResult, TrainSFTConfig
 from art_compat.models import TrainableModel
@@ -29,8 +30,6 @@ __all__ = [
     "iterate_file",
     "train_sft_from_file",
 ]
-
-Schedule: TypeAlias = Literal["linear", "cosine", "constant"]
 
 
 class SFTChunk(NamedTuple):

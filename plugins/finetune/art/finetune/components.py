@@ -52,6 +52,12 @@ PARAMETERS: dict[Kind, tuple[str, ...]] = {
 }
 """The arguments that a function can get, by the names of its parameters. The other kinds are classes, which are called by
 position."""
+FORMER_METHODS: dict[Kind, dict[str, str]] = {
+    "trajectory_builder": {"initialize": "__init__", "start_run": "sample", "finalize": "sample"},
+    "trainer_adapter": {"initialize": "__init__", "submit": "train", "wait_until_complete": "train"},
+    "trainer": {"initialize": "__init__", "bind_components": "__init__", "run_epoch": "run", "cleanup": "run"},
+}
+"""Methods of parts that nothing calls any more, each with the method of today for the same work."""
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 HOW_TO_NAME = "package.module:NAME or path/file.py:NAME"
 
@@ -85,7 +91,8 @@ def load(kind: Kind, type_name: str) -> Callable[..., Any]:
     a program. Built-in workflows and evaluators are no such functions.
 
     Raises:
-        ValueError: the module cannot be imported, has no such name, or the name is nothing that can be called.
+        ValueError: the module cannot be imported, has no such name, or the name is nothing that can be called; or a part has a
+            method that nothing calls any more.
     """
     if type_name in BUILT_IN_CLASSES:
         module, name = BUILT_IN_CLASSES[type_name].split(":")
@@ -104,6 +111,8 @@ def load(kind: Kind, type_name: str) -> Callable[..., Any]:
         by_position = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]
         required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
         _check_parameters(kind, name, required, by_position)
+    if kind in FORMER_METHODS and isinstance(loaded, type):
+        _check_methods(kind, type_name, loaded)
     return loaded
 
 
@@ -224,6 +233,22 @@ def _import_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _check_methods(kind: Kind, type_name: str, part: type[Any]) -> None:
+    """Checks that a part does its work in the methods of today. A part with an own method of today may have any others.
+
+    Raises:
+        ValueError: the part has a former method in place of the method of today.
+    """
+    for former, today in FORMER_METHODS[kind].items():
+        method = getattr(part, today, None)
+        is_own = method is not None and not getattr(method, "__module__", "").startswith("art.finetune.")
+        if hasattr(part, former) and not is_own:
+            raise ValueError(
+                f"{type_name} has the method {former!r}, which nothing calls any more: override {today!r} in its place "
+                "(docs/howto/finetune-parts.md)"
+            )
 
 
 # --- sources ------------------------------------------------------------------------------------------------------

@@ -226,11 +226,20 @@ def _scoring_of_validations(config: Config) -> Any:
 
 
 def _make_trainer(shared: Run) -> Trainer:
-    """The trainer with the other two parts."""
+    """The trainer with the other two parts.
+
+    Raises:
+        WrongInput: the code of a part cannot be loaded.
+    """
     config = shared.config
-    builder = components.load("trajectory_builder", config.builder.type)(config.builder, shared)
-    adapter = components.load("trainer_adapter", config.adapter.type)(config.adapter, shared)
-    return components.load("trainer", config.trainer.type)(config.trainer, shared, builder, adapter)
+    try:
+        make_builder = components.load("trajectory_builder", config.builder.type)
+        make_adapter = components.load("trainer_adapter", config.adapter.type)
+        make_trainer = components.load("trainer", config.trainer.type)
+    except ValueError as error:
+        raise WrongInput([str(error)]) from error
+    builder, adapter = make_builder(config.builder, shared), make_adapter(config.adapter, shared)
+    return make_trainer(config.trainer, shared, builder, adapter)
 
 
 def _summarise(output: folder.Folder, name: str) -> None:

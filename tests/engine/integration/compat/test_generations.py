@@ -3,9 +3,6 @@
 Only the addresses are ours: where a program says `backend`, ART's said `LocalBackend()` or a remote one.
 """
 
-# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# A type checker does not know what annexes add to the client's classes.
-
 from collections.abc import AsyncIterator
 from typing import Any
 

@@ -1,8 +1,5 @@
 """Our `TrainableModel` behind a remote backend of another's making, in the shape of NVIDIA's plugin."""
 
-# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# A type checker does not know what annexes add to the client's classes.
-
 import json
 from collections.abc import AsyncIterator
 from typing import Any

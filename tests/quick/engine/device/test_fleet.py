@@ -365,6 +365,29 @@ async def test_the_requests_of_a_lost_replica_go_to_the_other(tmp_path: Path) ->
         assert all(replica.num_requests == 0 for replica in house.replicas)
 
 
+async def test_a_replica_that_is_removed_is_used_for_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by calls that began before, while its last files are deleted."""
+    async with running(tmp_path) as house:
+        await house.all_ready()
+        replica, begun, go_on = house.replicas[1], asyncio.Event(), asyncio.Event()
+
+        async def delete(folders: object) -> None:
+            if folders == ():
+                begun.set()
+                await go_on.wait()
+
+        monkeypatch.setattr(replica.location, "keep_only", delete)
+        removal = asyncio.create_task(house.fleet.remove(replica))
+        await begun.wait()
+        await replica.pause()
+        assert not await replica.is_alive() and await replica.metrics() == b""
+        assert (await house.ask("a"))[1] == "engine-0"
+        go_on.set()
+        await removal
+
+
 async def test_requests_wait_while_every_replica_starts(tmp_path: Path) -> None:
     async with running(tmp_path) as house:
         await house.all_ready()

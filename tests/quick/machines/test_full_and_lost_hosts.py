@@ -1,0 +1,121 @@
+"""A machine whose disk is full, that is lost, or that leaves while it joins (`machines.py`)."""
+
+import asyncio
+import time
+from collections.abc import Collection
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import art
+from art_server.engine import engine as engine_module
+from art_server.machines import hosts as hosts_module
+from art_server.machines.joined import JoinedHost
+from art_server.machines.on_host import OnHost
+from tests.quick.machines.machines import house
+from tests.quick.server.served import sample_group
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_an_only_engine_whose_machine_is_full_waits_and_says_for_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_module, "DELIVERY_PAUSE_SECONDS", 0.3)
+    deliveries: list[float] = []
+    put = JoinedHost.put
+
+    async def counted(host: JoinedHost, folder: Path, names: Collection[str]) -> tuple[str, str]:
+        if host.name == "full":
+            deliveries.append(time.monotonic())
+        return await put(host, folder, names)
+
+    monkeypatch.setattr(JoinedHost, "put", counted)
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("full", engines=1)
+        here.host("trains", ranks=1)
+        await here.ready(1)
+        await here.joined(1)
+        model, backend = art.TrainableModel(name="m", project="p", base_model="art/tiny"), here.backend
+        await model.register(backend)
+        folders = tmp_path / "full" / "folders"
+
+        def waits_for() -> str:
+            return here.server.status.health().waits_for or ""
+
+        async with backend:
+            folders.write_text("where no folder can be made")
+            waiting = [asyncio.create_task(sample_group(model)) for _ in range(3)]
+            await until(lambda: len(deliveries) > 3)
+            assert min(later - earlier for earlier, later in pairwise(deliveries)) >= 0.3, "all requests wait together"
+            await until(lambda: "the files of 'p/m@0', which cannot be delivered (host full: " in waits_for())
+            folders.unlink()
+            groups = await asyncio.gather(*waiting)
+            assert waits_for() == ""
+            folders.rename(tmp_path / "aside")
+            folders.write_text("where no folder can be made")
+            job = await model.submit(groups, art.TrainConfig(learning_rate=1e-3))
+
+            def job_waits_for() -> str:
+                row = here.server.queue.get(job.job_id)
+                return here.server.runner._waits_for(row, (), None) or ""
+
+            await until(lambda: "the files of 'p/m@1'" in job_waits_for())
+            folders.unlink()
+            (tmp_path / "aside").rename(folders)
+            assert (await job).step == 1
+        lines = [record.getMessage() for record in caplog.records if "cannot be delivered" in record.getMessage()]
+        assert [line.partition(" cannot")[0] for line in lines] == [
+            f"engine-full-0: the files of 'p/m@{step}'" for step in (0, 1)
+        ]
+
+
+async def test_a_lost_machine_has_no_engine_and_no_rank_before_its_connection_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To close the connection of a machine that does not answer takes as long as the network's limits."""
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", engines=2, ranks=1)
+        await here.ready(2)
+        first, second = here.server.engine.replicas
+        assert isinstance(first.location, OnHost)
+        host, may_close = first.location.host, asyncio.Event()
+        close, stop = host._connection.close, first.stop
+
+        async def close_later() -> None:
+            await may_close.wait()
+            await close()
+
+        async def stop_later() -> None:
+            await may_close.wait()
+            await stop()
+
+        monkeypatch.setattr(host._connection, "close", close_later)
+        monkeypatch.setattr(first, "stop", stop_later)
+        host.lose("it did not obey an order")
+        await until(lambda: not here.server.engine.replicas and not here.server.trainer.joined)
+        await until(lambda: second.state == "none")
+        may_close.set()
+        await here.ready(2)
+
+
+async def test_a_machine_that_leaves_before_it_is_admitted_leaves_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(tmp_path, monkeypatch) as here:
+        is_asked, may_answer = asyncio.Event(), asyncio.Event()
+
+        async def find_none(*_: object) -> None:
+            is_asked.set()
+            await may_answer.wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(hosts_module.Hosts, "_find_fault", find_none)
+            here.host("one", engines=1)
+            await is_asked.wait()
+            await here.end("one")
+            may_answer.set()
+        here.host("one", engines=1)
+        await here.ready(1)
