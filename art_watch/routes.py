@@ -239,7 +239,7 @@ async def marks(runs: Runs, live: Live | None, caller: Caller) -> dict[str, Any]
     if live is not None:
         jobs = await live.runner.jobs(caller.projects, PENDING, MAX_JOBS)
         current["jobs"] = [[job.job_id, job.state, job.waits_for is not None] for job in jobs]
-        health = live.status.health()
+        health = live.status.health(names_model=False)
         current["engine"] = health.engine
         current["replicas"] = [replica.engine for replica in health.replicas]
     return current

@@ -143,7 +143,7 @@ class Speakers:
 def heard(turns: Sequence[SessionTurn]) -> Iterator[Heard]:
     """The messages of the turns' requests, each message once for each model, in the order of the first requests that contain
     the messages."""
-    known: dict[tuple[tuple[str | None, str | None], int], Heard] = {}
+    known: dict[tuple[int | None, int], Heard] = {}
     for turn in turns:
         for beginning in turn.conversation or ():
             name = (turn.speaker, id(beginning))

@@ -144,8 +144,8 @@ class Registry:
         """`forget_steps(MODEL, STEP)` is called in a thread before the broken steps of a model (its number) after STEP are set
         aside, because their numbers will be used again. If the server dies in between, the next server calls it again."""
         self._root = root.absolute()
-        self._models: dict[int, RegisteredModel] = {}
-        """By number."""
+        self._models: dict[tuple[str, str], RegisteredModel] = {}
+        """By project and name, because each request names a model."""
         self.models_lock = asyncio.Lock()
         """Held while the files of a model are created or deleted, and across nothing else."""
         self._forget_steps = forget_steps
@@ -176,7 +176,7 @@ class Registry:
             else:
                 number = self.table.add(record)
             self._history.import_missing(number, folder)
-            model = self._models[number] = self._make_model(number, folder, record, newest)
+            model = self._models[folder.project, folder.name] = self._make_model(number, folder, record, newest)
             model.is_verified = False
 
     def settle(self, number: int) -> None:
@@ -215,7 +215,7 @@ class Registry:
             await asyncio.to_thread(model.folder.set_broken_aside, faults)
             if newest is None:
                 logger.error(NOTHING_WHOLE, model.id)
-                self._models.pop(model.number, None)
+                self._models.pop((model.record.project, model.record.name), None)
                 raise NotFound(
                     f"model '{model.id}' has no whole checkpoint: all were set aside in {model.folder.checkpoints_dir}",
                     code="unknown_model",
@@ -234,13 +234,12 @@ class Registry:
         ]
 
     def find(self, project: str, name: str) -> RegisteredModel | None:
-        names = (project, name)
-        models = list(self._models.values())  # a thread deletes models
-        return next((model for model in models if (model.record.project, model.record.name) == names), None)
+        return self._models.get((project, name))
 
     def of_number(self, number: int) -> RegisteredModel | None:
         """The model with this number; None if it is deleted, or no step of it is whole."""
-        return self._models.get(number)
+        models = list(self._models.values())  # a thread deletes models
+        return next((model for model in models if model.number == number), None)
 
     async def find_whole(self, project: str, name: str) -> RegisteredModel | None:
         """As `find`, verified; None also for a model without a whole step."""
@@ -306,7 +305,7 @@ class Registry:
         with self.database.changes("the model"):
             number = self.table.add(record)
             self._history.import_missing(number, folder)
-        model = self._models[number] = self._make_model(number, folder, record, step)
+        model = self._models[record.project, record.name] = self._make_model(number, folder, record, step)
         return model
 
     def rename(self, model: RegisteredModel, name: str) -> RegisteredModel:
@@ -319,14 +318,15 @@ class Registry:
             self.table.rename(model.number, model.record.name)
             raise
         record = model.record.model_copy(update={"name": name})
-        renamed = self._models[model.number] = self._make_model(model.number, folder, record, model.step)
+        renamed = self._models[record.project, name] = self._make_model(model.number, folder, record, model.step)
+        del self._models[record.project, model.record.name]
         with contextlib.suppress(ServerError):  # the next start does it
             self.table.settle(model.number)
         return renamed
 
     def remove(self, model: RegisteredModel) -> None:
         """Deletes a model whose folder is gone."""
-        self._models.pop(model.number, None)
+        self._models.pop((model.record.project, model.record.name), None)
         self.table.delete(model.number)
 
     def resolve(

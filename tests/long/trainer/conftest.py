@@ -2,7 +2,6 @@ from tests.quick.trainer.conftest import (  # noqa: F401
     adapter_dir,
     base_dir,
     make_batch,
-    one_thread,
     policy,
     started,
     trees_again,

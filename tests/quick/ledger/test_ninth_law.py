@@ -735,7 +735,7 @@ def test_other_keys_and_models_are_never_spliced_in() -> None:
     talk = Talk(PLAIN)
     own = talk.model
     (first,) = talk.ask([user("q")], [AMBIGUOUS])
-    for talk.owner, talk.model, link in (("you", own, None), ("me", "b", None), ("me", own, "spliced")):
+    for talk.owner, talk.model, link in (("you", own, None), ("me", own + 1, None), ("me", own, "spliced")):
         (record,) = talk.ask([user("q"), said("maybe"), user("more")], [[5]])
         assert (record.link, record.continues) == (link, link and first.choice_id)
 

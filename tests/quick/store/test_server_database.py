@@ -58,7 +58,8 @@ def test_the_jobs_of_an_earlier_server_go_on(earlier: Path) -> None:
         assert queue.find_key(waits.model, "running", "digest") == jobs["running"]
         queue.database.close()
     queue = open_queue(earlier)
-    assert queue.revive(failed.model, "failed", lambda: 0) is not None and queue.set_running("first", 1)
+    model = queue.get("failed").model
+    assert queue.revive(model, "failed", lambda: 0) is not None and queue.set_running("first", 1)
     assert [waiting.job_id for waiting in queue.waiting()][:3] == ["running", "first", "failed"]
     assert add(queue, "k").job_id == queue.waiting()[-1].job_id
     queue.database.close()

@@ -186,8 +186,8 @@ def test_a_check_that_fails_on_one_rank_fails_on_all(world: World, tmp_path: Pat
 from art_server.trainer import checking
 if is_last: checking._gap = lambda *_: float("nan")
 """
-    settings = {"max_tokens_per_micro_batch": BUDGET}
-    with running(world.base, tmp_path / "two", 2, {}, code, **settings) as two, pytest.raises(TrainerError) as caught:
+    gang = running(world.base, tmp_path / "two", 2, {}, code, max_tokens_per_micro_batch=BUDGET)
+    with gang as two, pytest.raises(TrainerError) as caught:
         two.train(world.start, tmp_path / "out", TrainConfig(learning_rate=RATE), world.batches[:1])
     assert caught.value.code == "trainer_error" and "differ by inf" in caught.value.message
     assert not list((tmp_path / "out").glob("*/*.safetensors"))
