@@ -228,13 +228,14 @@ def train_rows_alone(policy: Policy, batch: Batch, config: TrainConfig) -> Alone
                     return plain_logprobs(logits_NV, drawn, batch.distributions)
 
                 all_logprobs = scored()
-                with torch.no_grad(), model.disable_adapter():
-                    base = scored()
                 sequence.logprobs.append(all_logprobs.gather(1, targets[:, None])[:, 0])
                 sequence.entropies.append(-(all_logprobs.exp() * all_logprobs).sum(-1))
                 sampled = torch.tensor([row.logprobs[i] for i in trained])
                 sequence.sampled = torch.cat([sequence.sampled, sampled])
-                sequence.reference = torch.cat([sequence.reference, base.gather(1, targets[:, None])[:, 0]])
+                if config.beta:
+                    with torch.no_grad(), model.disable_adapter():
+                        base = scored()
+                    sequence.reference = torch.cat([sequence.reference, base.gather(1, targets[:, None])[:, 0]])
             if sequence.logprobs:
                 sequences.append(sequence)
     if not sequences:
