@@ -1,5 +1,6 @@
 """Step 0 on a base model of a test, whose record is made in this process and has only what an adapter needs."""
 
+import functools
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -22,6 +23,12 @@ def known_base(model: PreTrainedModel, path: Path) -> BaseModel:
     return base
 
 
+@functools.cache
+def base_in(folder: str) -> BaseModel:
+    """The base model in a folder, which nobody changes."""
+    return known_base(meta_model(folder), Path(folder))
+
+
 def write_first_checkpoint(base_model: str, lora: LoRAConfig, seed: int, folder: Path) -> None:
     """Writes step 0 of an adapter on the base model in a folder."""
-    write_first_step(known_base(meta_model(base_model), Path(base_model)), lora, folder, seed)
+    write_first_step(base_in(base_model), lora, folder, seed)

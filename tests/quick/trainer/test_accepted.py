@@ -75,25 +75,34 @@ def cases(model: type[BaseModel]) -> list[Any]:
     ]
 
 
-def take_step(policy: Policy, lora: LoRAConfig, config: TrainConfig, batch: Any, folder: Path) -> None:
-    write_first_checkpoint(policy.base_model, lora, 0, folder / "0")
+@pytest.fixture(scope="module")
+def start(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Step 0 of an adapter of rank 2."""
+    folder = tmp_path_factory.mktemp("accepted") / "0"
+    write_first_checkpoint(policy.base_model, LoRAConfig(rank=2), 0, folder)
+    return folder
+
+
+def take_step(policy: Policy, lora: LoRAConfig, config: TrainConfig, make_batch: Any, start: Path, out: Path) -> None:
+    policy.tree_gap = 0.0  # as if an earlier step had compared trees with rows
     task = TrainTask(
         lora=lora,
-        in_dir=str(folder / "0"),
-        out_dir=str(folder / "1"),
+        in_dir=str(start),
+        out_dir=str(out),
         config=config,
-        batch=batch,
+        batch=make_batch(1, num_groups=2, group_size=2),
         start_step=3,
     )
     done = train(policy, task, 4096, lambda _: None)
-    assert (folder / "1" / ADAPTER_FILE).exists()
+    assert (out / ADAPTER_FILE).exists()
     assert all(map(math.isfinite, done.metrics.values()))
 
 
 @pytest.mark.parametrize(("name", "value"), cases(LoRAConfig))
 def test_each_accepted_adapter_trains(name: str, value: Any, policy: Policy, make_batch: Any, tmp_path: Path) -> None:
     lora = LoRAConfig.model_validate({name: value})
-    take_step(policy, lora, TrainConfig(learning_rate=1e-3), make_batch(1), tmp_path)
+    write_first_checkpoint(policy.base_model, lora, 0, tmp_path / "0")
+    take_step(policy, lora, TrainConfig(learning_rate=1e-3), make_batch, tmp_path / "0", tmp_path / "1")
     trained = {parameter.split(".lora_")[0].rpartition(".")[2] for parameter in policy.parameters}
     if name == "target_modules":
         assert trained == set(LAYERS if value is None else [target.rpartition(".")[2] for target in value])
@@ -101,12 +110,12 @@ def test_each_accepted_adapter_trains(name: str, value: Any, policy: Policy, mak
 
 @pytest.mark.parametrize(("name", "value"), cases(TrainConfig))
 def test_each_accepted_train_configuration_trains(
-    name: str, value: Any, policy: Policy, make_batch: Any, tmp_path: Path
+    name: str, value: Any, policy: Policy, make_batch: Any, start: Path, tmp_path: Path
 ) -> None:
     config = TrainConfig.model_validate(
         {name: value, **NEEDS.get((name, value) if not isinstance(value, list) else ("", ""), {})}
     )
-    take_step(policy, LoRAConfig(rank=2), config, make_batch(1), tmp_path)
+    take_step(policy, LoRAConfig(rank=2), config, make_batch, start, tmp_path / "1")
 
 
 @pytest.mark.parametrize(
