@@ -25,7 +25,7 @@ from typing import NoReturn
 from art_protocol.log_file import LogFile
 from art_server.process import children
 
-FORKED = ("art_server.trainer.worker", "faulty_rank.py")
+FORKED = ("art_server.trainer.worker", "art_server.trainer.unsloth_worker", "faulty_rank.py")
 """Programs of the trainer; all others are started as usual."""
 MAX_MESSAGE_BYTES = 2**20
 
