@@ -1,10 +1,14 @@
 """What quick tests share."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from art_server.store import base_facts
+
+# Before torch is imported. Models of a test gain nothing from a second thread, which spins while the other core is busy.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture

@@ -18,12 +18,6 @@ VOCABULARY = 128
 MakeBatch = Callable[..., Batch]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """Models this small gain nothing from a second thread, and lose much when the other core is busy."""
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 of two layers whose logits are far from uniform."""
