@@ -1,6 +1,7 @@
 """Commands, links and numbers of the how-to pages are those of the code. Nothing that needs a server runs here; the
 commands that need one run in `tests/engine/integration`."""
 
+import functools
 import re
 import shutil
 import subprocess
@@ -126,6 +127,11 @@ def test_curl_calls_routes() -> None:
         assert any(m == method and re.fullmatch(p, path) for m, p in routes), (method, path)
 
 
+@functools.cache
+def help_of(*command: str) -> str:
+    return subprocess.run([*command, "--help"], capture_output=True, text=True, check=True).stdout
+
+
 def test_pip_uv_and_hf_have_the_flags() -> None:
     python = Path(sys.base_prefix) / "bin" / "python3"
     programs = {
@@ -138,11 +144,8 @@ def test_pip_uv_and_hf_have_the_flags() -> None:
         if program == "pip" and subprocess.run([*command, "--version"], check=False).returncode:
             is_there = False
         for words in calls(program) if is_there else ():
-            shown = subprocess.run(
-                [*command, *words[:num_verbs], "--help"], capture_output=True, text=True, check=True
-            ).stdout
             used = {word for word in words if word.startswith("--")}
-            assert used <= set(re.findall(r"--[a-z-]+", shown)), words
+            assert used <= set(re.findall(r"--[a-z-]+", help_of(*command, *words[:num_verbs]))), words
 
 
 def test_compose_has_the_profile() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from art_server.engine import command
-from art_server.engine.command import engine_command, engine_environment
+from art_server.engine.command import LARGE_BYTES, engine_command, engine_environment
 from art_server.engine.device.plan import make_memory_plan
 from art_server.process.shared import switches
 from art_server.settings import ServerConfig
@@ -106,18 +105,19 @@ def test_of_a_mixture_only_attention_is_adapted(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="cores are bound on Linux")
 def test_a_large_model_gets_all_of_a_few_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3})
-    monkeypatch.setattr(command, "LARGE_BYTES", 10)
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 11)
+    weights = tmp_path / "model.safetensors"
+    weights.touch()
+    os.truncate(weights, LARGE_BYTES + 1)
     large, config = BaseModel("large", tmp_path), ServerConfig(path=Path("x"))
     assert engine_environment(config, large, "cpu", {})[BIND] == "0,3"
     assert engine_environment(config, large, "cpu", {BIND: "auto"})[BIND] == "auto"
     assert BIND not in engine_environment(config, large, "cuda", {})
     parallel = ServerConfig(path=Path("x"), engine_args={"tensor_parallel_size": "2"})
     assert BIND not in engine_environment(parallel, large, "cpu", {})
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 10)
+    os.truncate(weights, LARGE_BYTES)
     assert BIND not in engine_environment(config, large, "cpu", {})
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 11)
+    os.truncate(weights, LARGE_BYTES + 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     assert BIND not in engine_environment(config, large, "cpu", {})
 

@@ -39,7 +39,8 @@ def tokenizer() -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="module")
 def sampler(tokenizer: PreTrainedTokenizerBase) -> Sampler:
     torch.manual_seed(0)
-    return measuring.Sampler(AutoModelForCausalLM.from_pretrained(MODEL_DIR), tokenizer)
+    # A CPU without AMX computes in bfloat16 much slower.
+    return measuring.Sampler(AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32), tokenizer)
 
 
 def render(
@@ -237,16 +238,16 @@ def test_yes_no_maybe_answers_keep_the_form_and_leave_room(sampler: Sampler) -> 
 
 
 def test_tictactoe_moves_are_legal(sampler: Sampler) -> None:
-    games = measuring.play_games(sampler, words.make_rng("test"), 16, rows_and_columns=False)
+    games = measuring.play_games(sampler, words.make_rng("test"), 8, rows_and_columns=False)
     legal = [is_legal for game in games for is_legal in game.moves_are_legal]
-    assert len(legal) >= 40
+    assert len(legal) >= 20
     assert sum(legal) / len(legal) >= 0.9
-    assert len({game.first_move for game in games}) >= 5
+    assert len({game.first_move for game in games}) >= 4
 
 
 def test_tool_calls_are_right_and_answers_carry_the_result(sampler: Sampler) -> None:
     rng = words.make_rng("test", held_out=True)
-    rates = rates_by_name(measuring.measure_single_calls(sampler, rng, 24))
+    rates = rates_by_name(measuring.measure_single_calls(sampler, rng, 12))
     assert rates["well-formed"] >= 0.87
     assert rates["right tool and exact arguments"] >= 0.7
     assert rates["carried into the answer"] >= 0.8

@@ -515,7 +515,7 @@ def troubles(draw: st.DrawFn) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("case", CASES)
 @settings(
-    max_examples=15,
+    max_examples=8,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -45,7 +45,7 @@ def of_layer(seed: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, .
 adapters_of_tokens = st.lists(st.integers(0, NUM_ADAPTERS - 1), min_size=1, max_size=20)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=25)
 @given(
     steps=st.lists(
         adapters_of_tokens | adapters_of_tokens.map(lambda adapters: adapters[:1] * 7), min_size=1, max_size=4

@@ -147,7 +147,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 GRAMMARS: dict[str, np.ndarray | None] = {"": None, "grammar": GRAMMAR, "few": FEW}
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(
     seed=st.integers(0, 1 << 16),
     rows=st.lists(

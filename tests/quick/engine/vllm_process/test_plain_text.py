@@ -128,7 +128,7 @@ def test_no_message_writes_a_control_token(name: str) -> None:
     assert written
     marks = ["<think>", "</think>"] if family.thinks else []
     tokens = [token for token in control_of(family).ids if token not in marks]
-    texts = iter(hostile_texts(tokens, 300) * 2)
+    texts = iter(hostile_texts(tokens, 250))
     num_forged = 0
     while len(hostile := list(itertools.islice(texts, NUM_STRINGS))) == NUM_STRINGS:
         prompt = rendered(family, conversation_of(family, iter(hostile)))
@@ -140,7 +140,7 @@ def test_no_message_writes_a_control_token(name: str) -> None:
             assert str(prompt) == template_of(family)(
                 messages=conversation_of(family, iter(hostile)), add_generation_prompt=True
             )
-    assert num_forged > 50
+    assert num_forged > 20
 
 
 @pytest.mark.parametrize("name", FAMILIES)
