@@ -14,7 +14,6 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from art_server import __version__
-from art_server.engine.device.assignment import check_flags
 from art_server.errors import UsageError
 from art_server.settings import ENGINE_ARGS, KEY_LINE, KEY_VARIABLE, ApiKey, Flag, ServerConfig
 
@@ -91,14 +90,12 @@ def parse(arguments: Sequence[str] | None) -> ServerConfig:
     settings["engine_args"] = parse_engine_args(settings["engine_args"])
     settings["shares"] = parse_shares(settings["shares"])
     try:
-        config = ServerConfig.model_validate(settings)
+        return ServerConfig.model_validate(settings)
     except ValidationError as error:
         problem = error.errors()[0]
         if not problem["loc"]:  # the error concerns several flags
             raise UsageError(problem["msg"].removeprefix("Value error, ")) from error
         raise UsageError(f"--{flag_of(str(problem['loc'][0])).name}: {problem['msg']}") from error
-    check_flags(config)
-    return config
 
 
 def read_keys(flags: Sequence[str], file: Path | None, variable: str | None) -> tuple[ApiKey, ...]:

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints import Checkpoints
-from art_server.engine.device.assignment import check_devices, device_environment, engine_devices, rank_devices
+from art_server.engine.device.assignment import (
+    check_devices,
+    check_flags,
+    device_environment,
+    engine_devices,
+    rank_devices,
+)
 from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.device.detection import detect, machine_without_gpus
 from art_server.engine.device.owner import AllDevices, DeviceOwner
@@ -156,8 +162,9 @@ def build(
     Raises:
         Conflict: another server has the folder.
         InvalidInput: `--share` names an unknown project, or a configured device does not exist.
-        UsageError: Ray is not installed, or does not answer.
+        UsageError: flags of devices contradict each other, or Ray is not installed or does not answer.
     """
+    check_flags(config)
     asked = config
     if config.cluster is not None:  # Ray places engines and ranks on machines that join
         config = config.model_copy(update={"engines": 0, "ranks": 0})

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from art.core.gather import is_informative
-from art.trajectories import History, Trajectory, TrajectoryGroup
+from art.trajectories import History, Trajectory, TrajectoryGroup, is_informative
 
 Schedule: TypeAlias = Literal["linear", "cosine", "constant"]
 

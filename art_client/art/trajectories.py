@@ -39,6 +39,7 @@ from art.types import Messages, MessagesAndChoices, Tools
 from art.unknown_fields import Strict
 from art_protocol.demonstrations import SHAREGPT, is_sharegpt, read_tools
 from art_protocol.display import Displayed, Short
+from art_protocol.signal import group_has_signal
 from art_protocol.wire import FailureBody, is_none
 
 REDUCE = "reduce entries"
@@ -276,6 +277,16 @@ class TrajectoryGroup(Strict, Displayed, WithNumbers):
     def _dump_whole(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         _ = self.trajectories  # raises for a group that was not awaited, instead of a dump without trajectories
         return handler(self)
+
+
+def is_informative(group: TrajectoryGroup) -> bool:
+    """Whether the rewards of trajectories, or of turns, differ by more than rounding, or a turn has its own advantage."""
+    histories = [history for trajectory in group for history in (trajectory, *trajectory.additional_histories)]
+    return group_has_signal(
+        [trajectory.reward for trajectory in group],
+        [history.turn_rewards for history in histories],
+        [history.turn_advantages for history in histories],
+    )
 
 
 def group_list(groups: object, call: str) -> list[Any]:

@@ -1,8 +1,8 @@
 """The messages between a server and a machine that has joined: one JSON object each, over one WebSocket.
 
-The machine (the host) sends a greeting and gets a welcome or a refusal. Then the server gives typed orders. The host replies to
-some of them, and reports the output and the end of its processes. Either side ends the connection after `SILENCE_SECONDS`
-without a message. The host sends and fetches files in separate HTTP requests.
+The machine (the host) sends a greeting and gets a welcome or a refusal. Then the server gives typed orders (`joined.py`), which
+the host obeys (`obeying.py`). The host replies to some of them, and reports the output and the end of its processes. Either side
+ends the connection after `SILENCE_SECONDS` without a message. The host sends and fetches files in separate HTTP requests.
 """
 
 from typing import Annotated, Any, Literal

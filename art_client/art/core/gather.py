@@ -26,8 +26,7 @@ from art.pool import (
     close_unstarted,
     run_all,
 )
-from art.trajectories import Trajectory, TrajectoryGroup, to_trajectory
-from art_protocol.signal import group_has_signal
+from art.trajectories import Trajectory, TrajectoryGroup, is_informative, to_trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -118,16 +117,6 @@ async def _refill(
             *(num_informative, len(taken), min_informative),
         )
     return results
-
-
-def is_informative(group: TrajectoryGroup) -> bool:
-    """Whether the rewards of trajectories, or of turns, differ by more than rounding, or a turn has its own advantage."""
-    histories = [history for trajectory in group for history in (trajectory, *trajectory.additional_histories)]
-    return group_has_signal(
-        [trajectory.reward for trajectory in group],
-        [history.turn_rewards for history in histories],
-        [history.turn_advantages for history in histories],
-    )
 
 
 def close_groups(groups: Iterable[Awaitable[TrajectoryGroup]]) -> None:

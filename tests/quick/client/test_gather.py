@@ -13,8 +13,8 @@ import openai
 import pytest
 
 import art
-from art.core.gather import is_informative
 from art.pool import current_pool
+from art.trajectories import is_informative
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio

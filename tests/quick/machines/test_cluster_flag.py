@@ -58,9 +58,9 @@ def test_an_address_that_does_not_answer_is_refused(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     "flags", [["--serve-devices", "0", "--train-devices", "1"], ["--trainer", "unsloth"]], ids=["devices", "unsloth"]
 )
-def test_devices_are_rays_choice(flags: list[str]) -> None:
+def test_devices_are_rays_choice(flags: list[str], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--cluster: Ray chooses the devices"):
-        parse(["--cluster", "auto", *flags])
+        build(parse(["--cluster", "auto", "--path", str(tmp_path), *flags]))
 
 
 async def test_the_server_has_no_devices_and_a_key_for_hosts_only(tmp_path: Path) -> None:

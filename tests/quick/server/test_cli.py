@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from art_server.cli import main, open_port
+from art_server.engine.device.assignment import check_flags
 from art_server.errors import Conflict, UsageError
 from art_server.flags import make_parser, parse, settings_table
 from art_server.store.files import lock_folder
@@ -127,13 +128,14 @@ def test_values_out_of_range_name_their_flag() -> None:
 def test_devices_are_lists_and_go_together() -> None:
     config = parse(["--serve-devices", "0,2-4", "--train-devices", "1"])
     assert (config.serve_devices, config.train_devices) == ((0, 2, 3, 4), (1,))
+    check_flags(config)
     assert not config.takes_turns and parse([]).takes_turns
     with pytest.raises(UsageError, match="--train-devices"):
-        parse(["--train-devices", "1"])
+        check_flags(parse(["--train-devices", "1"]))
     with pytest.raises(UsageError, match="--train-devices"):
-        parse(["--serve-devices", "0-1", "--train-devices", "1"])
+        check_flags(parse(["--serve-devices", "0-1", "--train-devices", "1"]))
     with pytest.raises(UsageError, match="--handover"):
-        parse(["--serve-devices", "0", "--train-devices", "1", "--handover", "sleep"])
+        check_flags(parse(["--serve-devices", "0", "--train-devices", "1", "--handover", "sleep"]))
     for wrong in ("", "a", "1-", "-1", "1,,2"):
         with pytest.raises(SystemExit):
             parse(["--serve-devices", wrong, "--train-devices", "9"])

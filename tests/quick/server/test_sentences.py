@@ -13,7 +13,7 @@ from art_protocol.wire import LoRAConfig, TrainConfig, TrajectoryGroupBody
 from art_server.api.bodies import decode
 from art_server.api.openai.grammar_limits import check_grammars
 from art_server.api.openai.routes import check_choices, check_conversation
-from art_server.engine.device.assignment import check_devices
+from art_server.engine.device.assignment import check_devices, check_flags
 from art_server.engine.device.detection import Gpu, Machine
 from art_server.engine.device.plan import make_memory_plan
 from art_server.engine.pause_gate import PauseGate
@@ -304,17 +304,17 @@ OTHERS: list[tuple[type[Exception], Callable[[], Any], str]] = [
     ),
     (
         UsageError,
-        lambda: parse(["--engines", "0"]),
+        lambda: check_flags(parse(["--engines", "0"])),
         "--engines 0: something has to sample; use 1 or more, or a key with the scope 'host' for other machines",
     ),
     (
         UsageError,
-        lambda: parse(["--train-devices", "1"]),
+        lambda: check_flags(parse(["--train-devices", "1"])),
         "--serve-devices and --train-devices go together: give both or none",
     ),
     (
         UsageError,
-        lambda: parse(["--serve-devices", "0", "--train-devices", "1", "--handover", "sleep"]),
+        lambda: check_flags(parse(["--serve-devices", "0", "--train-devices", "1", "--handover", "sleep"])),
         "--handover is for a GPU that engine and trainer share: leave it out with --train-devices",
     ),
     (

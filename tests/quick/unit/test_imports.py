@@ -31,7 +31,7 @@ from scripts.import_graph import (
 FLOORS = [
     {"cluster", "transfer", "art_watch/terminal"},
     {"cli"},
-    {"app", "flags"},
+    {"app"},
     {"art_watch"},
     {"api/openai"},
     {"api"},
@@ -46,7 +46,7 @@ FLOORS = [
     {"engine/device"},
     {"engine/inspection_process"},
     {"trainer", "engine/vllm_process"},
-    {"process", "activity"},
+    {"process", "flags", "activity"},
     {"store"},
     {"settings", "errors", "process/shared"},
     {"compat", "environments", "finetune", "rewards", "skypilot", "trackers"},

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import art
-from art.core.gather import is_informative
 from art.finetune import curriculum
 from art.finetune.agent import num_cut_answers, reason_of, reason_of_failure
 from art.finetune.curriculum import Chosen
@@ -23,6 +22,7 @@ from art.finetune.rollouts import play_once, report_lost
 from art.finetune.rows import DatasetRow
 from art.finetune.run_record import EpochRow, FinishedRollout, ValidationRow, reward_figures, validation_row
 from art.finetune.sections import Component
+from art.trajectories import is_informative
 from art_protocol.signal import has_signal
 
 NO_SIGNAL = "no group had rewards that differ"
