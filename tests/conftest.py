@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.collector import Collector
+from tests.fakes.collector import Collector
 from tests.live import Server
 
 # Machines that are busy with other tests are slow now and then; examples are the same in each run.

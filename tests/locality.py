@@ -7,8 +7,8 @@ import torch
 from art_protocol.wire import LoRAConfig
 from art_server.trainer.batches import TrainSequence, make_micro_batches
 from art_server.trainer.policy import Policy
-from tests.forests import save_random_adapter
-from tests.toy_models import ORIGINAL, WITHOUT_TREES, make_model
+from tests.makers.forests import save_random_adapter
+from tests.makers.toy_models import ORIGINAL, WITHOUT_TREES, make_model
 
 SHORT, LONG = ORIGINAL - 2, 5 * ORIGINAL
 

@@ -16,15 +16,15 @@ from art_server.jobs.budgets import Budgets
 from art_server.jobs.gang import Gang
 from art_server.process import place as place_module
 from art_server.process.shared.trainer_messages import Batch, Done, TrainTask, WorkerConfig
-from tests import forked
-from tests.architectures import start
-from tests.forests import random_forest
-from tests.places import HereInstead
+from tests.fakes import forked
+from tests.fakes.places import HereInstead
+from tests.makers.architectures import start
+from tests.makers.forests import random_forest
 
 BUDGET = 64
 """Tokens of a micro-batch."""
 RATE = 3e-3
-FAULTY = Path(__file__).parent / "faulty_rank.py"
+FAULTY = Path(__file__).parent / "fakes" / "faulty_rank.py"
 NOTHING: Mapping[str, Any] = {}
 
 
@@ -83,7 +83,7 @@ def running(
             config = config.model_copy(update=unlike)
         return [sys.executable, str(FAULTY), config.model_dump_json(), str(folder / f"fault-{worker.rank}"), code]
 
-    variables = {"PYTHONPATH": str(FAULTY.parents[1])}
+    variables = {"PYTHONPATH": str(FAULTY.parents[2])}
     gang = Gang(
         log_dir=folder,
         locations=[

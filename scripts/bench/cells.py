@@ -105,7 +105,7 @@ def make_model(root: Path, settings: dict) -> None:
 
     from art_protocol.wire import LoRAConfig
     from art_server.store.model_folder import ADAPTER_FILE
-    from tests.first_steps import write_first_checkpoint
+    from tests.makers.first_steps import write_first_checkpoint
 
     torch.manual_seed(0)
     with torch.device(settings.get("device", "cpu")):

@@ -8,7 +8,7 @@ import pytest
 
 import art
 from art.pipeline_trainer import PipelineTrainer, make_group_rollout_fn
-from tests.fake_server import FakeArt
+from tests.fakes.server import FakeArt
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from plugins.finetune.tests.policy_server import PolicyServer
-from tests.finetune_file import enter, finetune_file
+from tests.makers.finetune_file import enter, finetune_file
 from tests.quick.conftest import no_certificates  # noqa: F401
 
 AGENT = """

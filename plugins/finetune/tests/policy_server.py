@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.fake_server import Answer, FakeArt, Request
+from tests.fakes.server import Answer, FakeArt, Request
 
 IN_PATH = re.compile(r"^/s/([^/]+)/v1/chat/completions$")
 

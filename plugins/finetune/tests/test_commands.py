@@ -16,7 +16,7 @@ from art.finetune import FinetuneError, NoServer, NoSignal
 from art.finetune.checking import check
 from art.finetune.reading import of_dict
 from art_finetune.commands import add_commands, continuing_command, run_finetune
-from tests.finetune_file import finetune_file
+from tests.makers.finetune_file import finetune_file
 
 MISSING = "import sys; sys.modules.update(dict.fromkeys(['ruamel', 'ruamel.yaml', 'matplotlib'])); "
 

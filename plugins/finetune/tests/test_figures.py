@@ -14,7 +14,7 @@ import art.finetune
 from art.finetune import FinetuneError
 from art.finetune.runs import prepare
 from plugins.finetune.tests.policy_server import PolicyServer
-from tests.fake_server import Answer
+from tests.fakes.server import Answer
 
 pytestmark = pytest.mark.anyio
 

@@ -14,7 +14,7 @@ import art.finetune
 from art.finetune import FinetuneError, NoServer, NoSignal, WrongInput, losing
 from art.finetune.folder import Folder
 from plugins.finetune.tests.policy_server import PolicyServer
-from tests.fake_server import Answer, Request
+from tests.fakes.server import Answer, Request
 from tests.processes import wait_until_gone
 
 pytestmark = pytest.mark.anyio

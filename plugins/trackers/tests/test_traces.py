@@ -17,7 +17,7 @@ from art_protocol.wire import ErrorDetail
 from art_server.jobs.reports import JobSpans
 from art_server.jobs.trainer_process import TrainerError
 from art_trackers.tracing import CONTENTS_VARIABLE, Tracing
-from tests.collector import Collector, attributes
+from tests.fakes.collector import Collector, attributes
 from tests.quick.jobs.queued_jobs import add, open_queue
 from tests.quick.server.served import Served, serving
 

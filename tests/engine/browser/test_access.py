@@ -9,8 +9,8 @@ from urllib.parse import quote
 import pytest
 
 from art_watch.view import make_view
-from tests.demo_groups import HOSTILE
-from tests.demo_server import make_live
+from tests.fakes.page_server import make_live
+from tests.makers.demo_groups import HOSTILE
 
 RUN = "#/run/demo/webnav-8b"
 COMPARED = "demo%2Fwebnav-8b%2Cdemo%2Fsql-repair"

@@ -15,10 +15,10 @@ from art_server.store.model_folder import ModelFolder
 from art_watch import rollouts
 from art_watch.runs import Runs
 from art_watch.view import make_view
-from tests.demo import HOSTILE_METRIC, log, rows_by_step
-from tests.demo_server import make_live
 from tests.engine.browser.charts import captions
 from tests.engine.browser.conftest import NUM_STEPS
+from tests.fakes.page_server import make_live
+from tests.makers.demo import HOSTILE_METRIC, log, rows_by_step
 from tests.quick.checkpoints.house import House
 
 RUN = "#/run/demo/webnav-8b"

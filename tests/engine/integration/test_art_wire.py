@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.art_wire_bodies import train_body
 from tests.engine.integration.answers import WEATHER_TOOL, has_one_whole_call
 from tests.live import PROJECT, Server, find_process, train_one_step
+from tests.makers.art_wire_bodies import train_body
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 QUESTION = {"role": "user", "content": "respond with yes, no, maybe"}

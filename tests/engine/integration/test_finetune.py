@@ -13,8 +13,8 @@ import pytest
 
 import art
 import art.finetune
-from tests.finetune_file import enter, finetune_file
 from tests.live import PROJECT, Server
+from tests.makers.finetune_file import enter, finetune_file
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.anyio

@@ -13,8 +13,8 @@ import pytest
 
 import art
 from art_server.store.base_models import TINY_DIR
-from tests.demo import rows_by_step
 from tests.live import Server
+from tests.makers.demo import rows_by_step
 from tests.pages import HOWTO, SERVERS, blocks, run
 
 pytestmark = pytest.mark.anyio

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from tests.demo import rows_by_step
 from tests.engine.browser.charts import captions
 from tests.engine.browser.conftest import browser, page
 from tests.live import PROJECT, Server, register, train_one_step
+from tests.makers.demo import rows_by_step
 
 __all__ = ["browser", "page"]  # fixtures
 

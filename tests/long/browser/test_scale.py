@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.demo import NAMES, make_demo
 from tests.engine.browser.conftest import browser, page
+from tests.makers.demo import NAMES, make_demo
 
 __all__ = ["browser", "page"]  # fixtures
 

@@ -30,9 +30,9 @@ from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Registry
-from tests.fakes import FakeEngine, keep_all
-from tests.first_steps import write_first_checkpoint
+from tests.fakes.parts import FakeEngine, keep_all
 from tests.long.chaos.server import VARIABLE, arm
+from tests.makers.first_steps import write_first_checkpoint
 
 POLICY = TrainConfig(learning_rate=1e-3, mini_batches=2, passes=2)
 SUPERVISED = TrainSFTConfig(learning_rate=[2e-3, 1e-3], batch_size=1).to_train_config()

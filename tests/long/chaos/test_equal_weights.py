@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.demo import rows_by_step
 from tests.long.chaos.server import POINTS, VARIABLE
+from tests.makers.demo import rows_by_step
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(3600)

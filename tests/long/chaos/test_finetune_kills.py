@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.finetune_file import finetune_file
 from tests.live import PROJECT, Server
+from tests.makers.finetune_file import finetune_file
 
 AGENT = """
 import os

@@ -34,8 +34,8 @@ from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRe
 from art_server.store.registry import Registry
 from art_server.trainer.token_budget import budget_key
 from scripts import replay
-from tests.fakes import FakeEngine, keep_all
-from tests.first_steps import write_first_checkpoint
+from tests.fakes.parts import FakeEngine, keep_all
+from tests.makers.first_steps import write_first_checkpoint
 from tests.waiting import PATIENCE_SECONDS
 
 LORA = LoRAConfig(rank=4, target_modules=["q_proj", "v_proj"])

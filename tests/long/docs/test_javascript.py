@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import art
-from tests.demo import rows_by_step
 from tests.live import Server
+from tests.makers.demo import rows_by_step
 from tests.pages import blocks, run
 
 pytestmark = pytest.mark.anyio

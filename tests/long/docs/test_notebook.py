@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.fake_server import Answer, FakeArt
+from tests.fakes.server import Answer, FakeArt
 from tests.pages import SERVERS, blocks
 from tests.waiting import PATIENCE_SECONDS
 

@@ -38,8 +38,8 @@ from art_server.store.base_models import BaseModel, check_on_cpu, check_trainabl
 from art_server.trainer.base import load_base
 from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
-from tests.first_steps import write_first_checkpoint
-from tests.toy_models import make_model
+from tests.makers.first_steps import write_first_checkpoint
+from tests.makers.toy_models import make_model
 
 LORA = LoRAConfig(rank=8)
 NUM_SAMPLED = 8

@@ -23,7 +23,7 @@ from art_server.trainer import base as trainer_base
 from art_server.trainer.policy import Policy
 from art_server.trainer.probe import write_layer_probes
 from tests.long.integration.family_engine import LORA, score, start_engine
-from tests.toy_models import make_model
+from tests.makers.toy_models import make_model
 
 CHANGED = "self_attn.o_proj"
 CHANGES = ("alpha", "layer numbers", "tower")

@@ -11,7 +11,7 @@ import pytest
 
 from art_server.store.base_models import NOT_ON_CPU
 from tests.long.integration.family_engine import agree
-from tests.toy_models import FAMILIES, PUBLISHED, ROPES, WITHOUT_TREES
+from tests.makers.toy_models import FAMILIES, PUBLISHED, ROPES, WITHOUT_TREES
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICK = ("gemma3_text", "qwen3_moe")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from art_server.jobs.reasons import TWICE
-from tests.collector import Collector, attributes
+from tests.fakes.collector import Collector, attributes
 from tests.live import BEFORE_AND_AFTER, Server, done_jobs, run_program
 from tests.waiting import wait_until
 

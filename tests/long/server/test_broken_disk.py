@@ -10,7 +10,7 @@ import pytest
 
 from art_server.ledger.ledger import Ledger
 from art_server.store.model_folder import ModelFolder
-from tests.demo import rows_by_step
+from tests.makers.demo import rows_by_step
 from tests.quick.jobs.job_runner import House
 from tests.waiting import PATIENCE_SECONDS
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 
 from art_server.trainer.policy import Policy
-from tests.architectures import ARCHITECTURES, CONFIGS
-from tests.forests import EXAMPLES, FORESTS, assert_tree_equals_rows
+from tests.makers.architectures import ARCHITECTURES, CONFIGS
+from tests.makers.forests import EXAMPLES, FORESTS, assert_tree_equals_rows
 
 
 def losses_of(architecture: str) -> list[str]:

@@ -10,9 +10,9 @@ from art_server.trainer.base import meta_model
 from art_server.trainer.job import train
 from art_server.trainer.layers import find_layers
 from art_server.trainer.policy import Policy
-from tests.first_steps import write_first_checkpoint
+from tests.makers.first_steps import write_first_checkpoint
+from tests.makers.toy_models import FAMILIES, WITHOUT_TREES, make_model
 from tests.quick.trainer.conftest import MakeBatch
-from tests.toy_models import FAMILIES, WITHOUT_TREES, make_model
 
 LAYOUTS = ("qwen3_5", "gemma3", "gemma4 whose keys are values", "glm4_moe_lite", "nemotron_h", "falcon_h1")  # fmt: skip
 """Of PUBLISHED: several parts, latent attention, several kinds of layers."""

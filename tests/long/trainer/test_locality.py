@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.locality import assert_own
-from tests.toy_models import FAMILIES, ROPES
+from tests.makers.toy_models import FAMILIES, ROPES
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *ROPES])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from art_server.trainer.policy import Policy
 from tests.long.trainer.compared import assert_same_weights, make_tokenizer
-from tests.sft_examples import BATCH_SIZE, MAX_GRAD_NORM, NUM_STEPS, RATES, make_batch, make_examples, run
+from tests.makers.sft_examples import BATCH_SIZE, MAX_GRAD_NORM, NUM_STEPS, RATES, make_batch, make_examples, run
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -28,7 +28,7 @@ from art_server.process.shared.trainer_messages import (
 from art_server.trainer.batches import MicroBatch, make_micro_batches, make_train_batch
 from art_server.trainer.job import train
 from art_server.trainer.policy import ADAPTER_FILE, Policy
-from tests.forests import save_random_adapter
+from tests.makers.forests import save_random_adapter
 
 ROOT = Path(__file__).parents[3]
 OWN_LENGTH = 256

@@ -60,7 +60,7 @@ from art_server.trainer.batches import (  # noqa: E402
 )
 from art_server.trainer.job import train  # noqa: E402
 from art_server.trainer.unsloth_policy import UnslothPolicy  # noqa: E402
-from tests.first_steps import write_first_checkpoint  # noqa: E402
+from tests.makers.first_steps import write_first_checkpoint  # noqa: E402
 
 SERVERS_LENGTH = 32_768
 CPU = torch.device("cpu")

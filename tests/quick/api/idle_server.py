@@ -12,8 +12,8 @@ from art_server.app import make_app
 from art_server.server import Server, build
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR, BaseModel
-from tests import art_wire_bodies
-from tests.new_models import add_model
+from tests.makers import art_wire_bodies
+from tests.makers.new_models import add_model
 
 MODEL: dict[str, Any] = {
     "name": "run",

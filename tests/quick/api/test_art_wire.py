@@ -21,7 +21,7 @@ from art_server.settings import ApiKey, ServerConfig
 from art_server.store import files
 from art_server.store.model_folder import ModelFolder
 from tests.asgi_client import client
-from tests.fakes import FakeEngine
+from tests.fakes.parts import FakeEngine
 from tests.quick.api.idle_server import DONE, MODEL, choice, follow_with, make, train_body
 
 pytestmark = pytest.mark.anyio

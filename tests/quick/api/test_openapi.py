@@ -20,7 +20,7 @@ from art_server.server import build
 from art_server.settings import ApiKey, ServerConfig
 from scripts.route_table import route_table
 from tests.asgi_client import client
-from tests.new_models import add_model
+from tests.makers.new_models import add_model
 from tests.waiting import PATIENCE_SECONDS
 
 KEY = {"authorization": "Bearer all"}

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 import art
-from tests.fake_vllm import FakeVllm
+from tests.fakes.vllm import FakeVllm
 from tests.quick.server.served import serving
 
 pytestmark = pytest.mark.anyio

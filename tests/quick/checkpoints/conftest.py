@@ -13,7 +13,7 @@ def tiny_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from art_server.store.adapter_tensors import STATE_KEYS
     from art_server.store.base_models import TINY_DIR
-    from tests.first_steps import write_first_checkpoint
+    from tests.makers.first_steps import write_first_checkpoint
     from tests.quick.checkpoints.house import TINY_LORA
 
     folder = tmp_path_factory.mktemp("adapter")

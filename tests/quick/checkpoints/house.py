@@ -24,7 +24,7 @@ from art_server.store.model_folder import (
     copy_content,
 )
 from tests.asgi_client import client
-from tests.fakes import FakeEngine, FakeTrainer
+from tests.fakes.parts import FakeEngine, FakeTrainer
 
 TINY_LORA = LoRAConfig(rank=4, target_modules=["q_proj", "v_proj"])
 

@@ -15,7 +15,7 @@ from art_server.settings import ApiKey
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, ModelFolder
 from art_server.store.registry import Registry
 from art_watch.runs import Runs
-from tests.demo import rows_by_step
+from tests.makers.demo import rows_by_step
 from tests.quick.checkpoints.house import House, add_model, commit, house
 from tests.waiting import until
 

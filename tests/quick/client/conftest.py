@@ -1,11 +1,11 @@
-"""A client of the fake server (tests/fake_server.py)."""
+"""A client of the fake server (tests/fakes/server.py)."""
 
 from collections.abc import AsyncIterator
 
 import pytest
 
 import art
-from tests.fake_server import MODEL_INFO, Answer, FakeServer, Request
+from tests.fakes.server import MODEL_INFO, Answer, FakeServer, Request
 from tests.quick.client.demonstrations import TRAIN
 
 __all__ = ["MODEL_INFO", "Answer", "FakeServer", "Request"]

@@ -15,7 +15,7 @@ import art
 from art.pacing import Open
 from art.pipeline_file import PipelineFile
 from art_server.jobs.backoff import DIED
-from tests.fake_server import Answer, FakeArt, Request
+from tests.fakes.server import Answer, FakeArt, Request
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio

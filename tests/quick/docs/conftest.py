@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 import art
-from tests.fake_server import FakeArt
+from tests.fakes.server import FakeArt
 from tests.quick.client.conftest import groups, model
 
 __all__ = ["groups", "model"]

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.contracts import check_server
-from tests.fake_server import FakeArt
+from tests.fakes.server import FakeArt
 
 pytestmark = pytest.mark.anyio
 

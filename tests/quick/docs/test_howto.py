@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import art
-from tests.fake_server import Answer, FakeArt
+from tests.fakes.server import Answer, FakeArt
 from tests.pages import PAGES, blocks, run
 from tests.waiting import PATIENCE_SECONDS
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_server import FakeArt
+from tests.fakes.server import FakeArt
 
 LOOKS_LIKE = """
 import builtins, importlib, os, pkgutil, signal, sys

@@ -13,8 +13,8 @@ from art_server.process.shared import switches
 from art_server.settings import ServerConfig
 from art_server.store.base_facts import Facts
 from art_server.store.base_models import TINY_DIR, BaseModel
+from tests.makers.toy_models import make_model
 from tests.quick.engine.device.cards import card, demand
-from tests.toy_models import make_model
 
 TINY = BaseModel("art/tiny", TINY_DIR)
 BIND = "VLLM_CPU_OMP_THREADS_BIND"

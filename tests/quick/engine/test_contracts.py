@@ -10,8 +10,8 @@ import pytest
 from art_server.engine.engine import Engine
 from art_server.engine.fleet import Fleet
 from tests.contracts import check_engine, check_vllm
-from tests.fake_vllm import FakeVllm
-from tests.fakes import FakeEngine
+from tests.fakes.parts import FakeEngine
+from tests.fakes.vllm import FakeVllm
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import art
-from tests.fake_server import FakeArt
+from tests.fakes.server import FakeArt
 
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
 program: Any = importlib.import_module("program")

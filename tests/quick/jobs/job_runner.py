@@ -17,8 +17,8 @@ from art_server.process.background import Background
 from art_server.process.shared.trainer_messages import Batch, MismatchLimits, Probe
 from art_server.settings import ServerConfig
 from art_server.store.registry import RegisteredModel, Registry
-from tests.fakes import FakeEngine, FakeTrainer, keep_all
-from tests.new_models import add_model
+from tests.fakes.parts import FakeEngine, FakeTrainer, keep_all
+from tests.makers.new_models import add_model
 from tests.waiting import until
 
 LIMITS = MismatchLimits(high=1e-4, wrong=4e-4)

@@ -21,9 +21,9 @@ from art_server.process.shared.trainer_messages import (
     TrainableGroup,
     TrainableTrajectory,
 )
+from tests.makers.resolving import LIMITS, bare, record, resolve, sources
 from tests.quick.jobs.simulated_run import SimulatedRun
 from tests.quick.server.served import sample_group, serving
-from tests.resolving import LIMITS, bare, record, resolve, sources
 
 MORE = "more rollouts"
 

@@ -11,7 +11,7 @@ from art_server.jobs.gang import IDLE_SECONDS, Gang, Idleness
 from art_server.jobs.trainer_process import RankLost, TrainerDied, TrainerError, TrainerProcess, Usage
 from art_server.process.place import PlaceLost
 from art_server.process.shared.trainer_messages import Done, LoadTask, Progress, Task
-from tests.places import Elsewhere
+from tests.fakes.places import Elsewhere
 
 pytestmark = pytest.mark.anyio
 

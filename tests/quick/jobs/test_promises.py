@@ -38,8 +38,8 @@ from art_server.process.shared.trainer_messages import Batch, Done, Progress, Ta
 from art_server.store.history import MetricHistory
 from art_server.store.model_folder import ModelFolder
 from art_server.store.registry import RegisteredModel, Registry
-from tests.fakes import FakeEngine, keep_all
-from tests.new_models import add_model
+from tests.fakes.parts import FakeEngine, keep_all
+from tests.makers.new_models import add_model
 from tests.waiting import PATIENCE_SECONDS
 
 SECONDS = PATIENCE_SECONDS

@@ -17,8 +17,8 @@ from art_server.ledger.records import Record
 from art_server.process.shared.advantages import trained_tokens
 from art_server.process.shared.kept_set import pack_set, unpack_set
 from art_server.process.shared.trainer_messages import Batch, TokenSequence
+from tests.makers.resolving import LIMITS, bare, choice, record, resolve, sources
 from tests.refusals import refused
-from tests.resolving import LIMITS, bare, choice, record, resolve, sources
 
 
 def of_groups(report: Any) -> list[str]:

@@ -29,7 +29,7 @@ from art_server.process.shared.trainer_messages import (
     TrainTask,
     WorkerConfig,
 )
-from tests.places import HereInstead
+from tests.fakes.places import HereInstead
 from tests.processes import wait_until_gone
 from tests.waiting import wait_until
 

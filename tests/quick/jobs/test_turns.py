@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from art_protocol.wire import TrainConfig, TrajectoryGroupBody
 from art_server.jobs.received_trajectories import ReceivedTrajectories
 from art_server.jobs.turns import ResolvedTurn, TurnTrace, join_turns
-from tests.resolving import LIMITS, Resolved, bare, choice, record, resolve, sources
+from tests.makers.resolving import LIMITS, Resolved, bare, choice, record, resolve, sources
 
 
 def run(*trajectories: dict, find=lambda _: None) -> tuple[Resolved, TrajectoryGroupBody]:

@@ -13,9 +13,9 @@ from art_server.engine.vllm_process.plain_text import ControlTokens, MarkedRende
 from art_server.errors import InvalidInput
 from art_server.jobs.token_sources import Limits, TokenSources
 from art_server.ledger.decoder import Decoder
+from tests.makers.resolving import resolve
+from tests.makers.toy_facts import facts_of
 from tests.quick.ledger.chat_families import Family
-from tests.resolving import resolve
-from tests.toy_facts import facts_of
 
 with warnings.catch_warnings(action="ignore"):  # vLLM's and torch's own deprecations
     from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest

@@ -26,6 +26,7 @@ from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record, Request
 from art_server.process.shared.engine_messages import FinishedChoice
+from tests.makers.toy_facts import facts_of
 from tests.quick.ledger import spelled_tokens
 from tests.quick.ledger.chat_families import (
     CHATML,
@@ -36,7 +37,6 @@ from tests.quick.ledger.chat_families import (
     said,
     user,
 )
-from tests.toy_facts import facts_of
 
 NUMBERS = itertools.count(1)
 

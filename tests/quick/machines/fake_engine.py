@@ -1,4 +1,4 @@
-"""An engine's process with a fake vLLM (`tests/fake_vllm.py`): it listens as the real one does on a host, checks the secret and
+"""An engine's process with a fake vLLM (`tests/fakes/vllm.py`): it listens as the real one does on a host, checks the secret and
 records what it samples.
 
     python tests/quick/machines/fake_engine.py RECORDS_SOCKET
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from art_server.process.children import be_child
 from art_server.process.shared.switches import PORT_SWITCH, SECRET_HEADER, SECRET_SWITCH
 from art_server.process.shared.work_counters import FILE_VARIABLE, WorkCounter
-from tests.fake_vllm import FakeVllm
+from tests.fakes.vllm import FakeVllm
 
 
 async def serve(records_path: str) -> None:

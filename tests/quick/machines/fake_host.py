@@ -31,7 +31,7 @@ from art_server.machines.orders import (
 )
 from art_server.process.shared.trainer_messages import Done, Failed
 from art_server.settings import Device
-from tests.fake_vllm import FakeVllm
+from tests.fakes.vllm import FakeVllm
 
 DONE = Done(metrics={})
 ENDS = Failed(code="non_finite", message="the test ends the job")

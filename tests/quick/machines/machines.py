@@ -24,7 +24,7 @@ from art_server.process.children import Children
 from art_server.process.shared.trainer_messages import Done, Progress, Task
 from art_server.server import Server, build
 from art_server.settings import ApiKey, ServerConfig
-from tests import forked
+from tests.fakes import forked
 from tests.waiting import until
 
 CHUNK_BYTES = 2**16

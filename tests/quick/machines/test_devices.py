@@ -20,13 +20,13 @@ from art_server.process.shared.trainer_messages import MismatchLimits
 from art_server.server import Server, build
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR
-from tests.fakes import FakeTrainer
-from tests.new_models import add_model
+from tests.fakes.parts import FakeTrainer
+from tests.makers.new_models import add_model
+from tests.makers.toy_models import published_file
 from tests.quick.machines.fake_host import FakeHost
 from tests.quick.machines.machines import KEYS, listening
 from tests.quick.server.served import sample_group
 from tests.refusals import refused
-from tests.toy_models import published_file
 from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("in_process")]

@@ -7,8 +7,8 @@ import pytest
 
 from art_server.server import build
 from art_server.settings import ServerConfig
+from tests.makers.registering import counted_starts, make_models
 from tests.quick.machines.machines import KEYS, listening
-from tests.registering import counted_starts, make_models
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("in_process")]

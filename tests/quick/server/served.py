@@ -13,7 +13,7 @@ from art_server.app import make_app
 from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.server import build
 from art_server.settings import ServerConfig
-from tests.fakes import FakeEngine, FakeTrainer
+from tests.fakes.parts import FakeEngine, FakeTrainer
 
 
 class Served:

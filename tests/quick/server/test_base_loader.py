@@ -15,7 +15,7 @@ from art_server.engine.device.plan import Card
 from art_server.errors import Conflict, InvalidInput
 from art_server.settings import ApiKey
 from art_server.store.base_models import SMALL_FILES, TINY_DIR, BaseModel
-from tests.first_steps import write_first_checkpoint
+from tests.makers.first_steps import write_first_checkpoint
 from tests.quick.checkpoints.house import TINY_LORA, House, add_model, house
 from tests.refusals import refused
 from tests.waiting import PATIENCE_SECONDS, until

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 import art
-from tests.fake_vllm import ANSWER, PROMPT
+from tests.fakes.vllm import ANSWER, PROMPT
 from tests.quick.server.served import Served, sample_group, serving
 from tests.refusals import refused
 

@@ -18,10 +18,10 @@ from art_server.process.shared.trainer_messages import Progress, TrainTask
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.first_step import write_first_step
 from art_server.store.registry import RegisteredModel
-from tests.new_models import add_model
-from tests.places import HereInstead
+from tests.fakes.places import HereInstead
+from tests.makers.new_models import add_model
+from tests.makers.registering import counted_starts, make_models
 from tests.quick.checkpoints.house import TINY_LORA, House, house
-from tests.registering import counted_starts, make_models
 from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = pytest.mark.anyio

@@ -25,10 +25,10 @@ from art_server.store import files
 from art_server.store.base_facts import read_facts
 from art_server.store.base_models import find_base_model
 from art_server.store.registry import Registry, check_lora, check_name, check_rank
-from tests.new_models import add_model
+from tests.makers.new_models import add_model
+from tests.makers.resolving import LIMITS, bare, choice, resolve, sources
 from tests.quick.engine.device.cards import card, demand
 from tests.quick.jobs.queued_jobs import add, open_queue, request_digest
-from tests.resolving import LIMITS, bare, choice, resolve, sources
 
 GPUS = tuple(Gpu(index, f"GPU-{index}", "NVIDIA L4", 24 << 30, (7, 5)) for index in (0, 1))
 THIRD = Gpu(2, "GPU-2", "NVIDIA L4", 24 << 30, (7, 5))

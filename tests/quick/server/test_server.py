@@ -15,7 +15,7 @@ from art_server.errors import Conflict, InvalidInput
 from art_server.process.place import Here
 from art_server.server import Server, build
 from art_server.settings import ApiKey, ServerConfig
-from tests.fakes import FakeEngine, FakeTrainer
+from tests.fakes.parts import FakeEngine, FakeTrainer
 
 pytestmark = pytest.mark.anyio
 

@@ -16,8 +16,7 @@ from art_server.settings import ServerConfig
 from art_server.store.base_facts import read_facts
 from art_server.store.base_models import TINY_DIR, BaseModel, check_on_cpu, check_trainable
 from art_server.trainer.base import find_class
-from tests.refusals import refused
-from tests.toy_models import (
+from tests.makers.toy_models import (
     FAMILIES,
     PUBLISHED,
     REFUSED,
@@ -26,6 +25,7 @@ from tests.toy_models import (
     refused_model,
     toy_config,
 )
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("in_process")
 

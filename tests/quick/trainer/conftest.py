@@ -10,8 +10,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from art_server.process.shared.trainer_messages import Batch, TokenSequence, TrainableGroup, TrainableTrajectory
 from art_server.trainer.policy import Policy
-from tests.architectures import ARCHITECTURES, start
-from tests.forests import save_random_adapter
+from tests.makers.architectures import ARCHITECTURES, start
+from tests.makers.forests import save_random_adapter
 
 VOCABULARY = 128
 

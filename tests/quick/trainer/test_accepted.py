@@ -18,7 +18,7 @@ from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.process.shared.trainer_messages import TrainTask
 from art_server.trainer.job import train
 from art_server.trainer.policy import ADAPTER_FILE, Policy
-from tests.first_steps import write_first_checkpoint
+from tests.makers.first_steps import write_first_checkpoint
 
 LARGE, ABOVE = 10**6, 1e-6
 """For a number without an upper bound, and for the least number above an open bound."""

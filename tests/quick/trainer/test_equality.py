@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_server.trainer.policy import Policy
-from tests.architectures import CONFIGS
-from tests.forests import EXAMPLES, FORESTS, assert_tree_equals_rows
+from tests.makers.architectures import CONFIGS
+from tests.makers.forests import EXAMPLES, FORESTS, assert_tree_equals_rows
 
 
 @settings(max_examples=3, **EXAMPLES)

@@ -18,8 +18,8 @@ from art_protocol.wire import LoRAConfig
 from art_server.store.base_models import TINY_DIR
 from art_server.trainer.base import find_class, load_base
 from art_server.trainer.policy import Policy
-from tests.first_steps import write_first_checkpoint
-from tests.toy_models import make_model
+from tests.makers.first_steps import write_first_checkpoint
+from tests.makers.toy_models import make_model
 
 
 def test_a_window_is_as_long_as_the_engines(tmp_path: Path) -> None:

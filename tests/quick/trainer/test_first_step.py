@@ -22,9 +22,9 @@ from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE
 from art_server.trainer.base import adapter_tensors, find_class, peft_config
 from art_server.trainer.layers import find_layers
 from art_server.trainer.policy import Policy
-from tests.architectures import ARCHITECTURES
-from tests.first_steps import known_base
-from tests.toy_models import FAMILIES, PUBLISHED, toy_config
+from tests.makers.architectures import ARCHITECTURES
+from tests.makers.first_steps import known_base
+from tests.makers.toy_models import FAMILIES, PUBLISHED, toy_config
 
 SEEDS = (0, 1, 3, 12_345, 2**32 - 1)
 SHAPES = [(1, 1), (1, 15), (16, 1), (8, 33), (3, 1000), (7, 96), (64, 48), (512, 129), (2, 4096)]

@@ -19,7 +19,7 @@ from art_server.process.place import Here
 from art_server.process.shared.trainer_messages import Batch, LoadTask, WorkerConfig
 from art_server.trainer.gang_view import GangView
 from art_server.trainer.policy import Policy
-from tests.places import Elsewhere
+from tests.fakes.places import Elsewhere
 from tests.ranks import BUDGET, RATE, World, difference, running
 from tests.unlike_ranks import check_made_alike, check_refused
 

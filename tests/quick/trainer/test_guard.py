@@ -15,7 +15,7 @@ from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.process.shared.trainer_messages import Probe, TrainTask
 from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
-from tests.first_steps import write_first_checkpoint
+from tests.makers.first_steps import write_first_checkpoint
 
 FAULTS = ("half alpha", "double alpha", "base weights", "another RoPE", "another kernel")
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from art_protocol.wire import LoRAConfig
 from art_server.trainer.base import find_class, peft_config
 from art_server.trainer.layers import find_layers
-from tests.toy_models import PUBLISHED
+from tests.makers.toy_models import PUBLISHED
 
 QKVO = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
 MLP = "mlp.gate_proj mlp.up_proj mlp.down_proj"

@@ -34,7 +34,7 @@ from art_server.trainer.probe import (
     is_due,
     write_layer_probes,
 )
-from tests.first_steps import write_first_checkpoint
+from tests.makers.first_steps import write_first_checkpoint
 
 WIDE = MismatchLimits(high=100.0, wrong=100.0)
 """The batches' log-probabilities are random numbers."""

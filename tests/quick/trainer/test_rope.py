@@ -8,7 +8,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from art_server.trainer.base import find_class
 from art_server.trainer.rope import fix_rope
-from tests.toy_models import ORIGINAL, ROPES, SHAPE
+from tests.makers.toy_models import ORIGINAL, ROPES, SHAPE
 
 HEAD = SHAPE["head_dim"]
 USUAL = 1 / 10000.0 ** (torch.arange(0, HEAD, 2) / HEAD)

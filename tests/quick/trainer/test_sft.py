@@ -18,7 +18,7 @@ from art_server.process.shared.trainer_messages import (
 )
 from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
-from tests.sft_examples import BATCH_SIZE, NUM_STEPS, RATES, make_batch, make_examples, run
+from tests.makers.sft_examples import BATCH_SIZE, NUM_STEPS, RATES, make_batch, make_examples, run
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])

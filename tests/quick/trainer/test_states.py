@@ -11,8 +11,8 @@ from art_protocol.wire import TrainConfig
 from art_server.trainer.policy import Policy
 from art_server.trainer.states import MAX_PADDING, plan_layer_calls
 from art_server.trainer.tree import lay_out, sort_sequences
-from tests.forests import assert_tree_equals_rows, save_random_adapter
-from tests.toy_models import make_model
+from tests.makers.forests import assert_tree_equals_rows, save_random_adapter
+from tests.makers.toy_models import make_model
 
 RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "falcon_h1", "olmo_hybrid")  # fmt: skip
 

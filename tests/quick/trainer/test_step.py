@@ -44,7 +44,7 @@ from art_server.trainer.step import compute_gradient
 from art_server.trainer.step_metrics import merge_steps
 from art_server.trainer.token_budget import budget_key
 from art_server.trainer.tree import MIN_SHARED_TOKENS, Forest
-from tests.first_steps import write_first_checkpoint
+from tests.makers.first_steps import write_first_checkpoint
 
 BUDGET = 4096
 

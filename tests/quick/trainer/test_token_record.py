@@ -18,7 +18,7 @@ from art_server.process.shared.trainer_messages import Batch, TrainableGroup, Tr
 from art_server.store.model_folder import TOKENS_FILE
 from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
-from tests.first_steps import write_first_checkpoint
+from tests.makers.first_steps import write_first_checkpoint
 
 
 def record(policy: Policy, folder: Path, batch: Batch, **config: Any) -> tuple[dict, dict]:

@@ -39,8 +39,8 @@ from art_server.trainer.facts import find_device, own_facts
 from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
 from art_server.trainer.tasks import Worker
-from tests.first_steps import write_first_checkpoint
-from tests.forked import Forked, start_child
+from tests.fakes.forked import Forked, start_child
+from tests.makers.first_steps import write_first_checkpoint
 from tests.processes import is_alive
 from tests.waiting import wait_until
 

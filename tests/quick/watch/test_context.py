@@ -8,7 +8,7 @@ from art_server.store.model_folder import ModelFolder
 from art_server.store.server_database import FILE
 from art_watch.context import DEAD, SUBMITTED, TOKENS, context, idle, read_jobs
 from art_watch.runs import Runs
-from tests.demo import log, make_demo, write_jobs
+from tests.makers.demo import log, make_demo, write_jobs
 from tests.quick.jobs.queued_jobs import open_queue
 
 EQUAL = Dropped(reason="all rewards in the group are equal: no signal", count=6, unit="group")

@@ -17,7 +17,7 @@ from art_server.jobs.trainer_process import TrainerError
 from art_server.process.shared.trainer_messages import Batch
 from art_server.settings import ApiKey
 from art_watch.metrics import MetricsSnapshot, engine_metrics, exposition
-from tests.fakes import FakeEngine
+from tests.fakes.parts import FakeEngine
 from tests.quick.server.served import Served, sample_group, serving
 
 pytestmark = pytest.mark.anyio

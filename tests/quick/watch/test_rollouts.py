@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 from art_server.errors import NotFound
 from art_server.store.model_folder import ModelFolder
 from art_watch import rollouts, tokens
-from tests.demo import make_demo
-from tests.demo_groups import CHANGED, DEAD, FAILED, HOSTILE, HOSTILE_GROUP
+from tests.makers.demo import make_demo
+from tests.makers.demo_groups import CHANGED, DEAD, FAILED, HOSTILE, HOSTILE_GROUP
 from tests.refusals import refused
 
 

@@ -19,8 +19,8 @@ from art_server.settings import ApiKey, ServerConfig
 from art_watch import routes as look
 from art_watch.view import make_view
 from tests import asgi_client
-from tests.demo import HOSTILE_METRIC, log, make_demo
-from tests.demo_server import make_live
+from tests.fakes.page_server import make_live
+from tests.makers.demo import HOSTILE_METRIC, log, make_demo
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio

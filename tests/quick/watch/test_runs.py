@@ -11,7 +11,7 @@ from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder
 from art_server.store.server_database import open_server_database
 from art_watch.runs import Runs
-from tests.demo import HOSTILE_METRIC, KEPT_STEPS, log, make_demo
+from tests.makers.demo import HOSTILE_METRIC, KEPT_STEPS, log, make_demo
 from tests.refusals import refused
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from art_server.errors import UsageError
 from art_watch.view import view
-from tests.demo import make_demo
+from tests.makers.demo import make_demo
 from tests.waiting import PATIENCE_SECONDS
 
 SERVER_PACKAGES = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_server import MODEL_INFO, Answer, FakeServer, Request
+from tests.fakes.server import MODEL_INFO, Answer, FakeServer, Request
 
 pytestmark = pytest.mark.anyio
 

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 import art
-from tests.demo import rows_by_step
 from tests.live import PROJECT, Server
+from tests.makers.demo import rows_by_step
 
 pytestmark = pytest.mark.anyio
 

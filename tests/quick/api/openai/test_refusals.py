@@ -12,7 +12,7 @@ from art_server import errors
 from art_server.api.openai.routes import PATHS
 from art_server.api.openai.streaming import refused_by
 from tests.asgi_client import client
-from tests.new_models import add_model
+from tests.makers.new_models import add_model
 from tests.quick.api.idle_server import make
 
 pytestmark = pytest.mark.anyio

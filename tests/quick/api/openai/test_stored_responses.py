@@ -12,7 +12,7 @@ import pytest
 import art
 from art_server.ledger.ledger import Ledger, Retention
 from art_server.settings import ApiKey
-from tests.fake_vllm import TEXT
+from tests.fakes.vllm import TEXT
 from tests.quick.server.served import Served, serving
 
 pytestmark = pytest.mark.anyio

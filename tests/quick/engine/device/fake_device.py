@@ -23,7 +23,7 @@ from art_server.process.place import Counters, Endpoint, Here, Program
 from art_server.process.shared.trainer_messages import Done, LoadTask, Progress, TrainTask
 from art_server.process.shared.work_counters import read_work
 from art_server.settings import Handover
-from tests.fake_vllm import FakeVllm
+from tests.fakes.vllm import FakeVllm
 
 
 class Clash(Exception):

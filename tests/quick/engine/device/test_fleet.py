@@ -35,8 +35,8 @@ from art_server.process.shared.trainer_messages import Batch
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.registry import Registry
-from tests.fakes import keep_all
-from tests.new_models import add_model
+from tests.fakes.parts import keep_all
+from tests.makers.new_models import add_model
 from tests.quick.engine.device.cards import card, demand
 from tests.quick.engine.device.fake_device import FakeProcess, OnFakeDevice, TrainerOnDevice, World, write_adapter
 from tests.refusals import refused

@@ -41,8 +41,8 @@ from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.registry import Registry
 from tests.contracts import check_engine, check_vllm
-from tests.fakes import keep_all
-from tests.new_models import add_model
+from tests.fakes.parts import keep_all
+from tests.makers.new_models import add_model
 from tests.quick.engine.device import fake_device
 from tests.quick.engine.device.cards import card, demand
 from tests.quick.engine.device.fake_device import (

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from art_watch.terminal.cli import main as art
 from art_watch.view import make_view
-from tests.demo import make_demo
 from tests.http_server import served
+from tests.makers.demo import make_demo
 
 ESCAPES = "\x1b[31mred\x1b[0m\x07\x9b2J\u202eltr\x00 [bold]no markup[/] :smile:"
 SHOWN_ESCAPES = "␛[31mred␛[0m␇\\u009b2J\\u202eltr␀ [bold]no markup[/] :smile:"

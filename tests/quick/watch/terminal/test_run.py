@@ -19,8 +19,8 @@ from art_server.settings import ApiKey
 from art_server.store import files
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_watch.view import make_view
-from tests.demo import log
 from tests.http_server import served
+from tests.makers.demo import log
 from tests.quick.api.idle_server import make
 from tests.quick.watch.terminal.conftest import Ran
 from tests.waiting import PATIENCE_SECONDS

@@ -11,7 +11,7 @@ from art_protocol.history import pack_rows, trajectory_row
 from art_protocol.wire import LoRAConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_watch.terminal.show import print_show
-from tests.demo import log
+from tests.makers.demo import log
 from tests.quick.watch.terminal.conftest import ESCAPES, SHOWN_ESCAPES, Ran, screen, shown
 
 Run = Callable[..., Ran]

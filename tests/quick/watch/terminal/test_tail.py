@@ -14,8 +14,8 @@ from art_watch.terminal import tail as tail_module
 from art_watch.terminal.sources import FolderSource, HttpSource
 from art_watch.terminal.tables import print_event
 from art_watch.terminal.tail import NUM_FIRST, Tail, with_days
-from tests.demo import log, make_demo
 from tests.http_server import served
+from tests.makers.demo import log, make_demo
 from tests.quick.api.idle_server import make
 from tests.quick.jobs.queued_jobs import add
 from tests.quick.watch.terminal.conftest import Ran, screen, shown

@@ -24,7 +24,7 @@ from art_server.store.database import insert
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.model_table import ModelTable
 from art_server.store.server_database import open_server_database
-from tests.demo_groups import NUM_DISTINCT, DemoGroup, Words, logged, make_group
+from tests.makers.demo_groups import NUM_DISTINCT, DemoGroup, Words, logged, make_group
 
 NAMES = ("webnav-8b", "webnav-lr2e5", "sql-repair", "tau-airline", "math-hints", "2048-small")
 STEP_SECONDS = 97

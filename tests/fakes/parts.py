@@ -25,7 +25,7 @@ from art_server.process.shared.trainer_messages import (
     TrainTask,
 )
 from art_server.store.base_models import TINY_DIR, BaseModel
-from tests.fake_vllm import FakeVllm
+from tests.fakes.vllm import FakeVllm
 
 BASE = BaseModel("base", TINY_DIR)
 

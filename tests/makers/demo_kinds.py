@@ -11,8 +11,8 @@ from art_protocol.wire import Dropped, ErrorDetail, JobReport, TrainConfig
 from art_server.jobs.advice import ADVICE
 from art_server.store.model_folder import ModelFolder
 from art_watch.context import TOKENS
-from tests.demo import log, make_demo, time_of, write_checkpoints, write_jobs
-from tests.demo_groups import ANSWERS
+from tests.makers.demo import log, make_demo, time_of, write_checkpoints, write_jobs
+from tests.makers.demo_groups import ANSWERS
 
 STEPS, LONG = 30, 5000
 SEVERAL_LINES = "I found three offers:\n\n- OS 482:    118 euros\n- TP 1276:   143 euros\n- LX 2071:   240 euros\n\nThe first is the cheapest."

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Pr
 
 from art_protocol.wire import PRESETS, TrainConfig
 from art_server.trainer.policy import Policy
-from tests.forests import save_random_adapter
+from tests.makers.forests import save_random_adapter
 
 SMALL = {
     "hidden_size": 32,

@@ -3,7 +3,7 @@
 `start_child` is used in place of `process/children.py`'s. Apart from the imports a process is as one that Python started: it has
 a session, a log, an environment and pipes of its own, and can be killed and stopped.
 
-    python -m tests.forked SOCKET     the parent; ends with the process that started it
+    python -m tests.fakes.forked SOCKET     the parent; ends with the process that started it
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class Parent:
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            command = [sys.executable, "-m", "tests.forked", str(self._socket)]
+            command = [sys.executable, "-m", "tests.fakes.forked", str(self._socket)]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         return self._process
 
