@@ -29,6 +29,7 @@ OWN = {
     "jobs/attempt.py Attempt._turn": "the device: the step itself",
     "jobs/gang.py Gang.run": "the trainer's own processes, which train together",
     "jobs/trainer_process.py TrainerProcess._run": "the trainer's own process, which starts",
+    "jobs/trainer_process.py TrainerProcess.start": "the trainer's own process, which starts",
 }
 """Functions whose lock is the resource's own, with what it is."""
 

@@ -247,7 +247,7 @@ def test_tictactoe_moves_are_legal(sampler: Sampler) -> None:
 
 def test_tool_calls_are_right_and_answers_carry_the_result(sampler: Sampler) -> None:
     rng = words.make_rng("test", held_out=True)
-    rates = rates_by_name(measuring.measure_single_calls(sampler, rng, 12))
+    rates = rates_by_name(measuring.measure_single_calls(sampler, rng, 24))
     assert rates["well-formed"] >= 0.87
     assert rates["right tool and exact arguments"] >= 0.7
     assert rates["carried into the answer"] >= 0.8
