@@ -278,7 +278,9 @@ async def test_the_end_of_a_job_that_cannot_be_written_is_written_later(
 
 async def test_a_model_that_is_gone_fails_its_jobs(tmp_path: Path) -> None:
     async with running(tmp_path, "a") as house:
+        gone = house.add_model("gone")
         job, other = house.add_job("gone"), house.add_job("a")
+        house.registry.remove(gone)
         assert await house.wait(job, other) == ["failed", "done"]
 
 
