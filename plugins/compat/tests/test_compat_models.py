@@ -305,7 +305,7 @@ async def test_costs_of_judges_are_counted(caplog: pytest.LogCaptureFixture) -> 
     responses = {"input_tokens": 10, "output_tokens": 10}
     responses |= {"input_tokens_details": {"cached_tokens": 4}}
     assert half.cost_of(responses) == pytest.approx((6 + 4 * 0.5 + 20) / 1e6)
-    asked = {"provider": "openai", "model_name": "unknown"}
+    asked: dict[str, Any] = {"provider": "openai", "model_name": "unknown"}
     assert active.add_response_cost(source="judge", response=answer_with(1, 1), **asked) is None
     assert "the cost of 'unknown' (openai) is not counted" in caplog.text
     cost = active.add_response_cost(
