@@ -53,7 +53,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def root(demo: Path, tmp_path: Path) -> Path:
     """A copy of the demo folder, which the test may change."""
-    return shutil.copytree(demo, tmp_path, dirs_exist_ok=True)
+    return shutil.copytree(demo, tmp_path, symlinks=True, dirs_exist_ok=True)
 
 
 @pytest.fixture
