@@ -7,7 +7,7 @@ import sqlite3
 import sys
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -15,6 +15,7 @@ import art
 from art.pacing import Open
 from art.pipeline_file import PipelineFile
 from art_server.jobs.backoff import DIED
+from tests.error_codes import Refusal, job_errors, refusals
 from tests.fakes.server import Answer, FakeArt, Request
 from tests.waiting import until
 
@@ -31,14 +32,6 @@ PRAGMA user_version = 1;
 
 
 BROKEN = "what a broken program sampled"
-
-
-class Refusal(NamedTuple):
-    """An answer that is no job; `code` is "error" where a proxy answered."""
-
-    status: int
-    code: str
-    is_retryable: bool
 
 
 class JobServer(FakeArt):
@@ -352,7 +345,11 @@ async def check_that_a_mended_program_trains(
     assert sorted(server.numbers()) == [[0], [1], [2]] and not given_up(caplog)
 
 
-@pytest.mark.parametrize("refusal", [Refusal(422, "bad_trajectory", False), Refusal(413, "error", False)])
+@pytest.mark.parametrize(
+    "refusal",
+    [refusal for refusal in refusals() if not refusal.is_retryable and refusal.code != "step_moved"],
+    ids=lambda refusal: f"{refusal.status}-{refusal.code}",
+)
 async def test_a_mended_program_trains_after_each_refusal(
     server: JobServer, model: art.TrainableModel, caplog: pytest.LogCaptureFixture, refusal: Refusal
 ) -> None:
@@ -361,7 +358,7 @@ async def test_a_mended_program_trains_after_each_refusal(
     await check_that_a_mended_program_trains(server, model, caplog)
 
 
-@pytest.mark.parametrize(("code", "is_retryable"), [("non_finite", False), (DIED, True)])
+@pytest.mark.parametrize(("code", "is_retryable"), [*((code, False) for code in job_errors()), (DIED, True)])
 async def test_a_mended_program_trains_after_each_failure_of_a_job(
     server: JobServer, model: art.TrainableModel, caplog: pytest.LogCaptureFixture, code: str, is_retryable: bool
 ) -> None:
@@ -376,7 +373,11 @@ async def test_a_mended_program_trains_after_a_configuration_that_no_request_can
     await check_that_a_mended_program_trains(server, model, caplog, train_config=config)
 
 
-@pytest.mark.parametrize("refusal", [Refusal(429, "queue_full", True), Refusal(502, "error", True)])
+@pytest.mark.parametrize(
+    "refusal",
+    [refusal for refusal in refusals() if refusal.is_retryable],
+    ids=lambda refusal: f"{refusal.status}-{refusal.code}",
+)
 async def test_nothing_is_given_up_that_waiting_helps(
     server: JobServer, model: art.TrainableModel, caplog: pytest.LogCaptureFixture, refusal: Refusal
 ) -> None:

@@ -104,13 +104,17 @@ async def test_a_lost_machine_costs_nothing_but_its_engines(tmp_path: Path, monk
         assert here.server.background.faults == {}
 
 
-async def test_a_stall_of_the_network_is_no_death_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [(2,), (1, 1)], ids=["one host", "two hosts"])
+async def test_a_stall_of_the_network_is_no_death_of_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...]
+) -> None:
     """No beat comes for many times as long as idle ranks are waited for."""
     monkeypatch.setattr(gang_module, "IDLE_SECONDS", 0.1)
     monkeypatch.setattr(host_module, "BEAT_SECONDS", 0.1)
     async with house(tmp_path, monkeypatch) as here, here.relay() as network:
         here.host("serves", engines=1)
-        here.host("trains", ranks=2, through=network)
+        for number, num_ranks in enumerate(ranks):
+            here.host(f"trains-{number}", ranks=num_ranks, through=network)
         await here.ready(1)
         await here.joined(2)
         model, backend = await register(here)
