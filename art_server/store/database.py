@@ -71,19 +71,29 @@ def transaction(database: sqlite3.Connection) -> Iterator[None]:
 
 
 class Database:
-    """A database that several threads share: one statement or transaction runs at a time."""
+    """A database that several threads share: one change runs at a time. Reads wait for no change, because the event loop reads,
+    and a large job takes long to write."""
 
-    def __init__(self, connection: sqlite3.Connection):
+    def __init__(self, connection: sqlite3.Connection, file: Path | None):
+        """`connection` has opened `file`; None: a temporary database, whose reads wait for its changes."""
         self.connection = connection
         self.lock = threading.RLock()
+        self._reading, self._reading_lock = connection, self.lock
+        if file is not None:
+            self._reading, self._reading_lock = open_database(file, "", is_durable=True), threading.RLock()
+        self._changing_thread: int | None = None
 
     def close(self) -> None:
-        with self.lock:
+        with self.lock, self._reading_lock:
+            self._reading.close()
             self.connection.close()
 
     def select(self, statement: str, *values: object) -> list[Any]:  # Any: rows of the statement's columns
-        with self.lock:
+        """What is committed, and inside `changes` also what the block has changed."""
+        if self._changing_thread == threading.get_ident():
             return self.connection.execute(statement, values).fetchall()
+        with self._reading_lock:
+            return self._reading.execute(statement, values).fetchall()
 
     @contextlib.contextmanager
     def changes(self, what: str) -> Iterator[sqlite3.Connection]:
@@ -99,7 +109,11 @@ class Database:
                 yield self.connection
                 return
             with database_errors(what), transaction(self.connection):
-                yield self.connection
+                self._changing_thread = threading.get_ident()
+                try:
+                    yield self.connection
+                finally:
+                    self._changing_thread = None
 
 
 @contextlib.contextmanager

@@ -106,7 +106,7 @@ def open_server_database(root: Path | None) -> Database:
     if root is None:
         connection = open_database(None, "", is_durable=False)
         make_tables(connection, None)
-        return Database(connection)
+        return Database(connection, None)
     server_dir = root / ".server"
     connection = open_database(server_dir / FILE, "", is_durable=True)
     try:
@@ -119,7 +119,7 @@ def open_server_database(root: Path | None) -> Database:
     except BaseException:
         connection.close()
         raise
-    return Database(connection)
+    return Database(connection, server_dir / FILE)
 
 
 def make_tables(connection: sqlite3.Connection, root: Path | None) -> None:
