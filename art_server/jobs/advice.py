@@ -29,7 +29,8 @@ MOST, FEW = 0.75, 0.5
 """Shares of the answers that are alike, or cut. Answers became so if this share is at least MOST, and at most FEW in the
 batch of the good step."""
 SHORTER = 4
-"""Answers that became this many times shorter, or cut, collapsed if the policy also became sure of them (ONE_ANSWER)."""
+"""Answers that became this many times shorter, or cut, collapsed if the policy also became sure of them (ONE_ANSWER), or if they
+stay so in a second batch."""
 MORE_NATS = 2.0
 """Answers collapsed if the mean log-probability of their tokens fell by this much, as for a policy that writes at random."""
 
@@ -131,23 +132,38 @@ def _collapse(signs: BatchSigns, earlier: Sequence[BatchSigns]) -> str | None:
             f"{signs.commonest:.0%} of the answers are the same one, to different prompts ({good.commonest:.0%})"
         )
     lengths: list[str] = []
-    if signs.cut >= MOST and good.cut <= FEW:
+    if _are_cut(signs, good):
         lengths.append(f"{signs.cut:.0%} of the answers are cut at their length limit ({good.cut:.0%})")
-    if signs.num_tokens * SHORTER <= good.num_tokens:
+    if _are_shorter(signs, good):
         lengths.append(f"an answer has {signs.num_tokens:.3g} tokens on average ({good.num_tokens:.3g})")
     if signs.surprise is not None and good.surprise is not None:
         now, was = math.exp(-signs.surprise), math.exp(-good.surprise)
         if signs.surprise >= good.surprise + MORE_NATS or (lengths and now > ONE_ANSWER >= was):
             changes.append(f"the probability of a sampled token is {now:.2g} ({was:.2g})")
-    # The answers to other prompts may have another length, so a length alone says nothing.
-    if not changes:
+    # The answers to the prompts of one batch may have another length, but not those of several batches.
+    previous = earlier[-1]
+    if not changes and not (previous.step > good.step and _has_other_lengths(previous, good)):
         return None
     changes += lengths
+    if not changes:
+        return None
     return (
         f"the answers collapsed: {', and '.join(changes)}; in brackets those of step {good.step}, which earned "
         f"{good.rewards.mean:.3g} on average where those of step {signs.step} earn {mean:.3g}. `await "
         f"model.rollback({good.step})` goes back"
     )
+
+
+def _are_cut(signs: BatchSigns, good: BatchSigns) -> bool:
+    return signs.cut >= MOST and good.cut <= FEW
+
+
+def _are_shorter(signs: BatchSigns, good: BatchSigns) -> bool:
+    return signs.num_tokens * SHORTER <= good.num_tokens
+
+
+def _has_other_lengths(signs: BatchSigns, good: BatchSigns) -> bool:
+    return _are_cut(signs, good) or _are_shorter(signs, good)
 
 
 def _has_halved(before: float, after: float) -> bool:

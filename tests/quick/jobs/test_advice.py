@@ -189,6 +189,8 @@ def test_other_prompts_may_have_answers_of_another_length(changes: dict[str, Any
     good = batch(2, [1.0, 0.0], answers=lambda number: [number, *range(7)])
     notes = notes_of(batch(3, [0.0], OTHERS, **changes), [good])
     assert all("rollback" not in note for note in notes)
+    second = notes_of(batch(4, [0.0], OTHERS, **changes), [good, batch(3, [0.0], OTHERS, **changes)])
+    assert "the answers collapsed" in second[0] and "rollback(2)" in second[0], "two batches in a row are no chance"
 
 
 def test_a_policy_that_always_answered_alike_did_not_collapse() -> None:
