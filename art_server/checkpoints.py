@@ -273,11 +273,10 @@ class Checkpoints:
             self._queue.forget_keys(model.number, after=step)
             model.history.roll_back(step)
             self._registry.table.roll_back(model.number, step)
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(setattr, model, "is_verified", False)  # the model's next use tries again
             self._registry.settle(model.number)
-        except BaseException:
-            model.is_verified = False  # the model's next use tries again
-            raise
+            on_failure.pop_all()
 
     def _move_to_trash(self, model: RegisteredModel) -> Path:
         trash = model.folder.move_to_trash()

@@ -109,16 +109,15 @@ def open_server_database(root: Path | None) -> Database:
         return Database(connection, None)
     server_dir = root / ".server"
     connection = open_database(server_dir / FILE, "", is_durable=True)
-    try:
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(connection.close)
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version == 0:
             make_tables(connection, root)
         elif version != VERSION:
             raise unread_version(FILE)
         set_aside(server_dir)
-    except BaseException:
-        connection.close()
-        raise
+        on_failure.pop_all()
     return Database(connection, server_dir / FILE)
 
 
