@@ -22,8 +22,8 @@ from art_server.jobs.queue import JobQueue
 from art_server.jobs.trainer import ServerTrainer
 from art_server.jobs.trainer_process import TrainerError
 from art_server.ledger.ledger import Ledger
-from art_server.process.shared.trainer_messages import LoadTask
 from art_server.settings import ServerConfig
+from art_server.shared.trainer_messages import LoadTask
 from art_server.store import base_models, files
 from art_server.store.base_models import BaseModel, find_base_model
 

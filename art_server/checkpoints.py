@@ -28,7 +28,7 @@ from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.jobs.queue import JobQueue
 from art_server.ledger.ledger import Ledger
-from art_server.process.shared import clock
+from art_server.shared import clock
 from art_server.store import files
 from art_server.store.archive import check_content, describe_step
 from art_server.store.model_folder import ModelFolder, copy_content, create_model

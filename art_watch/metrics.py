@@ -20,8 +20,8 @@ from art_server.api.parameters import TheCaller, TheServer
 from art_server.engine.engine import Engine, EngineState
 from art_server.jobs.job_row import ENDED, PENDING
 from art_server.jobs.reports import Totals
-from art_server.process.shared import clock
 from art_server.server import Server
+from art_server.shared import clock
 from art_server.store.registry import RegisteredModel
 
 Pending = Mapping[str, tuple[int, float]]

@@ -160,7 +160,7 @@ def picture() -> str:
     arrows = {name: frozenset(rooms[name] & drawn) - {name} for name in sorted(drawn)}
     lines = ["```mermaid", "flowchart TD"]
     for process, alone in PROCESSES.items():
-        of_server = drawn - {*PROCESSES.values(), "process/shared", *PACKAGES, *WATCH, *ANNEXES}
+        of_server = drawn - {*PROCESSES.values(), "shared", *PACKAGES, *WATCH, *ANNEXES}
         inside = [alone] if alone else sorted(of_server)
         lines += [f'    subgraph {_node(alone) or "server"}_process["{process}"]']
         lines += [*(f'        {_node(name)}["{name}"]' for name in inside), "    end"]

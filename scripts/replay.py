@@ -33,7 +33,7 @@ from art_server.jobs.replay_record import (
 )
 from art_server.jobs.trainer_process import TrainerError
 from art_server.process.place import Here
-from art_server.process.shared.trainer_messages import Done, Progress, TrainTask, WorkerConfig
+from art_server.shared.trainer_messages import Done, Progress, TrainTask, WorkerConfig
 from art_server.store.base_models import CACHE_DIR, find_base_model
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, content_digests
 from art_transfer.transfer import find_model_folder

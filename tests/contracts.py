@@ -12,7 +12,7 @@ import art
 from art_server.engine.engine import AdapterRefused
 from art_server.engine.fleet import Fleet
 from art_server.errors import Unavailable
-from art_server.process.shared.engine_messages import new_request_id
+from art_server.shared.engine_messages import new_request_id
 from tests.waiting import PATIENCE_SECONDS
 
 

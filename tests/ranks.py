@@ -15,7 +15,7 @@ from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.jobs.budgets import Budgets
 from art_server.jobs.gang import Gang
 from art_server.process import place as place_module
-from art_server.process.shared.trainer_messages import Batch, Done, TrainTask, WorkerConfig
+from art_server.shared.trainer_messages import Batch, Done, TrainTask, WorkerConfig
 from tests.fakes import forked
 from tests.fakes.places import HereInstead
 from tests.makers.architectures import start

@@ -12,7 +12,8 @@ from art_server.engine.device.plan import MemoryPlan
 from art_server.errors import InvalidInput
 from art_server.process.place import Command, Endpoint
 from art_server.process.receiver import Receiver
-from art_server.process.shared.switches import (
+from art_server.settings import ENGINE_ARGS, Device, ServerConfig
+from art_server.shared.switches import (
     DISTRIBUTIONS_SWITCH,
     EXPERTS_SWITCH,
     ONE_THREAD_SWITCH,
@@ -21,8 +22,7 @@ from art_server.process.shared.switches import (
     SECRET_SWITCH,
     SWITCH,
 )
-from art_server.process.shared.work_counters import FILE_VARIABLE, make_file
-from art_server.settings import ENGINE_ARGS, Device, ServerConfig
+from art_server.shared.work_counters import FILE_VARIABLE, make_file
 from art_server.store.base_facts import Facts, Parsers
 from art_server.store.base_models import BaseModel, has_other_format, weight_bytes
 

@@ -33,9 +33,9 @@ from art_server.process.background import Background
 from art_server.process.place import Endpoint, Place, PlaceFailed, PlaceLost, Process
 from art_server.process.progress import StartProgress
 from art_server.process.receiver import Receiver
-from art_server.process.shared.engine_messages import new_request_id
-from art_server.process.shared.trainer_messages import MismatchLimits
 from art_server.settings import GPU_ENGINE_ARGS, Handover, ServerConfig
+from art_server.shared.engine_messages import new_request_id
+from art_server.shared.trainer_messages import MismatchLimits
 from art_server.store import files
 from art_server.store.base_models import BaseModel
 from art_server.store.model_folder import (

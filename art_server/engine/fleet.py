@@ -26,8 +26,8 @@ from art_server.engine.engine import (
 from art_server.engine.routing import Router
 from art_server.errors import Unavailable
 from art_server.process.progress import StartProgress
-from art_server.process.shared.trainer_messages import MismatchLimits
 from art_server.settings import ServerConfig
+from art_server.shared.trainer_messages import MismatchLimits
 from art_server.store.base_models import BaseModel
 
 NO_REPLICA = "no machine has joined yet that offers an engine: start `art-server host` there, or use --engines 1"

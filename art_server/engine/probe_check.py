@@ -7,7 +7,7 @@ and is the effect of the adapter the trainer's, at its own alpha or at a multipl
 import math
 from collections.abc import Sequence
 
-from art_server.process.shared.trainer_messages import NUM_SIGMAS_OF_EFFECT, MismatchLimits, Probe
+from art_server.shared.trainer_messages import NUM_SIGMAS_OF_EFFECT, MismatchLimits, Probe
 
 ROUNDING_FACTOR = 3.0
 """A gap above this many times the measured effect of rounding to 16 bits is another policy (docs/precision.md)."""

@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from art_server.jobs.batch_signs import BatchSigns, Past, Rewards, pooled
-from art_server.process.shared.advantages import is_identical
-from art_server.process.shared.trainer_messages import TrainableGroup
+from art_server.shared.advantages import is_identical
+from art_server.shared.trainer_messages import TrainableGroup
 
 ONE_ANSWER = 0.99
 """The mean probability of sampled tokens above which a policy has next to no other answer."""

@@ -30,7 +30,7 @@ from art_server.jobs.layer_check import LayerCheck, note_lost
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.replay_record import ReplayRecord, base_digests, write_record
 from art_server.jobs.trainer_process import TrainerError
-from art_server.process.shared.trainer_messages import Done, Progress, TrainTask
+from art_server.shared.trainer_messages import Done, Progress, TrainTask
 from art_server.store.model_folder import CheckpointRecord
 from art_server.store.registry import RegisteredModel
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from art_server.process.shared.advantages import sampled_ids, trained_positions
-from art_server.process.shared.trainer_messages import Batch, TrainableTrajectory
+from art_server.shared.advantages import sampled_ids, trained_positions
+from art_server.shared.trainer_messages import Batch, TrainableTrajectory
 
 
 class Rewards(BaseModel):

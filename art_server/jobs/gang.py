@@ -11,7 +11,7 @@ from typing import Any
 from art_server.jobs.budgets import Budgets
 from art_server.jobs.trainer_process import RankLost, TrainerDied, TrainerError, TrainerProcess, Usage
 from art_server.process.place import Place, PlaceFailed, PlaceLost
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.trainer_messages import (
     UNLIKE_RANKS,
     Done,
     Progress,

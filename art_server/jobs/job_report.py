@@ -21,13 +21,13 @@ from art_server.jobs.choices import is_choice
 from art_server.jobs.differences import FirstDifference, messages_of
 from art_server.jobs.turns import ResolvedTurn
 from art_server.ledger import conversation
-from art_server.process.shared.advantages import (
+from art_server.shared.advantages import (
     GroupTokens,
     count_masked,
     has_advantage,
     trained_tokens,
 )
-from art_server.process.shared.trainer_messages import Batch
+from art_server.shared.trainer_messages import Batch
 
 MAX_EXAMPLES = 5
 """Examples that a report lists for each reason; the count includes all."""

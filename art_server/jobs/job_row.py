@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from art_protocol.history import pack_rows
 from art_protocol.wire import ErrorDetail, JobEvent, JobInfo, JobReport, JobState
 from art_server.jobs.batch_signs import BatchSigns
-from art_server.process.shared.trainer_messages import Batch, TrainableGroup
+from art_server.shared.trainer_messages import Batch, TrainableGroup
 
 PENDING: tuple[JobState, ...] = ("queued", "running")
 ENDED: tuple[JobState, ...] = ("done", "failed", "cancelled")

@@ -19,7 +19,7 @@ from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.engine import PolicyDiffers
 from art_server.engine.fleet import Fleet
 from art_server.jobs.gang import Gang
-from art_server.process.shared.trainer_messages import LayersTask, MismatchLimits, Probe
+from art_server.shared.trainer_messages import LayersTask, MismatchLimits, Probe
 from art_server.store import files
 from art_server.store.base_facts import facts_digest
 from art_server.store.base_models import BaseModel

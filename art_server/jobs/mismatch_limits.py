@@ -7,8 +7,8 @@ import math
 from collections.abc import Set
 
 from art_server.engine.device.computing import ComputingDevices
-from art_server.process.shared.trainer_messages import MismatchLimits
 from art_server.settings import NumberType, ServerConfig
+from art_server.shared.trainer_messages import MismatchLimits
 from art_server.store.base_models import BaseModel
 
 WRONG_FACTOR = 4.0

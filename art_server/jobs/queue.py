@@ -20,7 +20,7 @@ from art_server.errors import Conflict, NotFound, TooMany
 from art_server.jobs.batch_signs import BatchSigns
 from art_server.jobs.fair_order import FairOrder
 from art_server.jobs.job_row import COLUMNS, ENDED, JOBS, PENDING, JobRow, Payload, WaitingJob, read_job
-from art_server.process.shared import clock
+from art_server.shared import clock
 from art_server.store.database import Database, database_errors, insert
 
 OF_KEY = "model = ? AND idempotency_key = ?"

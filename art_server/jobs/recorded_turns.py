@@ -5,7 +5,7 @@ from typing import Any
 
 from art_server.jobs.turns import ResolvedTurn
 from art_server.ledger.records import Record
-from art_server.process.shared.trainer_messages import Distribution
+from art_server.shared.trainer_messages import Distribution
 
 RAW_SAMPLING = {
     "temperature": 1.0,

@@ -50,8 +50,8 @@ from art_server.jobs.turns import (
 from art_server.ledger import conversation
 from art_server.ledger.conversation import Message
 from art_server.ledger.records import Match, Record, num_requests
-from art_server.process.shared.advantages import trained_positions
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.advantages import trained_positions
+from art_server.shared.trainer_messages import (
     Batch,
     Distribution,
     TokenSequence,

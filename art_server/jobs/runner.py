@@ -36,7 +36,7 @@ from art_server.jobs.job_row import PENDING, JobRow, Payload, WaitingJob
 from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.trainer_process import TrainerError
-from art_server.process.shared import clock
+from art_server.shared import clock
 from art_server.store.registry import RegisteredModel, Registry
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from art_server.engine.device.plan import MemoryPlan
 from art_server.jobs.budgets import Budgets
 from art_server.jobs.gang import Gang
 from art_server.process.place import Place
-from art_server.process.shared.trainer_messages import BetweenSteps, WorkerConfig
 from art_server.settings import Device, ServerConfig
+from art_server.shared.trainer_messages import BetweenSteps, WorkerConfig
 
 MIN_TOKENS = 64
 """Least tokens of a micro-batch without gradient checkpointing. The plan's number is 0 where checkpointing is always needed."""

@@ -25,7 +25,8 @@ from pydantic import TypeAdapter, ValidationError
 from art_protocol.log_file import LogFile
 from art_server.jobs.budgets import Budgets
 from art_server.process.place import Command, Place, PlaceFailed, PlaceLost, Process
-from art_server.process.shared.trainer_messages import (
+from art_server.settings import Device
+from art_server.shared.trainer_messages import (
     Done,
     Failed,
     LayersTask,
@@ -37,7 +38,6 @@ from art_server.process.shared.trainer_messages import (
     TrainTask,
     WorkerConfig,
 )
-from art_server.settings import Device
 from art_server.store.model_folder import CONTENT_FILES
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from art_server.jobs import reasons
-from art_server.process.shared.trainer_messages import Distribution, SampledSpan, TokenSequence
+from art_server.shared.trainer_messages import Distribution, SampledSpan, TokenSequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import msgspec
 from art_server.ledger.ledger import Ledger
 from art_server.process.background import Background
 from art_server.process.receiver import READ_BYTES, Receiver
-from art_server.process.shared.engine_messages import REQUEST_ID, EngineMessage, FinishedChoice, MessageName
+from art_server.shared.engine_messages import REQUEST_ID, EngineMessage, FinishedChoice, MessageName
 
 logger = logging.getLogger(__name__)
 

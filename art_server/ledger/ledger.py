@@ -36,8 +36,8 @@ from art_server.ledger.splice import (
     split_end,
 )
 from art_server.ledger.storage import OF_REQUEST, Storage, of_request, unpack_array
-from art_server.process.shared import clock
-from art_server.process.shared.engine_messages import FinishedChoice
+from art_server.shared import clock
+from art_server.shared.engine_messages import FinishedChoice
 from art_server.store.base_facts import Facts, TemplateRules
 from art_server.store.database import database_errors, transaction
 

@@ -18,7 +18,7 @@ import msgspec
 
 from art_server.ledger import conversation
 from art_server.ledger.records import PRUNED, UNRECORDED, Prompt, Record, Request
-from art_server.process.shared.kept_set import MASK
+from art_server.shared.kept_set import MASK
 from art_server.store.database import insert, open_database, transaction
 
 LOST_CHOICES = """

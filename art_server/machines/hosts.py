@@ -42,8 +42,8 @@ from art_server.machines.orders import (
 from art_server.machines.placing import RayProcess
 from art_server.process.background import Background
 from art_server.process.children import Children
-from art_server.process.shared.trainer_messages import MismatchLimits
 from art_server.settings import ApiKey, ServerConfig
+from art_server.shared.trainer_messages import MismatchLimits
 from art_server.store import files
 from art_server.store.base_models import BaseModel
 

@@ -14,8 +14,8 @@ from art_server.jobs.trainer_process import RankProgram
 from art_server.machines.joined import HostLost, HostProcess, JoinedHost, OrderFailed
 from art_server.machines.orders import SILENCE_SECONDS, StartEngine, StartRank
 from art_server.process.place import Endpoint, Program
-from art_server.process.shared.switches import SECRET_HEADER
 from art_server.settings import Device, ServerConfig
+from art_server.shared.switches import SECRET_HEADER
 from art_server.store.base_models import BaseModel
 
 NOT_SENT = {

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from art_server.process.shared.trainer_messages import WorkerConfig
+from art_server.shared.trainer_messages import WorkerConfig
 
 PATH = "/api/hosts"
 JOIN, RECORDS, FILES, FOLDERS = (f"{PATH}/{name}" for name in ("join", "records", "files", "folders"))

@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 
 from art_protocol.log_file import LogFile
 from art_server.process.children import Children, start_child
-from art_server.process.shared.work_counters import read_work
 from art_server.settings import Device
+from art_server.shared.work_counters import read_work
 
 
 class PlaceLost(Exception):

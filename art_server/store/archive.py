@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from art_protocol.wire import FiniteFloat, LoRAConfig
 from art_server.errors import Conflict, InvalidInput, NotFound
-from art_server.process.shared import clock
+from art_server.shared import clock
 from art_server.store import files
 from art_server.store.adapter import read_lora
 from art_server.store.adapter_tensors import BadCheckpoint, check_checkpoint

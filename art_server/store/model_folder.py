@@ -26,8 +26,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from art_protocol.wire import About, LoRAConfig
 from art_server.errors import Conflict, NotFound
-from art_server.process.shared import clock
-from art_server.process.shared.trainer_messages import Probe
+from art_server.shared import clock
+from art_server.shared.trainer_messages import Probe
 from art_server.store import files
 
 logger = logging.getLogger(__name__)

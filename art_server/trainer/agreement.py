@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from art_server.process.shared.trainer_messages import TrainerMessage
+from art_server.shared.trainer_messages import TrainerMessage
 from art_server.trainer.batches import MicroBatch
 from art_server.trainer.gang_view import check_alike
 from art_server.trainer.memory import device_memory

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from art_protocol.wire import LossConfig
-from art_server.process.shared.advantages import (
+from art_server.shared.advantages import (
     GroupTokens,
     count_masked,
     has_advantage,
@@ -22,7 +22,7 @@ from art_server.process.shared.advantages import (
     trained_positions,
     trained_tokens,
 )
-from art_server.process.shared.trainer_messages import Batch, TokenSequence, TrainableGroup, TrainableTrajectory
+from art_server.shared.trainer_messages import Batch, TokenSequence, TrainableGroup, TrainableTrajectory
 from art_server.trainer.distributions import RAW, BehaviourDistribution, decode_distributions
 from art_server.trainer.tree import (
     MIN_SHARED_TOKENS,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from art_server.process.shared.kept_set import unpack_set
-from art_server.process.shared.trainer_messages import Distribution
+from art_server.shared.kept_set import unpack_set
+from art_server.shared.trainer_messages import Distribution
 from art_server.trainer.head import Piece, Project, ProjectColumns
 
 RAW = -1

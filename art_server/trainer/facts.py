@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from art_server import __version__
-from art_server.process.shared.trainer_messages import WorkerConfig
+from art_server.shared.trainer_messages import WorkerConfig
 
 AttentionKind = Literal["segments", "flex"]
 

@@ -23,7 +23,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from art_server.process.shared.trainer_messages import difference_of_ranks
+from art_server.shared.trainer_messages import difference_of_ranks
 from art_server.trainer.memory import is_out_of_memory
 
 WAIT = datetime.timedelta(minutes=25)

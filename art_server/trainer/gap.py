@@ -5,7 +5,7 @@ larger gap. Tokens of earlier steps also differ by the policy's own movement sin
 (`probe.py`). docs/precision.md has the measured gaps from which the thresholds follow.
 """
 
-from art_server.process.shared.trainer_messages import MismatchLimits, TrainTask
+from art_server.shared.trainer_messages import MismatchLimits, TrainTask
 
 MIN_TOKENS = 64
 """With fewer tokens the mean is not judged."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from art_server.process.shared.trainer_messages import BetweenSteps, Done, Probe, Progress, TrainTask
+from art_server.shared.trainer_messages import BetweenSteps, Done, Probe, Progress, TrainTask
 from art_server.store.adapter_layers import layer_kind
 from art_server.trainer.agreement import agree_on_terms
 from art_server.trainer.batches import TrainBatch, drop_stale, make_train_batch, with_penalties

@@ -7,7 +7,7 @@ import ctypes
 
 import torch
 
-from art_server.process.shared.main_memory import main_memory
+from art_server.shared.main_memory import main_memory
 
 SHARES = {"cpu": 1 / 8, "cuda": 1 / 3}
 """The share of the device's memory for activations. The rest is for the engine, weights and other processes."""

@@ -3,7 +3,7 @@
 import random
 from typing import NamedTuple
 
-from art_server.process.shared.trainer_messages import TrainTask
+from art_server.shared.trainer_messages import TrainTask
 from art_server.trainer.batches import TrainBatch
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from art_server.process.shared.trainer_messages import Progress, TrainTask
+from art_server.shared.trainer_messages import Progress, TrainTask
 from art_server.trainer.batches import (
     MicroBatch,
     SampledTokens,

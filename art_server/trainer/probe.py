@@ -23,7 +23,7 @@ from peft.helpers import rescale_adapter_scale
 from torch.nn.modules.module import register_module_forward_hook
 
 from art_protocol.wire import LoRAConfig
-from art_server.process.shared.trainer_messages import NUM_SIGMAS_OF_EFFECT, MismatchLimits, Probe
+from art_server.shared.trainer_messages import NUM_SIGMAS_OF_EFFECT, MismatchLimits, Probe
 from art_server.store.adapter_layers import layer_kind
 from art_server.trainer.batches import TrainSequence
 from art_server.trainer.policy import Policy

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from art_protocol.wire import TrainConfig
-from art_server.process.shared.trainer_messages import Progress, TrainTask
+from art_server.shared.trainer_messages import Progress, TrainTask
 from art_server.store.adapter_layers import layer_kind
 from art_server.trainer.batches import MicroBatch, SampledTokens, TrainBatch
 from art_server.trainer.checking import make_checked_micro_batches

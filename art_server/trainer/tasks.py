@@ -1,4 +1,4 @@
-"""The tasks of the trainer process: one JSON line each, and so are the answers (process/shared/trainer_messages.py).
+"""The tasks of the trainer process: one JSON line each, and so are the answers (shared/trainer_messages.py).
 
 Every task starts from the checkpoint that it names, so it does not depend on earlier tasks.
 """
@@ -16,7 +16,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from art_server import __version__
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.trainer_messages import (
     UNLIKE_RANKS,
     Done,
     Failed,

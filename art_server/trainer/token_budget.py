@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from art_server.process.shared.trainer_messages import TrainTask
+from art_server.shared.trainer_messages import TrainTask
 from art_server.trainer.agreement import Terms
 from art_server.trainer.gang_view import NoMemoryOnSomeRank
 from art_server.trainer.memory import is_out_of_memory

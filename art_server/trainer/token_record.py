@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from art_server.process.shared.trainer_messages import Batch
+from art_server.shared.trainer_messages import Batch
 from art_server.store.model_folder import TOKENS_FILE
 from art_server.trainer.batches import TrainSequence
 

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import torch
 
 from art_server.process.children import be_child, claim_stdout
-from art_server.process.shared.trainer_messages import Ready, WorkerConfig
+from art_server.shared.trainer_messages import Ready, WorkerConfig
 from art_server.trainer.facts import own_facts
 from art_server.trainer.memory import return_freed_memory
 

@@ -123,7 +123,7 @@ def make_task(groups: list[list[dict]]) -> Any:
     """A TrainTask of these groups, without folders. The rows have no log-probabilities of an engine, so that importance ratios
     are 1, as in TRL's arms."""
     from art_protocol.wire import LoRAConfig, TrainConfig
-    from art_server.process.shared.trainer_messages import (
+    from art_server.shared.trainer_messages import (
         Batch,
         TokenSequence,
         TrainableGroup,

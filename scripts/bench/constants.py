@@ -23,7 +23,7 @@ from art_server.jobs.job_row import Payload
 from art_server.jobs.queue import JobQueue
 from art_server.ledger.decoder import Decoder
 from art_server.ledger.ledger import Ledger
-from art_server.process.shared.trainer_messages import Batch
+from art_server.shared.trainer_messages import Batch
 from art_server.store.base_facts import read_facts
 from art_server.store.base_models import TINY_DIR
 from art_server.store.model_folder import ModelRecord

@@ -25,7 +25,7 @@ from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.decoder import Decoder
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Request
-from art_server.process.shared.engine_messages import FinishedChoice
+from art_server.shared.engine_messages import FinishedChoice
 from art_server.store.base_facts import read_facts
 from art_server.store.base_models import TINY_DIR
 

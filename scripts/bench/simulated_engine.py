@@ -10,7 +10,7 @@ import socket
 import sys
 
 from art_server.engine.vllm_process.child import LedgerClient
-from art_server.process.shared.engine_messages import is_first_turn
+from art_server.shared.engine_messages import is_first_turn
 
 PROMPT = list(range(100, 164))
 TOKENS = list(range(200, 232))

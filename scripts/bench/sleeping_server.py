@@ -11,7 +11,7 @@ from typing import Any
 def serve() -> None:
     from art_server import cli
     from art_server.jobs import trainer_process
-    from art_server.process.shared.trainer_messages import WorkerConfig
+    from art_server.shared.trainer_messages import WorkerConfig
 
     seconds, command = sys.argv.pop(1), trainer_process.worker_command
 

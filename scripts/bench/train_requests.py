@@ -89,7 +89,7 @@ def fill(path: Path, case: list[int]) -> None:
     """Fills the ledger of a server that is not running."""
     from art_server.ledger.ledger import Ledger
     from art_server.ledger.records import Request
-    from art_server.process.shared.engine_messages import FinishedChoice
+    from art_server.shared.engine_messages import FinishedChoice
     from art_server.store.base_facts import read_facts
     from art_server.store.base_models import TINY_DIR
 
@@ -141,7 +141,7 @@ def serve(is_trained: bool = False) -> None:
 def work() -> None:
     """A trainer that computes nothing: each step is a copy of the step before, with a record of the batch's tokens."""
     from art_server.process.children import claim_stdout
-    from art_server.process.shared.trainer_messages import Done, Progress, TrainTask
+    from art_server.shared.trainer_messages import Done, Progress, TrainTask
     from art_server.store.model_folder import CONTENT_FILES
     from art_server.trainer import tasks, worker
     from art_server.trainer.token_record import TokenRecord

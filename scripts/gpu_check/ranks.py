@@ -45,7 +45,7 @@ def make_gang(machine: Machine, model: Path, groups: list[list[dict]], number: i
     """Ranks that compute one tree at a time. Ranks share cards where there are fewer cards than ranks."""
     from art_server.jobs.gang import Gang
     from art_server.process.place import Here
-    from art_server.process.shared.trainer_messages import WorkerConfig
+    from art_server.shared.trainer_messages import WorkerConfig
 
     path = os.pathsep.join(filter(None, (*PACKAGES, os.environ.get("PYTHONPATH"))))
     variables = {"PYTHONPATH": path}

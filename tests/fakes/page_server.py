@@ -11,7 +11,7 @@ from art_protocol.wire import Dropped, ErrorDetail, Health, JobInfo, JobReport, 
 from art_server.activity import Activity, Doing
 from art_server.api import control
 from art_server.process.machine import memory
-from art_server.process.shared import clock
+from art_server.shared import clock
 from art_watch.view import make_view
 
 DISK_FREE_BYTES = 1.2e9

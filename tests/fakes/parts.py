@@ -15,7 +15,7 @@ from art_server.engine.engine import AdapterRefused, EngineState, PolicyDiffers
 from art_server.errors import Unavailable
 from art_server.jobs.trainer_process import TrainerError
 from art_server.process.progress import StartProgress
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.trainer_messages import (
     Done,
     LayersTask,
     MismatchLimits,

@@ -7,8 +7,8 @@ from typing import Any
 from art_protocol.log_file import LogFile
 from art_server.jobs.trainer_process import RankProgram
 from art_server.process.place import Command, Here, ProcessHere, Program
-from art_server.process.shared.trainer_messages import WorkerConfig
 from art_server.settings import Device
+from art_server.shared.trainer_messages import WorkerConfig
 
 
 @dataclass

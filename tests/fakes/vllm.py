@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from art_server.process.shared.engine_messages import FinishedChoice
+from art_server.shared.engine_messages import FinishedChoice
 
 METRICS = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 3.0\n"
 PROMPT, ANSWER, TEXT = [5, 6, 7], [8, 9], "a private answer"

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from art_protocol import history as rows
 from art_protocol.wire import Dropped, JobReport, LoRAConfig, TrainConfig
-from art_server.process.shared import clock
+from art_server.shared import clock
 from art_server.store.database import insert
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.model_table import ModelTable

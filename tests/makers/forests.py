@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.process.shared.kept_set import pack_set, unpack_set
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.kept_set import pack_set, unpack_set
+from art_server.shared.trainer_messages import (
     Batch,
     Distribution,
     TokenSequence,

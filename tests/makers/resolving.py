@@ -11,7 +11,7 @@ from art_server.jobs.token_sources import Limits, TokenSources
 from art_server.jobs.turns import TurnTrace
 from art_server.ledger import conversation
 from art_server.ledger.records import Match, Record, Request
-from art_server.process.shared.trainer_messages import Batch
+from art_server.shared.trainer_messages import Batch
 
 
 class Resolved(NamedTuple):

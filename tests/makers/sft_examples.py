@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.trainer_messages import (
     Batch,
     Done,
     TokenSequence,

@@ -24,7 +24,7 @@ from art_server.api.openai.responses import keep_whole
 from art_server.inference_proxy import EngineLost, InferenceRequest, Proxy
 from art_server.ledger.ledger import OpenRequest
 from art_server.ledger.records import choice_id
-from art_server.process.shared.engine_messages import new_request_id
+from art_server.shared.engine_messages import new_request_id
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import msgspec
 
 from art_server.api.bodies import is_deeper
 from art_server.errors import BadRequest, InvalidInput
-from art_server.process.shared import engine_messages as samples
+from art_server.shared import engine_messages as samples
 
 FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config")
 """Fields with constraints in the four APIs (`text.format` of /v1/responses, `output_config.format` of /v1/messages)."""

@@ -25,8 +25,8 @@ from art_server.api.openai.streaming import answer_stream
 from art_server.errors import BadRequest, InvalidInput, NotFound
 from art_server.inference_proxy import InferenceRequest
 from art_server.ledger import conversation
-from art_server.process.shared import clock
 from art_server.server import Server
+from art_server.shared import clock
 
 PATHS: Mapping[str, str] = {
     "/v1/chat/completions": "chat",

@@ -24,7 +24,7 @@ from art_server.api.openai.responses import keep_streamed
 from art_server.errors import ServerError
 from art_server.inference_proxy import EngineLost, InferenceRequest, Proxy
 from art_server.ledger.ledger import OpenRequest
-from art_server.process.shared.engine_messages import new_request_id
+from art_server.shared.engine_messages import new_request_id
 
 PATIENCE_SECONDS = 3.0
 """A stream without an event after this time begins with a comment line, so that the client sees a live connection."""

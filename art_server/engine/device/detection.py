@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from art_server.errors import InvalidInput
-from art_server.process.shared.main_memory import main_memory
 from art_server.settings import Device
+from art_server.shared.main_memory import main_memory
 
 MIN_DRIVER = 580
 """NVIDIA's oldest driver for CUDA 13.0, which torch 2.13 is built for."""

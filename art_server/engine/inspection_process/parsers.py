@@ -2,7 +2,7 @@
 
 A mark is the text that the model writes around a call. An architecture with a new name keeps its marks, so marks decide before
 the `model_type`. `--engine-arg tool_call_parser=...` and `reasoning_parser=...` override the choice. The marks stand in
-`process/shared/parser_families.py`, and a parser is added there.
+`shared/parser_families.py`, and a parser is added there.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from art_server.engine.inspection_process.template import (
     renders_tools,
     template_renderer,
 )
-from art_server.process.shared.parser_families import FAMILIES
+from art_server.shared.parser_families import FAMILIES
 from art_server.store.base_facts import Parsers
 
 

@@ -30,8 +30,8 @@ import msgspec
 
 from art_server.engine.vllm_process import plain_text, sampling_payload
 from art_server.process.children import be_child, collect_seldom
-from art_server.process.shared.engine_messages import GRAMMAR_MARK, CutText, is_first_turn, whole_characters
-from art_server.process.shared.switches import PORT_SWITCH, RAW_SWITCH, SECRET_HEADER, SECRET_SWITCH
+from art_server.shared.engine_messages import GRAMMAR_MARK, CutText, is_first_turn, whole_characters
+from art_server.shared.switches import PORT_SWITCH, RAW_SWITCH, SECRET_HEADER, SECRET_SWITCH
 
 if __name__ in ("__main__", "__mp_main__"):
     # vLLM forks or spawns its workers from this process. They do not inherit PR_SET_PDEATHSIG, so each sets it again.

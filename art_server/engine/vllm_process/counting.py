@@ -1,4 +1,4 @@
-"""Counts vLLM's work, by which the server recognises a hung engine (`process/shared/work_counters.py`)."""
+"""Counts vLLM's work, by which the server recognises a hung engine (`shared/work_counters.py`)."""
 
 import functools
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from art_server.engine.vllm_process.kept_sets import patch_target
-from art_server.process.shared.work_counters import FILE_VARIABLE, NUM_SLOTS, WorkCounter
+from art_server.shared.work_counters import FILE_VARIABLE, NUM_SLOTS, WorkCounter
 
 
 def install(device: str) -> None:

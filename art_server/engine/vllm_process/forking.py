@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from art_server.engine.vllm_process.kept_sets import patch_target
-from art_server.process.shared.switches import ONE_THREAD_SWITCH
+from art_server.shared.switches import ONE_THREAD_SWITCH
 
 
 def install() -> None:

@@ -2,7 +2,7 @@
 
 An entry is a list of int32, because vLLM's field for sampling masks carries it (`kept_sets.py`). The first word is the
 number of the token's kept set, -1 for the whole vocabulary; the second is the float32 log-probability, bit by bit. The
-first entry with a number also contains the set: the byte of its form (`process/shared/kept_set.py`) in one word, then the
+first entry with a number also contains the set: the byte of its form (`shared/kept_set.py`) in one word, then the
 packed words. Numbers count the distinct sets of one choice. A request that needs no entries has empty entries.
 
 Imports no torch: vLLM must be imported before torch.
@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from art_server.process.shared.kept_set import LIST, MASK
+from art_server.shared.kept_set import LIST, MASK
 
 MIN_TEMPERATURE = 1e-5
 """Below this temperature vLLM samples greedily. Source: vllm/v1/sample/sampler.py, _SAMPLING_EPS."""

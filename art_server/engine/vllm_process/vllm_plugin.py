@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-from art_server.process.shared.switches import DISTRIBUTIONS_SWITCH, EXPERTS_SWITCH, SWITCH
+from art_server.shared.switches import DISTRIBUTIONS_SWITCH, EXPERTS_SWITCH, SWITCH
 
 SPIN_SECONDS = 0.0005
 """Busy-wait this long before sleeping, for answers that come at once."""

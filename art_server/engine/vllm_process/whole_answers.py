@@ -33,8 +33,8 @@ from vllm.parser.engine.parser_engine_config import ParserState
 from vllm.renderers.chat_utils import make_tool_call_id
 
 from art_server.engine.vllm_process import hidden_tokens
-from art_server.process.shared.engine_messages import CutText, whole_characters
-from art_server.process.shared.parser_families import CALL_ENDS, CALL_MARKS, THINKING_MARKS, UNKNOWN_CALL_MARKS
+from art_server.shared.engine_messages import CutText, whole_characters
+from art_server.shared.parser_families import CALL_ENDS, CALL_MARKS, THINKING_MARKS, UNKNOWN_CALL_MARKS
 
 PLAIN_STATES = (ParserState.CONTENT, ParserState.REASONING)
 CALL_STATES = (ParserState.TOOL_NAME, ParserState.TOOL_ARGS)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from art_server.ledger.records import Record
-from art_server.process.shared.kept_set import unpack_set
+from art_server.shared.kept_set import unpack_set
 from art_server.store.base_models import TINY_DIR
 from tests.engine.integration.answers import WEATHER_TOOL, records_of, sse_data
 from tests.live import Server, chat, register

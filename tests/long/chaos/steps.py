@@ -20,13 +20,13 @@ from art_server.jobs.trainer import ServerTrainer
 from art_server.process.background import Background
 from art_server.process.children import Children
 from art_server.process.place import Here
-from art_server.process.shared.trainer_messages import (
+from art_server.settings import ServerConfig
+from art_server.shared.trainer_messages import (
     Batch,
     TokenSequence,
     TrainableGroup,
     TrainableTrajectory,
 )
-from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Registry

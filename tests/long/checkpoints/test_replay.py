@@ -21,8 +21,8 @@ from art_server.jobs.replay_record import FOLDER, ReplayRecord
 from art_server.jobs.runner import JobRunner
 from art_server.process.background import Background
 from art_server.process.place import Here
-from art_server.process.shared.main_memory import main_memory
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.main_memory import main_memory
+from art_server.shared.trainer_messages import (
     Batch,
     TokenSequence,
     TrainableGroup,

@@ -24,15 +24,15 @@ from art_server.engine import command
 from art_server.engine.device.model_size import read_model_size
 from art_server.engine.device.plan import GIB, Card, Demand, make_memory_plan
 from art_server.errors import InvalidInput
-from art_server.process.shared import switches
-from art_server.process.shared.trainer_messages import (
+from art_server.settings import NumberType, ServerConfig
+from art_server.shared import switches
+from art_server.shared.trainer_messages import (
     Batch,
     TokenSequence,
     TrainableGroup,
     TrainableTrajectory,
     TrainTask,
 )
-from art_server.settings import NumberType, ServerConfig
 from art_server.store.base_facts import read_facts
 from art_server.store.base_models import BaseModel, check_on_cpu, check_trainable, weight_files
 from art_server.trainer.base import load_base

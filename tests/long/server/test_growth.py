@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from art_server.jobs import queue as queue_module
-from art_server.process.shared import clock
+from art_server.shared import clock
 from art_server.store.registry import RegisteredModel
 from art_server.store.server_database import FILE
 from tests.quick.jobs.job_runner import House, running

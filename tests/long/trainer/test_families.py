@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.process.shared.trainer_messages import TrainTask
+from art_server.shared.trainer_messages import TrainTask
 from art_server.trainer.base import meta_model
 from art_server.trainer.job import train
 from art_server.trainer.layers import find_layers

@@ -11,7 +11,7 @@ import pytest
 from art_protocol.wire import TrainConfig
 from art_server.jobs import trainer_process
 from art_server.jobs.trainer_process import TrainerDied
-from art_server.process.shared.trainer_messages import Batch, TokenSequence, TrainableGroup
+from art_server.shared.trainer_messages import Batch, TokenSequence, TrainableGroup
 from tests.makers.architectures import ARCHITECTURES, CONFIGS
 from tests.ranks import RATE, World, difference
 from tests.unlike_ranks import MADE_ALIKE, UNLIKE, check_made_alike, check_refused

@@ -13,8 +13,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.process.shared.advantages import group_advantages
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.advantages import group_advantages
+from art_server.shared.trainer_messages import (
     Batch,
     TokenSequence,
     TrainableGroup,

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.jobs.trainer_process import worker_environment
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.trainer_messages import (
     Batch,
     TokenSequence,
     TrainableGroup,

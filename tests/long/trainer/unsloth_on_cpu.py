@@ -52,7 +52,7 @@ from safetensors.torch import save_file  # noqa: E402
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 
 from art_protocol.wire import LoRAConfig, TrainConfig  # noqa: E402
-from art_server.process.shared.trainer_messages import Batch, TrainTask  # noqa: E402
+from art_server.shared.trainer_messages import Batch, TrainTask  # noqa: E402
 from art_server.trainer.batches import (  # noqa: E402
     MicroBatch,
     make_micro_batches,

@@ -13,9 +13,9 @@ from art_protocol.history import history_row
 from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
 from art_server.app import make_app
 from art_server.jobs.job_row import Payload
-from art_server.process.shared.trainer_messages import Batch
 from art_server.server import build
 from art_server.settings import ServerConfig
+from art_server.shared.trainer_messages import Batch
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import (
     CheckpointRecord,

@@ -10,8 +10,8 @@ import pytest
 from art_server import checkpoints as checkpoints_module
 from art_server.errors import NotFound
 from art_server.ledger.records import Request
-from art_server.process.shared.engine_messages import FinishedChoice
 from art_server.settings import ApiKey
+from art_server.shared.engine_messages import FinishedChoice
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, ModelFolder
 from art_server.store.registry import Registry
 from art_watch.runs import Runs

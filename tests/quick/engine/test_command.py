@@ -9,8 +9,8 @@ import pytest
 
 from art_server.engine.command import LARGE_BYTES, engine_command, engine_environment
 from art_server.engine.device.plan import make_memory_plan
-from art_server.process.shared import switches
 from art_server.settings import ServerConfig
+from art_server.shared import switches
 from art_server.store.base_facts import Facts
 from art_server.store.base_models import TINY_DIR, BaseModel
 from tests.makers.toy_models import make_model

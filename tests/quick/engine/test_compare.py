@@ -14,8 +14,8 @@ from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.process.background import Background
 from art_server.process.place import Here
 from art_server.process.progress import StartProgress
-from art_server.process.shared.trainer_messages import Probe
 from art_server.settings import ServerConfig
+from art_server.shared.trainer_messages import Probe
 from art_server.store.base_models import BaseModel
 from tests.refusals import refused
 

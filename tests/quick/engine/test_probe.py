@@ -7,7 +7,7 @@ from pathlib import Path
 from art_server.engine.engine import make_scaled_adapter
 from art_server.engine.probe_check import find_fault
 from art_server.jobs.mismatch_limits import mismatch_limits
-from art_server.process.shared.trainer_messages import MismatchLimits, Probe
+from art_server.shared.trainer_messages import MismatchLimits, Probe
 
 BASE = [-1.0, -2.0, -3.0, -0.5] * 8
 EFFECT = [0.1, -0.2, 0.3, 0.0] * 8

@@ -14,8 +14,8 @@ from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
 from art_server.process.background import Background
-from art_server.process.shared.trainer_messages import Batch, MismatchLimits, Probe
 from art_server.settings import ServerConfig
+from art_server.shared.trainer_messages import Batch, MismatchLimits, Probe
 from art_server.store.registry import RegisteredModel, Registry
 from tests.fakes.parts import FakeEngine, FakeTrainer, keep_all
 from tests.makers.new_models import add_model

@@ -11,7 +11,7 @@ from art_protocol.wire import (
 )
 from art_server.jobs.job_row import JobRow, Payload
 from art_server.jobs.queue import JobQueue
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.trainer_messages import (
     Batch,
     Distribution,
     TokenSequence,

@@ -6,7 +6,7 @@ import random
 
 from art_server.jobs.advice import advise
 from art_server.jobs.batch_signs import BatchSigns, signs_of
-from art_server.process.shared.trainer_messages import Batch, TokenSequence, TrainableGroup, TrainableTrajectory
+from art_server.shared.trainer_messages import Batch, TokenSequence, TrainableGroup, TrainableTrajectory
 
 NUM_WRONG = 6
 """Wrong answers to a question."""

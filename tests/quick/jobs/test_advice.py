@@ -14,7 +14,7 @@ from art_protocol.wire import TrainConfig, TrajectoryGroupBody
 from art_server.jobs.advice import advise
 from art_server.jobs.batch_signs import BatchSigns, signs_of
 from art_server.ledger.records import Record
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.trainer_messages import (
     Batch,
     SampledSpan,
     TokenSequence,

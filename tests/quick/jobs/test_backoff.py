@@ -9,7 +9,7 @@ import pytest
 from art_server.errors import Conflict, StorageFull, Unavailable
 from art_server.jobs.backoff import MAX_DOUBTFUL, budget_divisor, error_detail, pause_after
 from art_server.jobs.trainer_process import RankLost, TrainerDied, TrainerError
-from art_server.process.shared.trainer_messages import UNLIKE_RANKS
+from art_server.shared.trainer_messages import UNLIKE_RANKS
 
 TEMPORARY: list[Exception] = [
     StorageFull("no room", code="no_disk_space"),

@@ -10,7 +10,7 @@ from art_server.jobs import gang as gang_module
 from art_server.jobs.gang import IDLE_SECONDS, Gang, Idleness
 from art_server.jobs.trainer_process import RankLost, TrainerDied, TrainerError, TrainerProcess, Usage
 from art_server.process.place import PlaceLost
-from art_server.process.shared.trainer_messages import Done, LoadTask, Progress, Task
+from art_server.shared.trainer_messages import Done, LoadTask, Progress, Task
 from tests.fakes.places import Elsewhere
 
 pytestmark = pytest.mark.anyio

@@ -33,8 +33,8 @@ from art_server.jobs.job_row import JobRow, Payload
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
-from art_server.process.shared import clock
-from art_server.process.shared.trainer_messages import Batch, Done, Progress, Task, TrainTask
+from art_server.shared import clock
+from art_server.shared.trainer_messages import Batch, Done, Progress, Task, TrainTask
 from art_server.store.history import MetricHistory
 from art_server.store.model_folder import ModelFolder
 from art_server.store.registry import RegisteredModel, Registry

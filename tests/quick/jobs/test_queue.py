@@ -15,8 +15,8 @@ from art_protocol.wire import (
 from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavailable
 from art_server.jobs import queue as queue_module
 from art_server.jobs.job_row import JobRow
-from art_server.process.shared import clock
-from art_server.process.shared.trainer_messages import (
+from art_server.shared import clock
+from art_server.shared.trainer_messages import (
     Batch,
 )
 from art_server.store.server_database import FILE

@@ -14,9 +14,9 @@ from art_server.jobs.reasons import AMBIGUOUS, NO_RECORD, NO_TOKENS, TWICE
 from art_server.jobs.turns import ResolvedTurn, join_turns
 from art_server.ledger import conversation
 from art_server.ledger.records import Record
-from art_server.process.shared.advantages import trained_tokens
-from art_server.process.shared.kept_set import pack_set, unpack_set
-from art_server.process.shared.trainer_messages import Batch, TokenSequence
+from art_server.shared.advantages import trained_tokens
+from art_server.shared.kept_set import pack_set, unpack_set
+from art_server.shared.trainer_messages import Batch, TokenSequence
 from tests.makers.resolving import LIMITS, bare, choice, record, resolve, sources
 from tests.refusals import refused
 

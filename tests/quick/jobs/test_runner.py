@@ -15,7 +15,7 @@ from art_protocol.wire import JobEvent
 from art_server.errors import Conflict, StorageFull
 from art_server.jobs import backoff
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
-from art_server.process.shared.trainer_messages import TrainTask
+from art_server.shared.trainer_messages import TrainTask
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import CheckpointRecord, ModelFolder
 from tests.quick.jobs.job_runner import PROBE, House, running

@@ -8,8 +8,8 @@ import pytest
 from art_server.engine.device.plan import MemoryPlan, make_memory_plan
 from art_server.jobs.trainer import MIN_TOKENS, ServerTrainer
 from art_server.process.place import Here
-from art_server.process.shared.trainer_messages import WorkerConfig
 from art_server.settings import ServerConfig
+from art_server.shared.trainer_messages import WorkerConfig
 from art_server.store.base_models import TINY_DIR
 from tests.quick.engine.device.cards import card, demand
 

@@ -21,7 +21,7 @@ from art_server.jobs.trainer_process import (
     worker_environment,
 )
 from art_server.process.place import Command, ProcessHere, cpu_seconds
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.trainer_messages import (
     Batch,
     LayersTask,
     MismatchLimits,

@@ -4,7 +4,7 @@ import dataclasses
 
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Request
-from art_server.process.shared.engine_messages import FinishedChoice
+from art_server.shared.engine_messages import FinishedChoice
 
 REQUEST = Request("f" * 32, "chat", 1, 3, "me")
 

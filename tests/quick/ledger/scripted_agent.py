@@ -11,8 +11,8 @@ from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Request
 from art_server.ledger.sessions import read_session
-from art_server.process.shared import clock
-from art_server.process.shared.engine_messages import FinishedChoice
+from art_server.shared import clock
+from art_server.shared.engine_messages import FinishedChoice
 
 OWNER = "the owner of the key"
 

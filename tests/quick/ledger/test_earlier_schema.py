@@ -18,7 +18,7 @@ from art_server.ledger.earlier import number_records
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Request
 from art_server.ledger.sessions import session_trajectory
-from art_server.process.shared.engine_messages import FinishedChoice
+from art_server.shared.engine_messages import FinishedChoice
 from art_server.store.base_facts import read_facts
 from art_server.store.base_models import TINY_DIR
 

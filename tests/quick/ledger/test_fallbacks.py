@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from art_server.ledger.speakers import ASKED_ANOTHER, REPLACED
-from art_server.process.shared import clock
+from art_server.shared import clock
 from tests.quick.ledger.scripted_agent import Agent, answers
 
 ROLES = {"=": "assistant", "#": "system", "@": "tool"}

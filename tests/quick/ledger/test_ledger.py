@@ -19,8 +19,8 @@ from art_server.ledger.ledger import Ledger, Retention
 from art_server.ledger.records import Request
 from art_server.ledger.storage import MAX_EQUAL
 from art_server.process.background import Background
-from art_server.process.shared.engine_messages import FinishedChoice
-from art_server.process.shared.kept_set import pack_set
+from art_server.shared.engine_messages import FinishedChoice
+from art_server.shared.kept_set import pack_set
 from tests.quick.ledger.recorded_choices import REQUEST, add, sample
 
 

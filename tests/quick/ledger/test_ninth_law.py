@@ -25,7 +25,7 @@ from art_server.engine.vllm_process.child import with_prompt
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record, Request
-from art_server.process.shared.engine_messages import FinishedChoice
+from art_server.shared.engine_messages import FinishedChoice
 from tests.makers.toy_facts import facts_of
 from tests.quick.ledger import spelled_tokens
 from tests.quick.ledger.chat_families import (

@@ -11,7 +11,7 @@ import pytest
 
 from art_server.engine.vllm_process.child import LedgerClient, record_generate
 from art_server.ledger.intake import RecordReceiver
-from art_server.process.shared.engine_messages import FinishedChoice
+from art_server.shared.engine_messages import FinishedChoice
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio

@@ -17,7 +17,7 @@ from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import PRUNED, UNRECORDED, Record
 from art_server.ledger.sessions import ASKED_AGAIN, NOT_DELIVERED
 from art_server.ledger.speakers import PASSED_OVER
-from art_server.process.shared import clock
+from art_server.shared import clock
 from tests.quick.ledger.scripted_agent import USER, Agent, answers, said, shape
 
 

@@ -18,8 +18,8 @@ from aiohttp import web
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from art_server.process.children import be_child
-from art_server.process.shared.switches import PORT_SWITCH, SECRET_HEADER, SECRET_SWITCH
-from art_server.process.shared.work_counters import FILE_VARIABLE, WorkCounter
+from art_server.shared.switches import PORT_SWITCH, SECRET_HEADER, SECRET_SWITCH
+from art_server.shared.work_counters import FILE_VARIABLE, WorkCounter
 from tests.fakes.vllm import FakeVllm
 
 

@@ -29,8 +29,8 @@ from art_server.machines.orders import (
     UseBase,
     Write,
 )
-from art_server.process.shared.trainer_messages import Done, Failed
 from art_server.settings import Device
+from art_server.shared.trainer_messages import Done, Failed
 from tests.fakes.vllm import FakeVllm
 
 DONE = Done(metrics={})

@@ -21,9 +21,9 @@ from art_server.machines.host import Host, Refused
 from art_server.machines.obeying import HostOffer
 from art_server.process import place as place_module
 from art_server.process.children import Children
-from art_server.process.shared.trainer_messages import Done, Progress, Task
 from art_server.server import Server, build
 from art_server.settings import ApiKey, ServerConfig
+from art_server.shared.trainer_messages import Done, Progress, Task
 from tests.fakes import forked
 from tests.waiting import until
 

@@ -16,9 +16,9 @@ from art_server.errors import InvalidInput
 from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.machines.on_host import wait_for_removal
 from art_server.process.place import Here
-from art_server.process.shared.trainer_messages import MismatchLimits
 from art_server.server import Server, build
 from art_server.settings import ServerConfig
+from art_server.shared.trainer_messages import MismatchLimits
 from art_server.store.base_models import TINY_DIR
 from tests.fakes.parts import FakeTrainer
 from tests.makers.new_models import add_model

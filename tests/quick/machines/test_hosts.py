@@ -23,7 +23,7 @@ from art_server.machines import joined as joined_module
 from art_server.machines import orders
 from art_server.machines.joined import HostProcess
 from art_server.machines.on_host import OnHost
-from art_server.process.shared.main_memory import main_memory
+from art_server.shared.main_memory import main_memory
 from art_server.store.base_models import TINY_DIR
 from art_server.trainer.token_budget import budget_key
 from tests.quick.machines.machines import House, house, house_with_an_engine

@@ -12,7 +12,7 @@ import pytest
 from art_protocol.log_file import LogFile
 from art_server.process.children import Children
 from art_server.process.place import Command, Here, ProcessHere
-from art_server.process.shared.work_counters import WorkCounter, make_file
+from art_server.shared.work_counters import WorkCounter, make_file
 from tests.fakes.places import Prepared
 from tests.processes import wait_until_gone
 from tests.waiting import until

@@ -14,7 +14,7 @@ from art_protocol.wire import JobReport, TrainConfig
 from art_server.errors import StorageFull
 from art_server.jobs.job_row import Payload
 from art_server.ledger.ledger import Ledger
-from art_server.process.shared.trainer_messages import Batch
+from art_server.shared.trainer_messages import Batch
 from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder
 from tests.quick.jobs.job_runner import running

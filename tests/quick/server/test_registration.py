@@ -14,7 +14,7 @@ from art_server import registration
 from art_server.errors import Conflict, InvalidInput
 from art_server.jobs.trainer import ServerTrainer
 from art_server.jobs.trainer_process import TrainerDied
-from art_server.process.shared.trainer_messages import Progress, TrainTask
+from art_server.shared.trainer_messages import Progress, TrainTask
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.first_step import write_first_step
 from art_server.store.registry import RegisteredModel

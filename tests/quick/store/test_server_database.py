@@ -14,7 +14,7 @@ import pytest
 from art_protocol.wire import JobState
 from art_server.errors import UsageError
 from art_server.jobs.queue import JobQueue
-from art_server.process.shared.trainer_messages import Batch
+from art_server.shared.trainer_messages import Batch
 from art_server.store import server_database
 from art_server.store.registry import Registry
 from art_server.store.server_database import FILE, open_server_database

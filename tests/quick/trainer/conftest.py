@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from art_server.process.shared.trainer_messages import Batch, TokenSequence, TrainableGroup, TrainableTrajectory
+from art_server.shared.trainer_messages import Batch, TokenSequence, TrainableGroup, TrainableTrajectory
 from art_server.trainer.policy import Policy
 from tests.makers.architectures import ARCHITECTURES, start
 from tests.makers.forests import save_random_adapter

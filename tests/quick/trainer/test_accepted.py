@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.process.shared.trainer_messages import TrainTask
+from art_server.shared.trainer_messages import TrainTask
 from art_server.trainer.job import train
 from art_server.trainer.policy import ADAPTER_FILE, Policy
 from tests.makers.first_steps import write_first_checkpoint

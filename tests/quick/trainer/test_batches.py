@@ -3,8 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_protocol.wire import TrainConfig
-from art_server.process.shared.advantages import trained_tokens
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.advantages import trained_tokens
+from art_server.shared.trainer_messages import (
     Batch,
     SampledSpan,
     TokenSequence,

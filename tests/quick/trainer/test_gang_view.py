@@ -16,7 +16,7 @@ from art_server.jobs import gang as server_side
 from art_server.jobs.budgets import Budgets
 from art_server.jobs.trainer_process import TrainerError, TrainerProcess
 from art_server.process.place import Here
-from art_server.process.shared.trainer_messages import Batch, LoadTask, WorkerConfig
+from art_server.shared.trainer_messages import Batch, LoadTask, WorkerConfig
 from art_server.trainer.gang_view import GangView
 from art_server.trainer.policy import Policy
 from tests.fakes.places import Elsewhere

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.engine.probe_check import find_fault
 from art_server.jobs.mismatch_limits import mismatch_limits
-from art_server.process.shared.trainer_messages import Probe, TrainTask
+from art_server.shared.trainer_messages import Probe, TrainTask
 from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
 from tests.makers.first_steps import write_first_checkpoint

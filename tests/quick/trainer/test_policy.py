@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from art_protocol.wire import LoRAConfig
-from art_server.process.shared.trainer_messages import Batch
+from art_server.shared.trainer_messages import Batch
 from art_server.trainer.batches import MicroBatch, make_micro_batches, make_train_batch
 from art_server.trainer.policy import ADAPTER_FILE, Policy
 

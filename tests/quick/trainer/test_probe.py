@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.engine.probe_check import effect_ratio, find_fault
 from art_server.jobs.mismatch_limits import mismatch_limits
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.trainer_messages import (
     NUM_SIGMAS_OF_EFFECT,
     Batch,
     Done,

@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.trainer_messages import (
     Batch,
     MismatchLimits,
     SampledSpan,

@@ -17,10 +17,10 @@ from torch._inductor.exc import InductorError
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.process.shared.advantages import group_advantages, trained_positions
-from art_server.process.shared.kept_set import pack_set
-from art_server.process.shared.main_memory import main_memory
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.advantages import group_advantages, trained_positions
+from art_server.shared.kept_set import pack_set
+from art_server.shared.main_memory import main_memory
+from art_server.shared.trainer_messages import (
     Batch,
     BetweenSteps,
     Distribution,

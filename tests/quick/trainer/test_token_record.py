@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.process.shared.advantages import group_advantages
-from art_server.process.shared.trainer_messages import Batch, TrainableGroup, TrainableTrajectory, TrainTask
+from art_server.shared.advantages import group_advantages
+from art_server.shared.trainer_messages import Batch, TrainableGroup, TrainableTrajectory, TrainTask
 from art_server.store.model_folder import TOKENS_FILE
 from art_server.trainer.job import train
 from art_server.trainer.policy import Policy

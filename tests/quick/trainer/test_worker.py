@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from art_protocol.log_file import LogFile
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.jobs.trainer_process import worker_command
-from art_server.process.shared.trainer_messages import (
+from art_server.shared.trainer_messages import (
     Batch,
     BetweenSteps,
     Done,
@@ -402,7 +402,7 @@ import asyncio, sys
 from pathlib import Path
 from art_server.jobs.trainer_process import TrainerProcess
 from art_server.process.place import Here
-from art_server.process.shared.trainer_messages import TrainTask, WorkerConfig
+from art_server.shared.trainer_messages import TrainTask, WorkerConfig
 
 async def main(base, folder):
     config = WorkerConfig(base_model=base, threads=1, max_tokens_per_micro_batch=32)

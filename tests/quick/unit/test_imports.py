@@ -48,7 +48,7 @@ FLOORS = [
     {"trainer", "engine/vllm_process"},
     {"process", "flags", "activity"},
     {"store"},
-    {"settings", "errors", "process/shared"},
+    {"settings", "errors", "shared"},
     {"compat", "environments", "finetune", "rewards", "skypilot", "trackers"},
     {"art", "art_server"},
     {"art_protocol", "image_operators"},

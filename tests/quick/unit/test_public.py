@@ -13,7 +13,7 @@ from art_protocol.wire import TrainConfig
 from art_server.jobs.queue import JobQueue
 from art_server.ledger.earlier import number_records
 from art_server.ledger.ledger import Ledger
-from art_server.process.shared.trainer_messages import Batch
+from art_server.shared.trainer_messages import Batch
 from art_server.store.registry import Registry
 from scripts.public_surface import FILE, surface
 

@@ -14,8 +14,8 @@ from art_protocol.wire import Health, JobReport, ReplicaHealth, TrainConfig
 from art_server.jobs.job_row import Payload
 from art_server.jobs.reports import Totals
 from art_server.jobs.trainer_process import TrainerError
-from art_server.process.shared.trainer_messages import Batch
 from art_server.settings import ApiKey
+from art_server.shared.trainer_messages import Batch
 from art_watch.metrics import MetricsSnapshot, engine_metrics, exposition
 from tests.fakes.parts import FakeEngine
 from tests.quick.server.served import Served, sample_group, serving

@@ -268,7 +268,7 @@ def _parts_of(groups: list[art.TrajectoryGroup], chosen: list[Chosen]) -> list[a
 
 
 def _trains(config: art.TrainConfig, group: art.TrajectoryGroup) -> bool:
-    """Whether the loss has a term for a group, in an epoch with signal. Source: `art_server/process/shared/advantages.py`."""
+    """Whether the loss has a term for a group, in an epoch with signal. Source: `art_server/shared/advantages.py`."""
     has_other_terms = (config.beta > 0 and config.kl_in == "loss") or config.entropy_bonus > 0
     if has_other_terms or is_informative(group):
         return True

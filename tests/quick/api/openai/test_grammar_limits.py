@@ -12,7 +12,7 @@ from art_server.api.error_responses import status_of
 from art_server.api.openai import grammar_limits
 from art_server.api.openai.grammar_limits import name_grammar
 from art_server.errors import BadRequest, InvalidInput
-from art_server.process.shared import engine_messages as samples
+from art_server.shared import engine_messages as samples
 from tests.asgi_client import client
 from tests.quick.api.idle_server import make
 

@@ -20,9 +20,9 @@ from art_protocol.log_file import LogFile
 from art_server.engine.device.plan import MemoryPlan
 from art_server.jobs.trainer_process import TrainerDied
 from art_server.process.place import Counters, Endpoint, Here, Program
-from art_server.process.shared.trainer_messages import Done, LoadTask, Progress, TrainTask
-from art_server.process.shared.work_counters import read_work
 from art_server.settings import Handover
+from art_server.shared.trainer_messages import Done, LoadTask, Progress, TrainTask
+from art_server.shared.work_counters import read_work
 from tests.fakes.vllm import FakeVllm
 
 

@@ -31,8 +31,8 @@ from art_server.jobs.runner import JobRunner
 from art_server.ledger.intake import RecordReceiver
 from art_server.process.background import Background
 from art_server.process.progress import StartProgress
-from art_server.process.shared.trainer_messages import Batch
 from art_server.settings import ServerConfig
+from art_server.shared.trainer_messages import Batch
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.registry import Registry
 from tests.fakes.parts import keep_all

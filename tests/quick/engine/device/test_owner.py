@@ -36,8 +36,8 @@ from art_server.ledger.ledger import Ledger
 from art_server.process import background as background_module
 from art_server.process.background import Background
 from art_server.process.progress import StartProgress
-from art_server.process.shared.trainer_messages import Batch, LoadTask
 from art_server.settings import ServerConfig
+from art_server.shared.trainer_messages import Batch, LoadTask
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.registry import Registry
 from tests.contracts import check_engine, check_vllm

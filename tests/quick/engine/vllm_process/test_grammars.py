@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from art_server.engine.vllm_process import child, grammars
-from art_server.process.shared.engine_messages import GRAMMAR_MARK
+from art_server.shared.engine_messages import GRAMMAR_MARK
 from art_server.store.base_models import TINY_DIR
 
 with warnings.catch_warnings(action="ignore"):  # vLLM's and torch's own deprecations

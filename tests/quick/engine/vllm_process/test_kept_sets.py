@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from art_server.engine.command import engine_environment
 from art_server.engine.vllm_process import kept_sets, sampling_payload
-from art_server.process.shared import switches
-from art_server.process.shared.kept_set import pack_set, unpack_set
 from art_server.settings import ServerConfig
+from art_server.shared import switches
+from art_server.shared.kept_set import pack_set, unpack_set
 from art_server.store.base_models import TINY_DIR, BaseModel
 
 V = 1408

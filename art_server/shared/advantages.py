@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from art_protocol.signal import has_signal
 from art_protocol.wire import LossConfig
-from art_server.process.shared.trainer_messages import TokenSequence, TrainableGroup, TrainableTrajectory
+from art_server.shared.trainer_messages import TokenSequence, TrainableGroup, TrainableTrajectory
 
 STD_FLOOR = 1e-6
 """Added to a standard deviation, as published implementations do. Whether a difference is more than rounding is decided

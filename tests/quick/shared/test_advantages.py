@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_protocol.wire import TrainConfig
-from art_server.process.shared.advantages import (
+from art_server.shared.advantages import (
     STD_FLOOR,
     group_advantages,
     is_identical,
@@ -15,7 +15,7 @@ from art_server.process.shared.advantages import (
     trained_tokens,
     turn_advantages,
 )
-from art_server.process.shared.trainer_messages import TokenSequence, TrainableGroup, TrainableTrajectory
+from art_server.shared.trainer_messages import TokenSequence, TrainableGroup, TrainableTrajectory
 
 
 def group(*rewards_of_turns: list[float], rewards: list[float] | None = None) -> TrainableGroup:

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from art_server.process.shared.main_memory import main_memory
+from art_server.shared.main_memory import main_memory
 
 
 def test_a_container_s_limit_is_the_main_memory(tmp_path: Path) -> None:

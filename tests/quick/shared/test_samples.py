@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art_server.process.shared.engine_messages import whole_characters
+from art_server.shared.engine_messages import whole_characters
 
 
 @pytest.mark.parametrize(
