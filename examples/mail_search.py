@@ -22,9 +22,10 @@ from tool_agent import functions, tool, use_tools
 import art
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "James")
-SUBJECTS = ("garden", "bridge", "camera", "coffee", "flower", "forest", "game", "horse", "letter")
-SUBJECTS += ("music", "paper", "plan", "recipe", "report", "school", "song", "story", "summer")
-SUBJECTS += ("table", "team", "ticket", "tower", "train", "winter")
+SUBJECTS = (
+    *("garden", "bridge", "camera", "coffee", "flower", "forest", "game", "horse", "letter", "music", "paper", "plan"),
+    *("recipe", "report", "school", "song", "story", "summer", "table", "team", "ticket", "tower", "train", "winter"),
+)
 QUESTIONS = (
     "Look for {subject} from {sender}.",
     "Look up the mail about {subject}.",

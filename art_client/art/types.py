@@ -37,6 +37,7 @@ __all__ = [
     "MessageOrChoice",
     "Messages",
     "MessagesAndChoices",
+    "Tool",
     "Tools",
     "TrainConfig",
     "TrainResult",

@@ -1,9 +1,11 @@
 """Type checkers read what runs: pyright and mypy over programs, with the wheel in place of the repository. Needs no network."""
 
+import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,10 @@ import asyncio
 
 import art
 from art.local import LocalBackend
-from art.utils import iterate_dataset
+from art.utils import iterate_dataset, limit_concurrency
 
 
+@limit_concurrency(4)
 async def rollout(model: art.TrainableModel, question: str) -> art.Trajectory:
     return art.Trajectory(messages_and_choices=[{"role": "user", "content": question}], reward=1.0)
 
@@ -76,15 +79,19 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(checker: str, python: Path, text: str) -> tuple[bool, str]:
     """Whether the checker has no error in a program, and what it prints."""
-    folder = python.parents[2]
-    program = folder / "program.py"
+    program = python.parents[2] / "program.py"
     program.write_text(text)
+    return check_files(checker, python, [program])
+
+
+def check_files(checker: str, python: Path, files: Sequence[Path]) -> tuple[bool, str]:
+    cache = python.parents[2] / "cache"
     commands = {
-        "mypy": ["-m", "mypy", "--python-executable", str(python), "--cache-dir", str(folder / "cache")],
+        "mypy": ["-m", "mypy", "--python-executable", str(python), "--cache-dir", str(cache)],
         "pyright": ["-m", "pyright", "--pythonpath", str(python)],
     }
-    command = [sys.executable, *commands[checker], program.name]
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    command = [sys.executable, *commands[checker], *files]
+    ran = subprocess.run(command, cwd=files[0].parent, capture_output=True, text=True, check=False)
     return ran.returncode == 0, ran.stdout + ran.stderr
 
 
@@ -97,6 +104,13 @@ def test_the_wheel_is_read_and_not_the_repository(python: Path) -> None:
 @pytest.mark.parametrize("checker", ["pyright", "mypy"])
 def test_a_program_with_arts_arguments_has_no_error(checker: str, python: Path) -> None:
     passes, output = check(checker, python, PROGRAM)
+    assert passes, output
+
+
+@pytest.mark.parametrize("checker", ["pyright", "mypy"])
+def test_the_examples_have_no_error(checker: str, python: Path, tmp_path: Path) -> None:
+    files = [Path(shutil.copy(file, tmp_path)) for file in (ROOT / "examples").glob("*.py")]
+    passes, output = check_files(checker, python, files)
     assert passes, output
 
 

@@ -2,9 +2,9 @@
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 P = ParamSpec("P")
@@ -21,13 +21,13 @@ class _Slots:
 
 def limit_concurrency(
     n: int, derive_key: Callable[..., Hashable] | None = None
-) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Awaitable[R]]]:
+) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Coroutine[Any, Any, R]]]:
     """At most `n` calls run at a time, in each event loop. `derive_key` computes a key from a call's arguments; with such a
     function, at most `n` calls run at a time for each key."""
     if n < 1:
         raise ValueError(f"n must be at least 1, not {n}")
 
-    def decorate(function: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
+    def decorate(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
         loops = WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Hashable, _Slots]]()
 
         @functools.wraps(function)
