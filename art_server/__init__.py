@@ -1,6 +1,6 @@
 """art-server: serves a base model with trainable LoRA policies, and trains them."""
 
-from art_server.image_operators import declare_image_operators
+from art_server.shared.image_operators import declare_image_operators
 
 __version__ = "0.1.0"
 

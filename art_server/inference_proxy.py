@@ -13,7 +13,6 @@ import aiohttp
 import msgspec
 
 from art_protocol.tracking import Span, Tracer, link_of
-from art_server.base_loader import BaseLoader
 from art_server.engine.engine import Engine
 from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
@@ -22,6 +21,7 @@ from art_server.ledger import conversation
 from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.ledger import Ledger, OpenRequest
 from art_server.ledger.records import Request, choice_id
+from art_server.models.base_loader import BaseLoader
 from art_server.store.registry import RegisteredModel, Registry
 
 OPERATIONS: Mapping[str, str] = {"completions": "text_completion"}

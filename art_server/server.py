@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from art_server.base_loader import BaseLoader
-from art_server.checkpoints import Checkpoints
 from art_server.engine.device.assignment import (
     check_devices,
     check_flags,
@@ -36,16 +34,18 @@ from art_server.jobs.trainer import ServerTrainer
 from art_server.ledger.earlier import number_records
 from art_server.ledger.intake import Intake
 from art_server.ledger.ledger import Ledger, Retention
+from art_server.models.base_loader import BaseLoader
+from art_server.models.checkpoints import Checkpoints
+from art_server.models.registration import Registration
+from art_server.models.uploads import Uploads
 from art_server.process.background import Background, LoopWatch
 from art_server.process.children import Children
 from art_server.process.place import Here
 from art_server.process.progress import StartProgress
-from art_server.registration import Registration
 from art_server.settings import ServerConfig
-from art_server.status import Status
+from art_server.status.status import Status
 from art_server.store import files
 from art_server.store.registry import Registry
-from art_server.uploads import Uploads
 
 if TYPE_CHECKING:
     from art_server.machines.hosts import Hosts

@@ -19,7 +19,7 @@ from fastapi.responses import FileResponse, Response, StreamingResponse
 from art_protocol.wire import JobInfo, JobState
 from art_server.api.auth import PAGE, Caller, HealthSource, TheCaller, visible_health
 from art_server.errors import Forbidden, NotFound
-from art_server.process import machine
+from art_server.status import machine
 from art_server.store.model_folder import ModelFolder
 from art_server.store.registry import check_name
 from art_watch import context, rollouts, tokens

@@ -29,10 +29,10 @@ from art_server.api.parameters import (
     TheUploads,
 )
 from art_server.errors import InvalidInput, Unavailable
+from art_server.models.uploads import upload_too_large
 from art_server.store import files
 from art_server.store.archive import MAX_CHECKPOINT_BYTES, describe_step, write_tar
 from art_server.store.registry import check_name
-from art_server.uploads import upload_too_large
 
 TAR = {"requestBody": {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}}
 MAX_STEP_DIGITS = 9

@@ -9,8 +9,6 @@ from fastapi import Depends, Request
 
 from art_server.api.auth import TheCaller
 from art_server.api.bodies import GroupLines
-from art_server.base_loader import BaseLoader
-from art_server.checkpoints import Checkpoints
 from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.fleet import Fleet
 from art_server.errors import ServerError
@@ -20,12 +18,14 @@ from art_server.jobs.reports import Reports
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.train_requests import TrainRequests
 from art_server.ledger.ledger import Ledger
-from art_server.registration import Registration
+from art_server.models.base_loader import BaseLoader
+from art_server.models.checkpoints import Checkpoints
+from art_server.models.registration import Registration
+from art_server.models.uploads import Uploads
 from art_server.server import Server
 from art_server.settings import ServerConfig
-from art_server.status import Status
+from art_server.status.status import Status
 from art_server.store.registry import RegisteredModel, Registry
-from art_server.uploads import Uploads
 
 
 def part(find: Callable[[Server], object]) -> Any:

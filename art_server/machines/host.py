@@ -25,7 +25,6 @@ from art_server import __version__
 from art_server.engine.device.assignment import gpu_without_bfloat16
 from art_server.engine.device.detection import Machine, detect
 from art_server.errors import ServerError, UsageError
-from art_server.image_operators import installed_versions
 from art_server.machines.obeying import HostOffer, Machinery, listen
 from art_server.machines.orders import (
     BEAT_SECONDS,
@@ -42,6 +41,7 @@ from art_server.machines.orders import (
 )
 from art_server.process.children import PARENT_VARIABLE, Children, be_child
 from art_server.process.installation import check_builds, check_system, installed_builds
+from art_server.shared.image_operators import installed_versions
 from art_server.store import files
 from art_server.store.registry import check_name
 

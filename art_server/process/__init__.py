@@ -1,1 +1,1 @@
-"""The server's processes and tasks: children, background tasks, what the start shows, and what all processes share."""
+"""The server's processes and tasks: children, background tasks, what the start shows, and where a process runs."""

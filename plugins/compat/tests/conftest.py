@@ -1,8 +1,8 @@
 import pytest
 
 from art import unknown_fields
-from tests.quick.checkpoints.conftest import path, tiny_adapter  # noqa: F401
 from tests.quick.conftest import no_certificates  # noqa: F401
+from tests.quick.models.conftest import path, tiny_adapter  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import pytest
 
 import art
 from art_compat.buckets import address_of
-from tests.quick.checkpoints.transfers import model as folder_of
-from tests.quick.checkpoints.transfers import run, same_weights, serving
+from tests.quick.models.transfers import model as folder_of
+from tests.quick.models.transfers import run, same_weights, serving
 
 pytestmark = pytest.mark.anyio
 

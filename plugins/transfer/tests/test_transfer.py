@@ -31,8 +31,8 @@ from art_transfer import http_transfer
 from art_transfer.export import public_name
 from tests.makers.first_steps import write_first_checkpoint
 from tests.makers.toy_models import make_model
-from tests.quick.checkpoints.house import TINY_LORA, add_model
-from tests.quick.checkpoints.transfers import model, run, same_weights, serving
+from tests.quick.models.house import TINY_LORA, add_model
+from tests.quick.models.transfers import model, run, same_weights, serving
 
 IDS = torch.tensor([[5, 17, 300, 42]])
 

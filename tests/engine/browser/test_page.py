@@ -19,7 +19,7 @@ from tests.engine.browser.charts import captions
 from tests.engine.browser.conftest import NUM_STEPS
 from tests.fakes.page_server import make_live
 from tests.makers.demo import HOSTILE_METRIC, log, rows_by_step
-from tests.quick.checkpoints.house import House
+from tests.quick.models.house import House
 
 RUN = "#/run/demo/webnav-8b"
 ROLLOUT = f"{RUN}/rollout/train/1/0/1"

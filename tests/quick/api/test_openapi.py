@@ -114,7 +114,7 @@ def told(response: Any) -> None:
 OPERATIONS = [
     (row.split("|")[1].strip(), row.split("|")[2].strip().strip("`"))
     for row in ROWS
-    if "PUT" not in row and "/v1/" not in row  # tests/quick/checkpoints has tars; /openapi.json leaves out /v1
+    if "PUT" not in row and "/v1/" not in row  # tests/quick/models has tars; /openapi.json leaves out /v1
 ]
 
 

@@ -24,7 +24,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from art_protocol.history import pack_rows
 from art_protocol.wire import ErrorDetail, JobReport, TrainConfig
-from art_server.checkpoints import Checkpoints
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, Unavailable
@@ -33,6 +32,7 @@ from art_server.jobs.job_row import JobRow, Payload
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
+from art_server.models.checkpoints import Checkpoints
 from art_server.shared import clock
 from art_server.shared.trainer_messages import Batch, Done, Progress, Task, TrainTask
 from art_server.store.history import MetricHistory

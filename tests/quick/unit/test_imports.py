@@ -36,9 +36,8 @@ FLOORS = [
     {"api/openai"},
     {"api"},
     {"server"},
-    {"inference_proxy", "uploads", "registration", "status"},
-    {"checkpoints"},
-    {"base_loader"},
+    {"inference_proxy", "status"},
+    {"models"},
     {"machines"},
     {"jobs"},
     {"ledger"},
@@ -46,12 +45,13 @@ FLOORS = [
     {"engine/device"},
     {"engine/inspection_process"},
     {"trainer", "engine/vllm_process"},
-    {"process", "flags", "activity"},
+    {"process", "flags"},
     {"store"},
-    {"settings", "errors", "shared"},
+    {"settings", "errors"},
     {"compat", "environments", "finetune", "rewards", "skypilot", "trackers"},
     {"art", "art_server"},
-    {"art_protocol", "image_operators"},
+    {"shared"},
+    {"art_protocol"},
 ]
 """From the roof down: a room imports what lies below it."""
 OTHER_PROCESSES = {"engine/inspection_process", "trainer", "engine/vllm_process"}

@@ -20,8 +20,8 @@ SLOW = ("_trainer", "trainer", "_engine", "engine", "_owner", "owner", "_gate", 
 """Objects whose methods wait for a step, or for vLLM."""
 
 OWN = {
-    "base_loader.py BaseLoader._load": "the lock of the base model itself, which is engine and trainer",
-    "base_loader.py BaseLoader._warm_trainer": "the device: the trainer allocates on it",
+    "models/base_loader.py BaseLoader._load": "the lock of the base model itself, which is engine and trainer",
+    "models/base_loader.py BaseLoader._warm_trainer": "the device: the trainer allocates on it",
     "engine/engine.py Engine._load_alone": "the engine's list of adapters: one loads at a time",
     "engine/engine.py Engine._supervise": "the device: vLLM starts on it",
     "jobs/attempt.py Attempt._find_lost_layers": "the device: the trainer scores on it",

@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from art_protocol.wire import JobReport, TrainConfig
-from art_server.checkpoints import Checkpoints
 from art_server.engine import engine as engine_module
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.device.plan import make_memory_plan
@@ -33,6 +32,7 @@ from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
 from art_server.ledger.intake import RecordReceiver
 from art_server.ledger.ledger import Ledger
+from art_server.models.checkpoints import Checkpoints
 from art_server.process import background as background_module
 from art_server.process.background import Background
 from art_server.process.progress import StartProgress

@@ -13,8 +13,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from art_protocol.wire import LoRAConfig
-from art_server import uploads as uploads_module
 from art_server.api.checkpoints import CHUNK_BYTES, TarResponse, download
+from art_server.models import uploads as uploads_module
 from art_server.store.archive import Description, describe_step, read_tar, write_tar
 from art_server.store.model_folder import (
     ADAPTER_FILE,
@@ -24,7 +24,7 @@ from art_server.store.model_folder import (
     copy_content,
 )
 from art_server.store.registry import Registry
-from tests.quick.checkpoints.house import TINY_LORA, House, add_model, house
+from tests.quick.models.house import TINY_LORA, House, add_model, house
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio

@@ -5,14 +5,14 @@ from typing import Any
 
 from art_protocol.wire import Health, ReplicaHealth
 from art_server import __version__
-from art_server.activity import Activity, Doing
-from art_server.base_loader import BaseLoader
 from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer import ServerTrainer
-from art_server.process import machine
+from art_server.models.base_loader import BaseLoader
 from art_server.process.background import Background, LoopWatch
+from art_server.status import machine
+from art_server.status.activity import Activity, Doing
 
 
 class Status:

@@ -14,7 +14,7 @@ def tiny_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from art_server.store.adapter_tensors import STATE_KEYS
     from art_server.store.base_models import TINY_DIR
     from tests.makers.first_steps import write_first_checkpoint
-    from tests.quick.checkpoints.house import TINY_LORA
+    from tests.quick.models.house import TINY_LORA
 
     folder = tmp_path_factory.mktemp("adapter")
     write_first_checkpoint(str(TINY_DIR), TINY_LORA, 0, folder)
@@ -36,7 +36,7 @@ def tiny_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def path(tmp_path: Path, tiny_adapter: Path) -> Path:
     """A server's folder with p/a at step 2."""
-    from tests.quick.checkpoints.house import add_model
+    from tests.quick.models.house import add_model
 
     add_model(tmp_path / "path", tiny_adapter, steps=3)
     return tmp_path / "path"

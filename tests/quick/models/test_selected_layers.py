@@ -19,7 +19,7 @@ from art_server.store.model_folder import CONFIG_FILE, content_digests
 from art_server.store.selected_layers import BadPattern, not_selected
 from art_server.trainer.base import load_base
 from art_server.trainer.policy import Policy
-from tests.quick.checkpoints.house import house
+from tests.quick.models.house import house
 
 TINY = BaseModel("art/tiny", TINY_DIR)
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

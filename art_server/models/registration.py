@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from art_protocol.wire import LoRAConfig, ModelInfo, RegisterRequest
-from art_server.base_loader import BaseLoader
 from art_server.engine.fleet import Fleet
 from art_server.errors import Conflict, InvalidInput
 from art_server.jobs.token_sources import Limits
+from art_server.models.base_loader import BaseLoader
 from art_server.shared import clock
 from art_server.store import files
 from art_server.store.adapter_layers import UnknownLayers

@@ -2,7 +2,7 @@
 
 import pytest
 
-from art_server.image_operators import is_foreign
+from art_server.shared.image_operators import is_foreign
 
 
 @pytest.mark.parametrize(

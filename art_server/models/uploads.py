@@ -10,9 +10,9 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from art_server.checkpoints import Checkpoints
 from art_server.engine.fleet import Fleet
 from art_server.errors import InvalidInput, TooLarge
+from art_server.models.checkpoints import Checkpoints
 from art_server.store import files
 from art_server.store.archive import (
     MAX_CHECKPOINT_BYTES,

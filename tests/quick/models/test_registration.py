@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from art_protocol.wire import ForkRequest, LoRAConfig, RegisterRequest, TrainConfig
-from art_server import registration
 from art_server.errors import Conflict, InvalidInput
 from art_server.jobs.trainer import ServerTrainer
 from art_server.jobs.trainer_process import TrainerDied
+from art_server.models import registration
 from art_server.shared.trainer_messages import Progress, TrainTask
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.first_step import write_first_step
@@ -21,7 +21,7 @@ from art_server.store.registry import RegisteredModel
 from tests.fakes.places import HereInstead
 from tests.makers.new_models import add_model
 from tests.makers.registering import counted_starts, make_models
-from tests.quick.checkpoints.house import TINY_LORA, House, house
+from tests.quick.models.house import TINY_LORA, House, house
 from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = pytest.mark.anyio

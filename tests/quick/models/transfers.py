@@ -12,7 +12,7 @@ from art_server.store.model_folder import ADAPTER_FILE, ModelFolder
 from art_server.store.registry import Registry
 from art_watch.terminal.cli import main as art
 from tests.http_server import served
-from tests.quick.checkpoints.house import House
+from tests.quick.models.house import House
 
 
 def run(*arguments: object) -> None:

@@ -17,7 +17,7 @@ from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE, OPTIMIZER_FILE, ModelFolder
 from art_server.store.registry import Registry
 from art_watch.runs import Runs
-from tests.quick.checkpoints.house import House, add_model, commit, house
+from tests.quick.models.house import House, add_model, commit, house
 
 pytestmark = pytest.mark.anyio
 

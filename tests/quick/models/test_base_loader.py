@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from art_server import base_loader
 from art_server.engine.device.detection import Gpu, Machine
 from art_server.engine.device.plan import Card
 from art_server.errors import Conflict, InvalidInput
+from art_server.models import base_loader
 from art_server.settings import ApiKey
 from art_server.store.base_models import SMALL_FILES, TINY_DIR, BaseModel
 from tests.makers.first_steps import write_first_checkpoint
-from tests.quick.checkpoints.house import TINY_LORA, House, add_model, house
+from tests.quick.models.house import TINY_LORA, House, add_model, house
 from tests.refusals import refused
 from tests.waiting import PATIENCE_SECONDS, until
 

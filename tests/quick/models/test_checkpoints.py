@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from art_server import checkpoints as checkpoints_module
 from art_server.errors import NotFound
 from art_server.ledger.records import Request
+from art_server.models import checkpoints as checkpoints_module
 from art_server.settings import ApiKey
 from art_server.shared.engine_messages import FinishedChoice
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, ModelFolder
 from art_server.store.registry import Registry
 from art_watch.runs import Runs
 from tests.makers.demo import rows_by_step
-from tests.quick.checkpoints.house import House, add_model, commit, house
+from tests.quick.models.house import House, add_model, commit, house
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio

@@ -1,6 +1,6 @@
 """Where the time of the last minutes went, in one sentence."""
 
-from art_server.activity import Activity, Doing
+from art_server.status.activity import Activity, Doing
 
 
 def sentence(*samples: tuple[int, frozenset[Doing]]) -> str:

@@ -29,7 +29,7 @@ from art_server.store.model_folder import (
     OPTIMIZER_FILE,
     copy_content,
 )
-from tests.quick.checkpoints.house import TINY_LORA, add_model
+from tests.quick.models.house import TINY_LORA, add_model
 
 MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
