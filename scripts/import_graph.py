@@ -63,7 +63,7 @@ def imported_names(file: Path) -> frozenset[str]:
 
 def type_checkers_names(file: Path) -> dict[str, str]:
     """The names that a file imports for type checkers alone, in the block `if TYPE_CHECKING` at its top, with their modules:
-    `from art.pipeline import PipelineTrainer -> {"PipelineTrainer": "art.pipeline"}`, `import art.dev as dev -> {"dev": "art.dev"}`."""
+    `from art.pipeline import PipelineTrainer -> {"PipelineTrainer": "art.pipeline"}`, `import art.dev as _dev -> {"_dev": "art.dev"}`."""
     names: dict[str, str] = {}
     for statement in ast.parse(file.read_text()).body:
         if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":

@@ -41,19 +41,19 @@ from art.types import (
 )
 
 if TYPE_CHECKING:
-    import art.backend as backend
-    import art.dev as dev
-    import art.environments as environments
-    import art.finetune as finetune
-    import art.gather as gather
-    import art.langgraph as langgraph
-    import art.local as local
-    import art.mcp as mcp
-    import art.metrics as metrics
-    import art.model as model
-    import art.rewards as rewards
-    import art.trackers as trackers
-    import art.utils as utils
+    import art.backend as _backend
+    import art.dev as _dev
+    import art.environments as _environments
+    import art.finetune as _finetune
+    import art.gather as _gather
+    import art.langgraph as _langgraph
+    import art.local as _local
+    import art.mcp as _mcp
+    import art.metrics as _metrics
+    import art.model as _model
+    import art.rewards as _rewards
+    import art.trackers as _trackers
+    import art.utils as _utils
     from art.batches import trajectory_group_batches as trajectory_group_batches
     from art.capturing import capture
     from art.pipeline import PipelineTrainer
@@ -76,6 +76,21 @@ if TYPE_CHECKING:
     from art_compat.refused import init_megatron_runtime_config as init_megatron_runtime_config
     from art_compat.yielding import capture_yielded_trajectory as capture_yielded_trajectory
     from art_compat.yielding import yield_trajectory as yield_trajectory
+
+    # An imported module is private for type checkers in an installed package. A variable is public, and is no star name.
+    backend = _backend
+    dev = _dev
+    environments = _environments
+    finetune = _finetune
+    gather = _gather
+    langgraph = _langgraph
+    local = _local
+    mcp = _mcp
+    metrics = _metrics
+    model = _model
+    rewards = _rewards
+    trackers = _trackers
+    utils = _utils
 
 __all__ = [
     "ArtConnectionError",
@@ -113,24 +128,6 @@ __all__ = [
     "rollout",
     "types",
 ]
-
-if TYPE_CHECKING:
-    # In an installed package, type checkers take a module for private unless `__all__` has its name.
-    __all__ += [
-        "backend",
-        "dev",
-        "environments",
-        "finetune",
-        "gather",
-        "langgraph",
-        "local",
-        "mcp",
-        "metrics",
-        "model",
-        "rewards",
-        "trackers",
-        "utils",
-    ]
 
 # In the repository each package of plugins/ has a folder `art` of its own. An installed package has one for all.
 __path__ = pkgutil.extend_path(__path__, __name__)

@@ -131,10 +131,11 @@ def _collapse(signs: BatchSigns, earlier: Sequence[BatchSigns]) -> str | None:
         changes.append(
             f"{signs.commonest:.0%} of the answers are the same one, to different prompts ({good.commonest:.0%})"
         )
+    are_cut, are_shorter = _are_cut(signs, good), _are_shorter(signs, good)
     lengths: list[str] = []
-    if _are_cut(signs, good):
+    if are_cut:
         lengths.append(f"{signs.cut:.0%} of the answers are cut at their length limit ({good.cut:.0%})")
-    if _are_shorter(signs, good):
+    if are_shorter:
         lengths.append(f"an answer has {signs.num_tokens:.3g} tokens on average ({good.num_tokens:.3g})")
     if signs.surprise is not None and good.surprise is not None:
         now, was = math.exp(-signs.surprise), math.exp(-good.surprise)
@@ -142,13 +143,11 @@ def _collapse(signs: BatchSigns, earlier: Sequence[BatchSigns]) -> str | None:
             changes.append(f"the probability of a sampled token is {now:.2g} ({was:.2g})")
     # The answers to the prompts of one batch may have another length, but not those of several batches.
     previous = earlier[-1]
-    if not changes and not (previous.step > good.step and _has_other_lengths(previous, good)):
-        return None
-    changes += lengths
-    if not changes:
+    are_again = (are_cut and _are_cut(previous, good)) or (are_shorter and _are_shorter(previous, good))
+    if not changes and not are_again:
         return None
     return (
-        f"the answers collapsed: {', and '.join(changes)}; in brackets those of step {good.step}, which earned "
+        f"the answers collapsed: {', and '.join([*changes, *lengths])}; in brackets those of step {good.step}, which earned "
         f"{good.rewards.mean:.3g} on average where those of step {signs.step} earn {mean:.3g}. `await "
         f"model.rollback({good.step})` goes back"
     )
@@ -160,10 +159,6 @@ def _are_cut(signs: BatchSigns, good: BatchSigns) -> bool:
 
 def _are_shorter(signs: BatchSigns, good: BatchSigns) -> bool:
     return signs.num_tokens * SHORTER <= good.num_tokens
-
-
-def _has_other_lengths(signs: BatchSigns, good: BatchSigns) -> bool:
-    return _are_cut(signs, good) or _are_shorter(signs, good)
 
 
 def _has_halved(before: float, after: float) -> bool:

@@ -53,7 +53,16 @@ async def main() -> None:
 
 asyncio.run(main())
 """
+STAR = """
+from art import *
+
+model = TrainableModel(name="a", project="p", base_model="art/tiny")
+backend = Backend()
+metrics: dict[str, float] = {}
+"""
+"""Variables whose names are also names of modules."""
 MISTAKES = {
+    "from art import *\nutils.retry()\n": "utils",
     "import art\nart.TrajectoyGroup([])\n": "TrajectoyGroup",
     "import art\nart.types.TrainCofig()\n": "TrainCofig",
     "from art.rewards import exact_mach\nexact_mach('4', '4')\n": "exact_mach",
@@ -104,6 +113,12 @@ def test_the_wheel_is_read_and_not_the_repository(python: Path) -> None:
 @pytest.mark.parametrize("checker", ["pyright", "mypy"])
 def test_a_program_with_arts_arguments_has_no_error(checker: str, python: Path) -> None:
     passes, output = check(checker, python, PROGRAM)
+    assert passes, output
+
+
+@pytest.mark.parametrize("checker", ["pyright", "mypy"])
+def test_a_star_import_has_the_names_that_it_has_at_run_time(checker: str, python: Path) -> None:
+    passes, output = check(checker, python, STAR)
     assert passes, output
 
 

@@ -193,6 +193,14 @@ def test_other_prompts_may_have_answers_of_another_length(changes: dict[str, Any
     assert "the answers collapsed" in second[0] and "rollback(2)" in second[0], "two batches in a row are no chance"
 
 
+def test_batches_of_opposite_lengths_are_no_collapse() -> None:
+    good = batch(2, [1.0, 0.0], answers=lambda number: [number, *range(7)])
+    shorter = batch(3, [0.0], OTHERS, answers=lambda number: [number, 3])
+    longer = batch(4, [0.0], OTHERS, answers=lambda number: [number, *range(7)], is_cut=True)
+    notes = notes_of(longer, [good, shorter])
+    assert all("rollback" not in note for note in notes)
+
+
 def test_a_policy_that_always_answered_alike_did_not_collapse() -> None:
     alike = {"answers": same, "logprob": -0.0001}
     notes = notes_of(batch(3, [0.0], OTHERS, **alike), [batch(2, [1.0], **alike)])
