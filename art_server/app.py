@@ -37,8 +37,8 @@ def make_app(server: Server, inference_port: int | None) -> FastAPI:
     app.state.is_stopping = False
     app.state.model_keys = ModelKeys(read_secret(config.server_dir / "model_keys_secret"))
     error_responses.add_error_handlers(app)
-    openai_routes.add_routes(app, server)  # first, because routes are tried in order
-    for module in (control, checkpoints, art_wire, routes, metrics):
+    # Routes are tried in order, so the routes of most requests come first.
+    for module in (openai_routes, control, checkpoints, art_wire, routes, metrics):
         app.include_router(module.router, responses=error_responses.RESPONSES)
     if server.hosts is not None:
         app.include_router(server.hosts.router)

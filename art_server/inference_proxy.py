@@ -6,7 +6,7 @@ import functools
 import json
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -16,13 +16,14 @@ from art_protocol.tracking import Span, Tracer, link_of
 from art_server.engine.engine import Engine
 from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
-from art_server.errors import Conflict, Unavailable
+from art_server.errors import Conflict, NotFound, Unavailable
 from art_server.ledger import conversation
-from art_server.ledger.conversation import PastAnswer
+from art_server.ledger.conversation import RESPONSE_PREFIX, RequestConversation
 from art_server.ledger.ledger import Ledger, OpenRequest
 from art_server.ledger.records import Request, choice_id
 from art_server.models.base_loader import BaseLoader
-from art_server.store.registry import RegisteredModel, Registry
+from art_server.shared.engine_messages import new_request_id
+from art_server.store.registry import RegisteredModel, Registry, ResolvedModel
 
 OPERATIONS: Mapping[str, str] = {"completions": "text_completion"}
 """OpenTelemetry's name of the operation, by API. The other APIs have the operation "chat"."""
@@ -44,17 +45,6 @@ class InferenceRequest:
     only_model: str | None
     """The only model ("PROJECT/NAME") that the caller may use; None: any."""
     session: str | None
-    messages: list[dict[str, Any]]
-    """The conversation, as chat messages for every API."""
-    prefix_digest: bytes
-    """The digest of this conversation."""
-    is_first_turn: bool
-    """The request cannot continue an earlier answer: its conversation contains none, or its prompt consists of token
-    ids, which are used unchanged."""
-    answers: Sequence[PastAnswer] = ()
-    """The assistant's messages in the conversation."""
-    cited_choices: Sequence[str] = ()
-    """The ids of earlier choices to which the request refers: the request names a response that contains the choices."""
     pinned_step: str | None = None
     """What the name of a trainable model without a step means: a step, or "base". None: the newest."""
     requested_at: int | None = None
@@ -62,12 +52,16 @@ class InferenceRequest:
     model: RegisteredModel | None = None
     step: int | None = None
     adapter: str = ""
-    traceparent: str | None = None
-    """The header `traceparent` of the request, if spans are made."""
-    engine: Engine | None = None
-    """The engine that answers the request, or that was lost during the answer."""
+    conversation: RequestConversation = field(default_factory=RequestConversation)
+    """Empty until the name is resolved: a request with an unknown name needs no conversation."""
     continued_response: str | None = None
     """The stored response whose items the body contains, because the caller named it."""
+    traceparent: str | None = None
+    """The header `traceparent` of the request."""
+    request_id: str = ""
+    """The id under which the engine samples (`new_request_id`). If an engine is lost, the next one gets another id."""
+    engine: Engine | None = None
+    """The engine that answers the request, or that was lost during the answer."""
 
     @property
     def is_stream(self) -> bool:
@@ -163,7 +157,8 @@ class Proxy:
         self.refused_names = RefusedNames()
 
     def resolve(self, inference: InferenceRequest) -> None:
-        """Sets the model, step and adapter that answer a request at this moment.
+        """Sets the model, step and adapter that answer a request at this moment. `refused_names` remembers a name that no model
+        has.
 
         Raises:
             NotFound: no such model or step.
@@ -171,14 +166,12 @@ class Proxy:
         """
         base = self._engine.base
         base_name = base.name if base is not None else None
-        resolved = self._registry.resolve(
-            inference.requested_model, base_name, inference.projects, inference.only_model
-        )
-        if inference.pinned_step is not None and resolved.model is not None and "@" not in inference.requested_model:
-            name = f"{resolved.model.id}@{inference.pinned_step}"
-            if inference.pinned_step == "base":
-                name = resolved.model.record.base_model
-            resolved = self._registry.resolve(name, base_name, inference.projects, inference.only_model)
+        try:
+            resolved = self._resolve_name(inference, base_name)
+        except NotFound:
+            if inference.session is not None:
+                self.refused_names.add(inference.owner, inference.session, inference.requested_model)
+            raise
         inference.model, inference.step = resolved.model, resolved.step
         self._base.is_wanted = True
         if resolved.model is None:
@@ -195,11 +188,24 @@ class Proxy:
         assert resolved.step is not None, "a model resolves to a step"
         inference.adapter = resolved.model.adapter_name(resolved.step)
 
+    def _resolve_name(self, inference: InferenceRequest, base_name: str | None) -> ResolvedModel:
+        """What the requested name means, with the pinned step if the name has no step."""
+        resolve = functools.partial(
+            self._registry.resolve, base_name=base_name, projects=inference.projects, only=inference.only_model
+        )
+        resolved = resolve(inference.requested_model)
+        if inference.pinned_step is None or resolved.model is None or "@" in inference.requested_model:
+            return resolved
+        if inference.pinned_step == "base":
+            return resolve(resolved.model.record.base_model)
+        return resolve(f"{resolved.model.id}@{inference.pinned_step}")
+
     @contextlib.asynccontextmanager
-    async def answer(
-        self, inference: InferenceRequest, request_id: str
-    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, OpenRequest]]:
-        """Waits at the pause gate, sends the request to the engine, and yields the answer while the connection is open.
+    async def answer(self, inference: InferenceRequest) -> AsyncIterator[tuple[aiohttp.ClientResponse, OpenRequest]]:
+        """Waits at the pause gate, announces the request to the ledger, sends it to the engine, and yields the answer while the
+        connection is open. Beside the answer, the engine's process sends prompts and samples to the ledger under the request's
+        id (`ledger/intake.py`); the `OpenRequest` gets the records that the ledger makes of them.
+
         Thinking that the agent left out is added to the request; the chat template decides which thinking is rendered.
 
         Raises:
@@ -221,17 +227,16 @@ class Proxy:
                 folder = inference.model.folder.checkpoint_dir(inference.step)
             key = functools.partial(routing_key, inference)
             inference.engine = await self._engine.reach(inference.adapter, folder, key, limit, stack)
-            record = self._to_record(inference, request_id)
-            opened = stack.enter_context(self._ledger.open_request(record, inference.engine.silence_seconds))
+            inference.request_id = new_request_id(inference.conversation.is_first_turn)
+            opened = stack.enter_context(
+                self._ledger.open_request(ledger_request(inference), inference.engine.silence_seconds)
+            )
             if span is not None:
                 stack.callback(set_span_attributes, span, inference, opened)
-            sent = inference.headers | {
-                "x-request-id": request_id,
-                "content-type": "application/json",
-            }
-            post = functools.partial(inference.engine.http.post, inference.path, headers=sent)
-            body = self._body(inference, request_id)
-            thoughts = self._ledger.recall_thinking(opened) if inference.answers else []
+            headers = inference.headers | {"x-request-id": inference.request_id, "content-type": "application/json"}
+            post = functools.partial(inference.engine.http.post, inference.path, headers=headers)
+            body = engine_body(inference)
+            thoughts = self._ledger.recall_thinking(opened) if inference.conversation.answers else []
             try:
                 if any(thoughts):
                     restored = conversation.with_thinking(inference.api, body, thoughts)
@@ -249,32 +254,6 @@ class Proxy:
         if response.status == 500:
             await self.check_engine(inference)
         return response
-
-    def _to_record(self, inference: InferenceRequest, request_id: str) -> Request:
-        """A request as the ledger stores it."""
-        owner, model = inference.scope
-        return Request(
-            request_id=request_id,
-            api=inference.api,
-            model=model,
-            step=inference.step,
-            owner=owner,
-            session=inference.session,
-            prefix_digest=inference.prefix_digest,
-            answers=inference.answers,
-            cited_choices=inference.cited_choices,
-            requested_at=inference.requested_at,
-        )
-
-    @staticmethod
-    def _body(inference: InferenceRequest, request_id: str) -> dict[str, Any]:
-        body = inference.body | {"model": inference.adapter}
-        is_bare = inference.api == "chat" and body.get("logprobs") is None
-        if is_bare and inference.model is not None and inference.model.record.always_logprobs:
-            body["logprobs"] = True
-        if inference.api == "responses":
-            body["request_id"] = f"{conversation.RESPONSE_PREFIX}{request_id}"
-        return body
 
     @staticmethod
     async def check_engine(inference: InferenceRequest) -> None:
@@ -296,13 +275,43 @@ class Proxy:
         return inference.engine.was_killed
 
 
+def ledger_request(inference: InferenceRequest) -> Request:
+    """A request as the ledger stores it."""
+    owner, model = inference.scope
+    earlier = inference.continued_response
+    return Request(
+        request_id=inference.request_id,
+        api=inference.api,
+        model=model,
+        step=inference.step,
+        owner=owner,
+        session=inference.session,
+        prefix_digest=inference.conversation.digest,
+        answers=inference.conversation.answers,
+        cited_choices=() if earlier is None else (choice_id(earlier.removeprefix(RESPONSE_PREFIX), 0),),
+        requested_at=inference.requested_at,
+    )
+
+
+def engine_body(inference: InferenceRequest) -> dict[str, Any]:
+    """The body that the engine gets."""
+    body = inference.body | {"model": inference.adapter}
+    is_bare = inference.api == "chat" and body.get("logprobs") is None
+    if is_bare and inference.model is not None and inference.model.record.always_logprobs:
+        body["logprobs"] = True
+    if inference.api == "responses":
+        body["request_id"] = f"{RESPONSE_PREFIX}{inference.request_id}"
+    return body
+
+
 def routing_key(inference: InferenceRequest) -> bytes:
     """A digest that requests share if their prompts begin alike: of the session, or without a session of the
     model, the messages up to the user's first, and the tools."""
     if inference.session is not None:
         return conversation.digest(inference.owner.encode(), inference.session.encode(errors="surrogatepass"))
-    users = (n for n, message in enumerate(inference.messages, start=1) if message.get("role") == "user")
-    opening = inference.messages[: next(users, len(inference.messages))]
+    messages = inference.conversation.messages
+    users = (n for n, message in enumerate(messages, start=1) if message.get("role") == "user")
+    opening = messages[: next(users, len(messages))]
     content = [inference.requested_model, opening, inference.body.get("tools")]
     return conversation.digest(msgspec.json.encode(content))
 
@@ -348,7 +357,7 @@ def set_span_attributes(span: Span, inference: InferenceRequest, opened: OpenReq
         span.set({"art.step": inference.step})
     if span.holds_contents:
         answers = [{"role": "assistant", "content": record.text} for record in records]
-        span.set({"gen_ai.input.messages": parts_of(inference.messages)})
+        span.set({"gen_ai.input.messages": parts_of(inference.conversation.messages)})
         span.set({"gen_ai.output.messages": parts_of(answers)})
 
 

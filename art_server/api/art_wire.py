@@ -30,7 +30,7 @@ from art_protocol.wire import (
     TrajectoryGroupBody,
 )
 from art_server.api.auth import Caller
-from art_server.api.bodies import SmallBodies, beside, decode, described_body, read_body
+from art_server.api.bodies import SmallBodies, beside, decode, described_body, is_large, read_body
 from art_server.api.engine_args import no_effect, requested_engine_args
 from art_server.api.error_responses import detail_of, invalid_body, too_deep
 from art_server.api.parameters import (
@@ -226,7 +226,7 @@ async def train_model(
     """The job is accepted before the answer begins, so it continues after the client disconnects."""
     text = await read_body(request, config.max_body_mb)
     try:
-        call = await beside(read_call, text)
+        call = await beside(is_large(text), read_call, text)
         model = await model_of_body(call.body.model, registry, caller)
         settings, notes = read_train_config(call, devices.engines)
         await base.wait_found()
@@ -252,7 +252,8 @@ async def log(
     reports: TheReports,
     caller: TheCaller,
 ) -> None:
-    call = await beside(read_call, await read_body(request, config.max_body_mb))
+    body = await read_body(request, config.max_body_mb)
+    call = await beside(is_large(body), read_call, body)
     model = await model_of_body(call.body.model, registry, caller)
     rollouts, dropped = ReceivedTrajectories(), set[str]()
     async for group in parse_groups(call, dropped):

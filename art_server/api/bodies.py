@@ -2,10 +2,9 @@
 routes of inference and of ART's wire read a whole body, and parse a large body in a thread."""
 
 import asyncio
-import functools
 import hashlib
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from fastapi import HTTPException, Request, Response
@@ -20,10 +19,11 @@ from art_server.errors import InvalidInput, TooLarge
 
 T = TypeVar("T", bound=BaseModel)
 G = TypeVar("G", TrainRequest, LogRequest)
+P = ParamSpec("P")
 R = TypeVar("R")
 
 SMALL_BYTES = 64 * 1024
-"""Larger bodies and lines are parsed in a thread."""
+"""Larger bodies and lines are parsed in a thread (`is_large`, `beside`)."""
 MAX_DEPTH = 100
 """Levels of objects and arrays. All JSON readers and writers here and in vLLM handle 200; tools need about 30."""
 SMALL_MB = 4
@@ -74,9 +74,13 @@ async def read_body(request: Request, max_mb: float, remedy: str = FEWER_GROUPS)
     return await asyncio.to_thread(b"".join, parts) if len(parts) > 1 else b"".join(parts)
 
 
-async def beside(parse: Callable[[bytes], R], body: bytes) -> R:
-    """`parse(body)`, in a thread if the body is large."""
-    return parse(body) if len(body) <= SMALL_BYTES else await asyncio.to_thread(parse, body)
+def is_large(body: bytes) -> bool:
+    return len(body) > SMALL_BYTES
+
+
+async def beside(is_slow: bool, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """`function(...)`, in a thread if the call is slow."""
+    return await asyncio.to_thread(function, *args, **kwargs) if is_slow else function(*args, **kwargs)
 
 
 def decode(body: bytes) -> Any:
@@ -157,7 +161,7 @@ class GroupLines:
             TooLarge: from `read_parts`, as in the methods below.
         """
         line = await anext(self._lines, b"")
-        request = await beside(functools.partial(self._parse, kind, ()), line)
+        request = await beside(is_large(line), self._parse, kind, (), line)
         self._first = request.groups
         return request
 
@@ -171,8 +175,7 @@ class GroupLines:
             yield group
         index = len(self._first)
         async for line in self._lines:
-            parse = functools.partial(self._parse, TrajectoryGroupBody, ("groups", index))
-            yield await beside(parse, line)
+            yield await beside(is_large(line), self._parse, TrajectoryGroupBody, ("groups", index), line)
             index += 1
 
     async def digest(self) -> str:

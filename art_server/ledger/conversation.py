@@ -244,6 +244,43 @@ class PastAnswer:
         return (self.answer_digest,) if self.cut_digest is None else (self.answer_digest, self.cut_digest)
 
 
+OPENING_ROLES = frozenset({"system", "developer", "user"})
+"""A conversation of only these roles contains no answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestConversation:
+    """The conversation that a request carries, in the form in which the ledger searches and stores it."""
+
+    messages: Sequence[Message] = ()
+    """The conversation as chat messages, for each of the four APIs."""
+    digest: bytes = EMPTY
+    answers: Sequence[PastAnswer] = ()
+    """The assistant's messages in the conversation, oldest first."""
+    is_first_turn: bool = False
+    """The request cannot continue an earlier answer: its conversation contains none, or its prompt consists of token ids, which
+    are used unchanged."""
+
+
+def conversation_of(api: str, body: dict[str, Any]) -> RequestConversation:
+    """The conversation of a request."""
+    messages = messages_of(api, body)
+    whole_digest, answers = past_answers(messages, stops_of(api, body))
+    if api == "completions":
+        is_first_turn = is_token_ids(body.get("prompt"))
+    else:
+        roles = [message.get("role") for message in messages]
+        is_first_turn = all(isinstance(role, str) and role in OPENING_ROLES for role in roles)
+    return RequestConversation(messages, whole_digest, answers, is_first_turn)
+
+
+def is_token_ids(prompt: Any) -> bool:
+    """Whether a prompt is a list of token ids, or a list of such prompts."""
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(isinstance(entry, int) or is_token_ids(entry) for entry in prompt)
+
+
 def past_answers(messages: Sequence[Message], stops: Sequence[str] = ()) -> tuple[bytes, list[PastAnswer]]:
     """The digest of a conversation, and the assistant's messages in it, oldest first. `stops` are the stop strings of the
     request."""
@@ -288,12 +325,6 @@ def stops_of(api: str, body: dict[str, Any]) -> list[str]:
     stops = body.get("stop_sequences" if api == "messages" else "stop")
     listed = [stops] if isinstance(stops, str) else as_list(stops)
     return [stop for stop in listed if isinstance(stop, str) and stop]
-
-
-def cited_choices(body: dict[str, Any]) -> list[str]:
-    """The ids of the choices to which a request refers by an earlier response."""
-    earlier = body.get("previous_response_id")
-    return [earlier.removeprefix(RESPONSE_PREFIX) + "-0"] if isinstance(earlier, str) else []
 
 
 # --- conversations --------------------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""Receives prompts and samples from the engine's process over a socket, and passes them to the ledger."""
+"""Receives prompts and samples from the engine's process over a socket, and passes them to the ledger.
+
+They belong to the request whose id vLLM got in the header `x-request-id`: `Proxy.answer` has announced the id to the ledger."""
 
 import asyncio
 import logging

@@ -12,7 +12,8 @@ REQUEST_ID = re.compile(r"([0-9a-f]{32})(?:[-_](\d+))?$")
 
 FIRST_TURN = "f"
 """First digit of the id of a request that cannot continue an earlier answer. The engine does not request exact
-tokens for such a request, and sends the prompt with the samples."""
+tokens for such a request, and sends the prompt with the samples. The id says this, because every API of vLLM passes the
+id to the function that samples."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""The registered models and the step that each one serves.
+"""The registered models, the step that each one serves, and what a name in a request means.
+
+`Registry.resolve` goes from a name to the adapter of a step: "PROJECT/NAME" is the step that serves, which is the newest,
+"PROJECT/NAME@12" step 12, "PROJECT/NAME@best" the best step, and the base model's name the base model without an adapter.
 
 A new step is served from one assignment on, after its checkpoint is complete and the engine has loaded it, or will
 load it at its next start (`JobRunner._serve`).

@@ -198,8 +198,7 @@ class FakeArt(FakeServer):
     def _info(self, model: str) -> dict[str, Any]:
         project, name = model.split("/")
         step = self.steps.setdefault(model, 0)
-        info = {"name": name, "project": project, "step": step, "inference_name": model}
-        return info | {"base_model": "art/tiny", "lora": {}}
+        return MODEL_INFO | {"name": name, "project": project, "step": step, "inference_name": model}
 
     def _completion(self, request: Request) -> dict[str, Any]:
         message = {"role": "assistant", "content": self.text}

@@ -24,7 +24,6 @@ from art_server.api.openai.responses import keep_whole
 from art_server.inference_proxy import EngineLost, InferenceRequest, Proxy
 from art_server.ledger.ledger import OpenRequest
 from art_server.ledger.records import choice_id
-from art_server.shared.engine_messages import new_request_id
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +42,13 @@ class Losses:
         self._inference = inference
         self._num_failed = self._num_killed = 0
 
-    async def count_loss(self, request_id: str) -> bool:
+    async def count_loss(self) -> bool:
         """Counts one more death. Returns whether to sample the request again."""
         if await self._proxy.was_engine_killed(self._inference):
             self._num_killed += 1
         else:
             self._num_failed += 1
-        logger.warning("the engine died during request %s", request_id)
+        logger.warning("the engine died during request %s", self._inference.request_id)
         return self._num_failed < MAX_FAILED and self._num_killed < MAX_KILLED
 
 
@@ -75,9 +74,8 @@ async def cancel_at_disconnect(receive: Receive, answering: anyio.CancelScope) -
 async def sample_json(proxy: Proxy, inference: InferenceRequest) -> Response:
     losses = Losses(proxy, inference)
     while True:
-        request_id = new_request_id(inference.is_first_turn)
         try:
-            async with proxy.answer(inference, request_id) as (response, opened):
+            async with proxy.answer(inference) as (response, opened):
                 content = await response.read()
                 if response.status == 200:
                     content = await finish_body(content, inference, opened)
@@ -91,7 +89,7 @@ async def sample_json(proxy: Proxy, inference: InferenceRequest) -> Response:
                     background=BackgroundTask(opened.mark_delivered),
                 )
         except EngineLost:
-            if not await losses.count_loss(request_id):
+            if not await losses.count_loss():
                 raise
 
 

@@ -46,7 +46,7 @@ def keep_turn(inference: InferenceRequest, opened: OpenRequest, choices: dict[in
         }
     tools = inference.body.get("tools")
     turn = {
-        "messages": inference.messages,
+        "messages": inference.conversation.messages,
         "tools": tools if isinstance(tools, list) else None,
         "constraints": {name: inference.body[name] for name in FIELDS if name != "tools" and name in inference.body},
         "stops": conversation.stops_of(inference.api, inference.body),

@@ -5,7 +5,6 @@ gets the whole conversation, so any replica can answer, also after a restart. As
 not taken over. Background mode and OpenAI's conversations are refused, because nothing here answers for them later.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,8 +52,9 @@ def names_stored(inference: InferenceRequest) -> bool:
     )
 
 
-def with_stored(ledger: Ledger, inference: InferenceRequest) -> InferenceRequest:
-    """A resolved request with the stored items that it names, as if the agent had sent the items. Reads the ledger (blocking).
+def add_stored(ledger: Ledger, inference: InferenceRequest) -> None:
+    """Replaces the names in a resolved request by the stored items, as if the agent had sent the items. Reads the ledger
+    (blocking).
 
     Raises:
         NotFound: nothing is stored under the name for this model.
@@ -84,7 +84,7 @@ def with_stored(ledger: Ledger, inference: InferenceRequest) -> InferenceRequest
             item = stored
         items.append(item)
     body["input"] = items
-    return dataclasses.replace(inference, body=body, continued_response=earlier)
+    inference.body, inference.continued_response = body, earlier
 
 
 def keep_response(inference: InferenceRequest, opened: OpenRequest, response: Mapping[str, Any]) -> None:

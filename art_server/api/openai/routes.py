@@ -2,29 +2,31 @@
 
 A request's `model` is resolved to an adapter, whose name replaces it; the answer contains the requested name again. A
 request that waits at the pause gate while a step runs is resolved again afterwards, so that the new step answers it.
-`answers.py` handles answers in one JSON body, `streaming.py` streams.
+
+The way of a request: `forward` reads and checks it. `answers.py` (one JSON body) or `streaming.py` answers it. Both call
+`Proxy.answer` (`inference_proxy.py`), which announces the request to the ledger and sends it to the engine, and both wait for
+the ledger's records before they end the answer.
 """
 
-import asyncio
-import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from art_protocol.wire import SEED_HEADER, STEP_HEADER
 from art_server.api.auth import Caller
-from art_server.api.bodies import SHORTER, beside, decode, read_body, v1_limit_mb
+from art_server.api.bodies import SHORTER, beside, decode, is_large, read_body, v1_limit_mb
 from art_server.api.openai.answers import answer_json
 from art_server.api.openai.grammar_limits import check_grammars
-from art_server.api.openai.responses import check_response_fields, names_stored, with_stored
+from art_server.api.openai.responses import add_stored, check_response_fields, names_stored
 from art_server.api.openai.streaming import answer_stream
-from art_server.errors import BadRequest, InvalidInput, NotFound
+from art_server.api.parameters import TheCaller, TheEngine, TheRegistration, TheRegistry
+from art_server.errors import BadRequest, InvalidInput
 from art_server.inference_proxy import InferenceRequest
-from art_server.ledger import conversation
+from art_server.ledger.conversation import conversation_of
+from art_server.ledger.ledger import Ledger
 from art_server.server import Server
 from art_server.shared import clock
 
@@ -42,47 +44,45 @@ MAX_CHOICES = 1024
 MAX_SEED = 2**63 - 1
 """The largest seed of torch's generators."""
 
-OPENING_ROLES = frozenset({"system", "developer", "user"})
-"""A conversation of only these roles contains no answer."""
+router = APIRouter()
 
 
-def add_routes(app: FastAPI, server: Server) -> None:
-    """Adds the routes under /v1."""
-    router = APIRouter()
-    base, engine, proxy, tracing = server.base, server.engine, server.proxy, server.reports.tracing
+async def forward(request: Request) -> Response:
+    """Answers a request for inference."""
+    arrived_at = clock.tick()
+    server: Server = request.app.state.server
+    await server.base.wait_found()  # the limit and the names depend on the base model
+    body = await read_body(request, v1_limit_mb(server.engine.max_seq_length), SHORTER)
+    inference = await beside(is_large(body), make_request, request, arrived_at, body)
+    server.proxy.resolve(inference)  # refuses an unknown name before the wait at the pause gate
+    is_slow = is_large(body) or names_stored(inference)
+    await beside(is_slow, read_conversation, server.ledger, inference)
+    if inference.is_stream:
+        return await answer_stream(server.proxy, inference)
+    return await answer_json(server.proxy, inference, request)
 
-    def continued(inference: InferenceRequest) -> InferenceRequest:
-        whole = with_stored(server.ledger, inference)
-        return dataclasses.replace(whole, **conversation_of(whole.api, whole.body))
 
-    async def forward(request: Request) -> Response:
-        arrived_at = clock.tick()
-        await base.wait_found()  # the limit and the names depend on the base model
-        body = await read_body(request, v1_limit_mb(engine.max_seq_length), SHORTER)
-        inference = await beside(functools.partial(make_request, request, arrived_at), body)
-        if tracing is not None:
-            inference.traceparent = request.headers.get("traceparent")
-        try:
-            proxy.resolve(inference)  # refuses an unknown name before the wait at the pause gate
-        except NotFound:
-            if inference.session is not None:
-                proxy.refused_names.add(inference.owner, inference.session, inference.requested_model)
-            raise
-        if names_stored(inference):
-            inference = await asyncio.to_thread(continued, inference)
-        if inference.is_stream:
-            return await answer_stream(proxy, inference)
-        return await answer_json(proxy, inference, request)
+for path, api in PATHS.items():
+    # Not a FastAPI route: that takes a sixth of the server's time per request, and there is nothing to validate.
+    router.add_route(path, forward, methods=["POST"], name=api)
 
-    for path in PATHS:
-        # Not a FastAPI route: that takes a sixth of the server's time per request, and there is nothing to validate.
-        app.add_route(path, forward, methods=["POST"], name=PATHS[path])
 
-    @router.get("/v1/models")
-    async def models(request: Request) -> dict[str, Any]:
-        return {"object": "list", "data": model_cards(server, request.state.caller)}
-
-    app.include_router(router)
+@router.get("/v1/models")
+async def models(
+    engine: TheEngine, registry: TheRegistry, registration: TheRegistration, caller: TheCaller
+) -> dict[str, Any]:
+    """The models that a caller may use, under every name that works."""
+    base = engine.base
+    if base is None:
+        return {"object": "list", "data": []}
+    visible = registry.all(caller.projects, caller.model_id)
+    models = [model for model in visible if registration.is_on_base(model)]
+    names = [model.record.name for model in models]
+    ids = [base.name] if caller.model_id is None else []
+    ids += [model.id for model in models]
+    ids += [name for name in names if names.count(name) == 1]
+    card = {"object": "model", "created": 0, "owned_by": "art", "max_model_len": engine.max_seq_length}
+    return {"object": "list", "data": [{"id": name, **card} for name in ids]}
 
 
 def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceRequest:
@@ -122,28 +122,20 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
         only_model=caller.model_id,
         session=caller.session,
         pinned_step=request.headers.get(STEP_HEADER),
-        cited_choices=conversation.cited_choices(data),
         requested_at=arrived_at,
-        **conversation_of(api, data),
+        traceparent=request.headers.get("traceparent"),
     )
 
 
-def conversation_of(api: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an inference request that describe its conversation."""
-    messages = conversation.messages_of(api, body)
-    prefix_digest, answers = conversation.past_answers(messages, conversation.stops_of(api, body))
-    if api == "completions":
-        is_first_turn = is_token_ids(body.get("prompt"))
-    else:
-        is_first_turn = all(
-            isinstance(role := message.get("role"), str) and role in OPENING_ROLES for message in messages
-        )
-    return {
-        "messages": messages,
-        "prefix_digest": prefix_digest,
-        "answers": answers,
-        "is_first_turn": is_first_turn,
-    }
+def read_conversation(ledger: Ledger, inference: InferenceRequest) -> None:
+    """Reads the conversation of a resolved request, with the stored items that the request names.
+
+    Raises:
+        NotFound: from `add_stored`.
+    """
+    if names_stored(inference):
+        add_stored(ledger, inference)
+    inference.conversation = conversation_of(inference.api, inference.body)
 
 
 def seed_of(header: str) -> int:
@@ -229,25 +221,3 @@ def check_choices(api: str, body: Mapping[str, Any]) -> None:
             code="too_many_choices",
             param="n",
         )
-
-
-def is_token_ids(prompt: Any) -> bool:
-    """Whether a prompt is a list of token ids, or a list of such prompts."""
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    return all(isinstance(entry, int) or is_token_ids(entry) for entry in prompt)
-
-
-def model_cards(server: Server, caller: Caller) -> list[dict[str, Any]]:
-    """The models that a caller may use, under every name that works."""
-    base, is_on_base = server.engine.base, server.registration.is_on_base
-    if base is None:
-        return []
-    visible = server.registry.all(caller.projects, caller.model_id)
-    models = [model for model in visible if is_on_base(model)]
-    names = [model.record.name for model in models]
-    ids = [base.name] if caller.model_id is None else []
-    ids += [model.id for model in models]
-    ids += [name for name in names if names.count(name) == 1]
-    length = server.engine.max_seq_length
-    return [{"id": name, "object": "model", "created": 0, "owned_by": "art", "max_model_len": length} for name in ids]

@@ -24,7 +24,6 @@ from art_server.api.openai.responses import keep_streamed
 from art_server.errors import ServerError
 from art_server.inference_proxy import EngineLost, InferenceRequest, Proxy
 from art_server.ledger.ledger import OpenRequest
-from art_server.shared.engine_messages import new_request_id
 
 PATIENCE_SECONDS = 3.0
 """A stream without an event after this time begins with a comment line, so that the client sees a live connection."""
@@ -74,10 +73,9 @@ async def stream_events(proxy: Proxy, inference: InferenceRequest) -> AsyncGener
     """
     losses = Losses(proxy, inference)
     while True:
-        request_id = new_request_id(inference.is_first_turn)
         is_begun = False
         try:
-            async with proxy.answer(inference, request_id) as (response, opened):
+            async with proxy.answer(inference) as (response, opened):
                 if response.status != 200:
                     content = name_grammar(await response.read(), inference.body)
                     raise StreamRefused(response.status, content, {})
@@ -107,7 +105,7 @@ async def stream_events(proxy: Proxy, inference: InferenceRequest) -> AsyncGener
             if is_begun:
                 yield error_event(error, inference)
                 return
-            if not await losses.count_loss(request_id):
+            if not await losses.count_loss():
                 raise refused_by(error) from error
         except ServerError as error:
             raise refused_by(error) from error

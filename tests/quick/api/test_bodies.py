@@ -26,6 +26,7 @@ from art_server.api.bodies import (
     beside,
     decode,
     is_deeper,
+    is_large,
     read_body,
     v1_limit_mb,
 )
@@ -108,7 +109,7 @@ async def test_a_request_above_the_context_s_limit_is_refused(tmp_path: Path) ->
 
 @pytest.mark.anyio
 async def test_large_bodies_are_parsed_beside_the_event_loop() -> None:
-    threads = [await beside(lambda _: threading.get_ident(), b"x" * size) for size in (SMALL_BYTES, SMALL_BYTES + 1)]
+    threads = [await beside(is_large(b"x" * size), threading.get_ident) for size in (SMALL_BYTES, SMALL_BYTES + 1)]
     assert threads[0] == threading.get_ident() != threads[1]
 
 

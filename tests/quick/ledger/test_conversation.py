@@ -101,9 +101,35 @@ def test_three_apis_tell_the_same_conversation(api: str) -> None:
     assert c.prefix_digests(c.messages_of(api, body)) == expected
 
 
+ASKED, ANSWERED = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "is_first_turn"),
+    [
+        ("chat", {"messages": [{"role": "system", "content": "s"}, ASKED]}, True),
+        ("chat", {"messages": [ASKED, ANSWERED, ASKED]}, False),
+        ("chat", {"messages": [{"role": ["user"], "content": "q"}]}, False),
+        ("messages", {"system": "s", "messages": [ASKED, ANSWERED]}, False),
+        ("responses", {"input": "q"}, True),
+        ("responses", {"input": [ASKED, {"type": "function_call", "call_id": "call_1", "name": "f"}]}, False),
+        ("completions", {"prompt": "q"}, False),
+        ("completions", {"prompt": [1, 2]}, True),
+        ("completions", {"prompt": [[1], [2]]}, True),
+        ("completions", {"prompt": ["q"]}, False),
+    ],
+)
+def test_a_first_turn_can_continue_no_answer(api: str, body: dict[str, Any], is_first_turn: bool) -> None:
+    """A text prompt can contain answers, token ids are used unchanged."""
+    talk = c.conversation_of(api, body)
+    assert talk.is_first_turn == is_first_turn
+    assert talk.digest == c.prefix_digests(talk.messages)[-1]
+
+
 @given(st.recursive(st.none() | st.text() | st.integers(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
 def test_no_body_breaks_the_reading(value: Any) -> None:
     for api in ("chat", "messages", "responses", "completions"):
         for key in ("messages", "input", "prompt", "system"):
-            c.prefix_digests(c.messages_of(api, {key: value}))
-            c.prefix_digests(c.messages_of(api, {key: [{"role": "assistant", "content": value, "tool_calls": value}]}))
+            for content in (value, [{"role": "assistant", "content": value, "tool_calls": value}]):
+                talk = c.conversation_of(api, {key: content})
+                assert talk.digest == c.prefix_digests(talk.messages)[-1]

@@ -69,9 +69,7 @@ class Parts:
 
 
 def stream_request(api: str) -> inference_proxy.InferenceRequest:
-    return inference_proxy.InferenceRequest(
-        api, f"/v1/{api}", "p/a", {"n": 2}, {}, "me", None, None, None, [], b"", True
-    )
+    return inference_proxy.InferenceRequest(api, f"/v1/{api}", "p/a", {"n": 2}, {}, "me", None, None, None)
 
 
 async def test_a_part_of_an_event_does_not_begin_a_stream() -> None:
@@ -81,7 +79,7 @@ async def test_a_part_of_an_event_does_not_begin_a_stream() -> None:
         num_calls = 0
 
         @contextlib.asynccontextmanager
-        async def answer(self, inference: Any, request_id: str) -> AsyncIterator[Any]:
+        async def answer(self, inference: Any) -> AsyncIterator[Any]:
             self.num_calls += 1
             if self.num_calls == 2:
                 raise Unavailable("the engine could not be started", code="engine_failed")
@@ -113,7 +111,7 @@ async def test_the_error_event_of_a_dying_engine_counts_as_its_death(api: str, i
         num_calls = 0
 
         @contextlib.asynccontextmanager
-        async def answer(self, inference: Any, request_id: str) -> AsyncIterator[Any]:
+        async def answer(self, inference: Any) -> AsyncIterator[Any]:
             self.num_calls += 1
             if self.num_calls == 2:
                 raise Unavailable("asked again", code="engine_failed")

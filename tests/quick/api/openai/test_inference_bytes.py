@@ -13,9 +13,7 @@ from art_server.inference_proxy import InferenceRequest
 
 
 def ask(**fields: Any) -> InferenceRequest:
-    inference = InferenceRequest(
-        *("chat", "/v1/chat/completions", "a", {}, {}, "me", None, None, None, [], b""), is_first_turn=True
-    )
+    inference = InferenceRequest("chat", "/v1/chat/completions", "a", {}, {}, "me", None, None, None)
     inference.adapter = "p/a@3"
     for key, value in fields.items():
         setattr(inference, key, value)

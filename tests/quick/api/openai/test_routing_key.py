@@ -16,10 +16,9 @@ def key(
 ) -> bytes:
     listed = [{"role": role, "content": content} for role, content in messages]
     body |= {"messages": listed} if api == "chat" else {}
-    chat_messages = conversation.messages_of(api, body)
-    return routing_key(
-        InferenceRequest(api, f"/v1/{api}", model, body, {}, owner, None, None, session, chat_messages, b"", True)
-    )
+    inference = InferenceRequest(api, f"/v1/{api}", model, body, {}, owner, None, None, session)
+    inference.conversation = conversation.conversation_of(api, body)
+    return routing_key(inference)
 
 
 RULES, QUESTION = ("system", "rules"), ("user", "a question")

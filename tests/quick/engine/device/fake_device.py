@@ -22,7 +22,7 @@ from art_server.jobs.trainer_process import TrainerDied
 from art_server.process.place import Counters, Endpoint, Here, Program
 from art_server.settings import Handover
 from art_server.shared.trainer_messages import Done, LoadTask, Progress, TrainTask
-from art_server.shared.work_counters import read_work
+from art_server.shared.work_counters import WorkCounter, read_work
 from tests.fakes.vllm import FakeVllm
 
 
@@ -185,7 +185,7 @@ class FakeProcess(FakeVllm):
         if ("trainer", "step") in self.device.present:
             self.device.wrongs.append("sampled beside a step")
         self.world.num_sampled += 1
-        self.work_file.write_bytes(self.world.num_sampled.to_bytes(8, "little"))
+        WorkCounter(self.work_file, 0).add(1)
         return await super()._complete(request)
 
     async def _load(self, request: web.Request) -> web.Response:
