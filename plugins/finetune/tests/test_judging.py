@@ -101,7 +101,9 @@ async def test_a_row_that_cannot_be_judged_is_an_error_before_the_server_is_aske
     with pytest.raises(WrongInput) as wrong:
         await art.finetune.run(file)
     (problem,) = wrong.value.problems
-    assert problem.startswith("eval.general.dataset: rows.jsonl: line 2, column 'right': evaluator 'reward'")
+    assert problem.startswith(
+        "configuration: eval.general.dataset: rows.jsonl: line 2, column 'right': evaluator 'reward'"
+    )
     assert words in problem and not policy.requests
 
 
@@ -110,10 +112,12 @@ async def test_rows_of_validations_are_checked_and_many_are_counted(folder: Path
     evaluators = {"reward": {"_type": "agent.py:score"}, "number": {"_type": "number_match"}}
     validation = {"dataset": "val.json", "reward": {"name": "number"}}
     with pytest.raises(WrongInput) as wrong:
-        prepare(make_file(eval__evaluators=evaluators, finetuning__validation=validation))
+        await art.finetune.run(make_file(eval__evaluators=evaluators, finetuning__validation=validation))
     assert len(wrong.value.problems) == 6 and wrong.value.problems[-1].endswith("4 more rows cannot be judged")
     with pytest.raises(WrongInput, match="column 'answer'"):
-        prepare(make_file(eval__evaluators=evaluators, finetuning__validation={"reward": {"name": "number"}}))
+        await art.finetune.run(
+            make_file(eval__evaluators=evaluators, finetuning__validation={"reward": {"name": "number"}})
+        )
 
 
 def test_a_csv_field_can_be_a_long_document(tmp_path: Path) -> None:

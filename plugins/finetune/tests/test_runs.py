@@ -3,6 +3,8 @@
 import asyncio
 import functools
 import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -874,3 +876,68 @@ async def test_a_server_that_refuses_the_model_says_why(policy: PolicyServer, ma
     policy.on("POST", "/api/models", Answer(409, error))
     with pytest.raises(FinetuneError, match="not the base model"):
         await art.finetune.run(make_file())
+
+
+BROKEN_CODE = [
+    ({"workflow___type": "agent.py:anser"}, "workflow._type: agent.py has no 'anser': did you mean 'answer'?"),
+    (
+        {"workflow___type": "none.module:answer"},
+        "workflow._type: none.module cannot be imported: ModuleNotFoundError: No module named 'none': install it",
+    ),
+    ({"workflow___type": "agent.py:two"}, "workflow._type: two cannot be called, because of its parameter 'task'"),
+    ({"workflow___type": "raising.py:answer"}, "workflow._type: raising.py cannot be imported: KeyError: 'NO_SUCH"),
+    ({"eval__evaluators__reward___type": "agent.py:answer"}, "eval.evaluators.reward._type: answer cannot be called"),
+    ({"trainers__t___type": "agent.py:Trainer"}, "trainers.t._type: agent.py has no 'Trainer'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "problem"), BROKEN_CODE)
+async def test_wrong_code_is_told_with_its_place_before_anything_is_asked_or_written(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, changes: dict[str, Any], problem: str
+) -> None:
+    (folder / "raising.py").write_text("import os\nos.environ['NO_SUCH_VARIABLE']\n")
+    (folder / "f.yml").write_text(json.dumps(make_file("async def two(question, task): ...\n", **changes), indent=1))
+    for use in (art.finetune.run, art.finetune.check, art.finetune.evaluate):
+        with pytest.raises(WrongInput, match=r"^f\.yml:\d+:\d+: " + re.escape(problem)) as error:
+            await use("f.yml")
+        assert len(error.value.problems) == 1
+    assert not policy.requests and not (folder / "out").exists()
+
+
+async def test_all_problems_of_the_code_come_at_once(policy: PolicyServer, make_file: MakeFile) -> None:
+    overrides = {"workflow._type": "agent.py:a", "trainers.t._type": "agent.py:b"}
+    with pytest.raises(WrongInput) as error:
+        await art.finetune.run(make_file(), overrides)
+    assert [problem.partition(": ")[0] for problem in error.value.problems] == [f"-o {name}" for name in overrides]
+    assert not policy.requests
+
+
+async def test_modules_find_their_model_when_they_are_imported(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    code = """
+        import json
+        client = AsyncOpenAI()
+        with open("at_import.json", "w") as file:
+            json.dump([str(client.base_url), client.api_key, os.environ["OPENAI_MODEL"]], file)
+        def rows(file_path):
+            with open(file_path) as file:
+                return json.load(file)
+    """
+    dataset = {"_type": "custom", "function": "agent.py:rows", "file_path": "rows.json"}
+    file = make_file(code, trainer_adapters__a__backend__api_key="sk-own", eval__general__dataset=dataset)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("BASE_URL", "API_KEY", "MODEL"):
+            patch.setenv(f"OPENAI_{name}", "another")
+        await art.finetune.run(file)
+    assert json.loads((folder / "at_import.json").read_text()) == [f"{policy.url}/v1/", "sk-own", "demo/agent"]
+
+
+async def test_a_server_that_cannot_be_started_has_its_own_error(
+    make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = make_file()
+    del file["trainer_adapters"]["a"]["backend"]["url"]
+    monkeypatch.setattr(art.LocalBackend, "_command", lambda self: [sys.executable, "-c", "exit('no engine here')"])
+    with pytest.raises(NoServer, match="no engine here"):
+        await art.finetune.run(file)

@@ -1,7 +1,7 @@
 """Checks a document as a whole: the fields, the components, the names of parts, the policy. All problems come at once.
 
 `sections` has the rules for a single section. Rules for several sections read the plain tree, because other values in the tree
-may be wrong. No server gets a request, no module of the user is imported, and no data are read.
+may be wrong. Nothing is asked of a server, no code of the user is imported, and no data are read.
 """
 
 import itertools
@@ -50,7 +50,7 @@ def check(document: Document, toolkit: Toolkit | None = None) -> Config:
     tree, problems = document.tree, list(document.problems)
     config, wrong = _validated(tree)
     seen = {problem.path for problem in problems}
-    rules = (_components(tree, toolkit), _misspelt(tree), _names(tree), _rulers(tree), _policy(tree))
+    rules = (_components(tree, toolkit), _misspelt(tree), _names(tree), _rulers(tree), _policies(tree))
     for path, text in itertools.chain(wrong, *rules):
         if path not in seen:
             seen.add(path)
@@ -65,19 +65,6 @@ def _order(problem: Problem) -> tuple[bool, str, int, int]:
     location = problem.location
     is_override = location.line == 0
     return is_override, location.source, location.line, location.column
-
-
-def policy_llm(config: Config) -> str | None:
-    """The key of the policy in `llms`; None if `llms` is empty.
-
-    The policy is the entry that `target_model` names by key or by model name. Without `target_model` the policy is the only
-    entry, or the only entry with the name of the trained model or of its base model.
-
-    Raises:
-        ValueError: no entry or several entries match; the message names them.
-    """
-    models = {key: llm.model_name for key, llm in config.llms.items()}
-    return _choose(models, config.finetuning.target_model, config.adapter.backend.model_dump())
 
 
 def without_effect(config: Config) -> list[str]:
@@ -285,36 +272,32 @@ def _rulers(tree: Any) -> Wrong:
 # --- the policy ---------------------------------------------------------------------------------------------------
 
 
-def _policy(tree: Any) -> Wrong:
-    """A policy that is not exactly one entry of `llms`."""
+def policy_llm(tree: Any) -> str | None:
+    """The key of the policy in `llms`; None if `llms` is empty.
+
+    The policy is the entry that `target_model` names by key or by model name. Without `target_model` the policy is the only
+    entry, or the only entry with the name of the trained model or of its base model.
+
+    Raises:
+        ValueError: no entry or several entries match; the message names them.
+    """
     finetuning = _section(tree, "finetuning")
-    adapter = _section(tree, "trainer_adapters", str(finetuning.get("trainer_adapter")))
-    target = finetuning.get("target_model")
-    if not adapter or not isinstance(target, str | None):
-        return
-    models: dict[str, str | None] = {}
+    models: dict[str, Any] = {}  # Any: a wrong name too
     for key, llm in _section(tree, "llms").items():
-        model = _at(llm, ("model_name",)) or _at(llm, ("model",))
-        models[key] = model if isinstance(model, str) else None
-    defaults = {name: field.default for name, field in BackendSection.model_fields.items()}
-    try:
-        _choose(models, target, {**defaults, **_section(adapter, "backend")})
-    except ValueError as error:
-        yield ("finetuning", "target_model"), str(error)
-
-
-def _choose(models: Mapping[str, str | None], target: str | None, backend: Mapping[str, Any]) -> str | None:
-    """The rule of `policy_llm`, on the model names of `llms` by key."""
+        models[key] = _at(llm, ("model_name",)) or _at(llm, ("model",))
+    target = finetuning.get("target_model")
     if target is not None:
         matches = [target] if target in models else [key for key, model in models.items() if model == target]
         if len(matches) > 1:
             raise ValueError(f"{' and '.join(matches)} have the model_name {target!r}: name one by its key")
         if not matches:
-            known = [*models, *filter(None, models.values())]
+            known = [*models, *(model for model in models.values() if isinstance(model, str))]
             raise ValueError(f"no entry of llms has the name or the model_name {target!r}: {hint(target, known)}")
         return matches[0]
     if len(models) < 2:
         return next(iter(models), None)
+    defaults = {name: field.default for name, field in BackendSection.model_fields.items()}
+    backend = defaults | dict(_section(tree, "trainer_adapters", str(finetuning.get("trainer_adapter")), "backend"))
     name, project, base_model = backend["name"], backend["project"], backend["base_model"]
     matches = [key for key, model in models.items() if model in (name, f"{project}/{name}", base_model)]
     if len(matches) != 1:
@@ -324,3 +307,14 @@ def _choose(models: Mapping[str, str | None], target: str | None, backend: Mappi
             "of its entry in llms"
         )
     return matches[0]
+
+
+def _policies(tree: Any) -> Wrong:
+    """A policy that is not exactly one entry of `llms`."""
+    target, name = (_at(tree, ("finetuning", field)) for field in ("target_model", "trainer_adapter"))
+    if not isinstance(target, str | None) or not _section(tree, "trainer_adapters", str(name)):
+        return  # a problem of another rule
+    try:
+        policy_llm(tree)
+    except ValueError as error:
+        yield ("finetuning", "target_model"), str(error)

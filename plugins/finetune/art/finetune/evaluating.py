@@ -11,7 +11,7 @@ from art.files import write_whole
 from art.finetune.errors import WrongInput
 from art.finetune.interfaces import say
 from art.finetune.run_record import to_json
-from art.finetune.runs import Overrides, connected, prepare
+from art.finetune.runs import Overrides, connected, loaded, prepare
 
 FILE = "eval.json"
 
@@ -37,13 +37,13 @@ async def evaluate(
     """
     checked_file = prepare(file, overrides)
     finetuning = checked_file.config.finetuning
-    if not checked_file.validation_rows:
+    if finetuning.validation.dataset is None:
         say("the file has no finetuning.validation.dataset: the rows of training are evaluated")
-    async with connected(checked_file) as connection:
+    async with loaded(checked_file) as loaded_file, connected(loaded_file) as connection:
         evaluation = await art.evaluate(
             connection.model,
             connection.validation_agent.player(f"eval-{uuid.uuid4().hex[:12]}", finetuning.seed or 0),
-            checked_file.validation_rows or checked_file.rows,
+            connection.validation_rows or connection.rows,
             step=await _step(connection.model, step),
             baseline=await _step(connection.model, baseline),
             reps=reps or finetuning.validation.reps,

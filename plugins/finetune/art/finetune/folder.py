@@ -241,7 +241,7 @@ def _differences(state: State, asked: Asked) -> list[str]:
 def _untrained_evaluators(configs: list[Config]) -> list[str]:
     """The evaluators that no training reward uses."""
     rewards = [config.finetuning.reward_function for config in configs]
-    trained = {name for reward in rewards for name in (reward.weights or [reward.name])}
+    trained = {name for reward in rewards for name in reward.names}
     known = {name for config in configs for name in config.eval.evaluators}
     return [f"eval.evaluators.{name}" for name in known - trained]
 

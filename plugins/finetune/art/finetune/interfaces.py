@@ -5,9 +5,9 @@ trainer also with the builder and the adapter.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from tqdm.auto import tqdm
 
@@ -15,23 +15,47 @@ import art
 from art.finetune.agent import Agent
 from art.finetune.folder import Folder
 from art.finetune.masking import masked
+from art.finetune.reading import Document
 from art.finetune.rows import DatasetRow
 from art.finetune.sections import Component, Config, Curriculum
 
 
 @dataclass(frozen=True)
 class CheckedFile:
-    """A checked file with its rows. No server has got a request."""
+    """A file without problems. Its code and its data sets may have problems."""
 
+    document: Document
     config: Config
+    policy: str | None
+    """The policy's entry of `llms`."""
     train_config: art.TrainConfig
+
+
+@dataclass(frozen=True)
+class Code:
+    """The functions and classes that a file names. None: the type is built in, or of NVIDIA's toolkit."""
+
+    workflow: Callable[..., Any] | None
+    evaluators: Mapping[str, Callable[..., Any] | None]
+    """The evaluators of the rewards, by name."""
+    trajectory_builder: Callable[..., "TrajectoryBuilder"]
+    trainer_adapter: Callable[..., "TrainerAdapter"]
+    trainer: Callable[..., "Trainer"]
+
+
+@dataclass(frozen=True)
+class Loaded(CheckedFile):
+    """A checked file with its code and its rows. No server has got a request."""
+
+    backend: art.Backend
+    code: Code
     rows: list[DatasetRow]
     validation_rows: list[DatasetRow]
 
 
 @dataclass(frozen=True)
-class Connected(CheckedFile):
-    """A job with its registered model, and with the agents that play the rows."""
+class Connected(Loaded):
+    """A loaded file with its registered model, and with the agents that play the rows."""
 
     model: art.TrainableModel
     agent: Agent

@@ -64,9 +64,10 @@ class Problem:
     text: str
 
     def __str__(self) -> str:
-        if not self.path:
+        name = dotted(self.path)
+        if not name or self.location.source == f"-o {name}":
             return f"{self.location}: {self.text}"
-        return f"{self.location}: {dotted(self.path)}: {self.text}"
+        return f"{self.location}: {name}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,10 @@ class Document:
         while path and path not in self.locations:
             path = path[:-1]
         return self.locations[path]
+
+    def problem(self, path: KeyPath, text: str) -> Problem:
+        """A fault of a value."""
+        return Problem(self.location_of(path), path, text)
 
 
 def read(path: Path, overrides: Sequence[tuple[str, Any]] = ()) -> Document:
@@ -193,22 +198,20 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _completed(document: Document, overrides: Sequence[tuple[str, Any]]) -> Document:
-    """The document with overrides, and with expanded texts. Only values in the tree have a location."""
+    """The document with overrides, and with expanded texts."""
     for key, value in overrides:
         document = _override(document, key, value)
-    locations: dict[KeyPath, Location] = {}
     problems = list(document.problems)
 
     def complete(value: Any, path: KeyPath) -> Any:
-        location = locations[path] = document.location_of(path)
         if isinstance(value, Mapping):
             fields = cast("Mapping[Any, Any]", value).items()
             return {str(key): complete(entry, (*path, str(key))) for key, entry in fields}
         if isinstance(value, list | tuple):
             return [complete(entry, (*path, index)) for index, entry in enumerate(cast("Sequence[Any]", value))]
-        return _expanded(value, location, path, problems) if isinstance(value, str) else value
+        return _expanded(value, document.location_of(path), path, problems) if isinstance(value, str) else value
 
-    return Document(complete(document.tree, ()), locations, problems)
+    return Document(complete(document.tree, ()), document.locations, problems)
 
 
 def _override(document: Document, key: str, value: Any) -> Document:

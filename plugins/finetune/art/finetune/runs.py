@@ -5,7 +5,6 @@ await art.finetune.run("finetune.yml", {"finetuning.num_epochs": 3})
 
 import contextlib
 import os
-import random
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
@@ -14,70 +13,31 @@ from typing import Any
 
 import art
 from art.contained import contained
-from art.finetune import checking, components, folder, reading, toolkit
+from art.finetune import checking, folder, loading, reading, toolkit
 from art.finetune.agent import Agent, num_answers, reason_of
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
-from art.finetune.interfaces import CheckedFile, Connected, Run, Trainer, TrainingJobStatus, say
+from art.finetune.interfaces import CheckedFile, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
-from art.finetune.rows import DatasetRow, digest, load_rows
-from art.finetune.scoring import Reward, rows_that_cannot_be_judged
-from art.finetune.sections import BackendSection, Config, DatasetSection, RewardFunction
-from art.finetune.workflows import make_workflow, unused_llm_fields
+from art.finetune.rows import digest
+from art.finetune.scoring import Reward, evaluator_of
+from art.finetune.sections import BackendSection, Config
+from art.finetune.workflows import of_command, of_function, unused_llm_fields
 
 Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
 
 def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> CheckedFile:
-    """Checks a file and reads its rows.
+    """Reads and checks a file.
 
     Raises:
-        WrongInput: all problems of the file and its data sets.
+        WrongInput: all problems of the file.
     """
     pairs = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
     document = reading.of_dict(file, pairs) if isinstance(file, Mapping) else reading.read(Path(file), pairs)
     config = checking.check(document, toolkit.find())
     if ignored := checking.without_effect(config):
         say(f"without effect here: {', '.join(ignored)}")
-    problems: list[str] = []
-    training, validation = config.eval.general.dataset, config.finetuning.validation.dataset
-    rows = _load("eval.general.dataset", training, problems)
-    if validation is not None:
-        same = {"id_key", "structure", "filter"} - validation.model_fields_set
-        validation = validation.model_copy(update={name: getattr(training, name) for name in same})
-    validation_rows = _load("finetuning.validation.dataset", validation, problems)
-    finetuning = config.finetuning
-    problems += _unjudged("eval.general.dataset", config, finetuning.reward_function, rows, training)
-    if validation is None:  # `art eval` then evaluates the training rows
-        problems += _unjudged("eval.general.dataset", config, finetuning.validation.reward, rows, training)
-    else:
-        reward = finetuning.validation.reward or finetuning.reward_function
-        problems += _unjudged("finetuning.validation.dataset", config, reward, validation_rows, validation)
-    if problems:
-        raise WrongInput(problems)
-    return CheckedFile(config, _train_config(config), rows, validation_rows)
-
-
-def _unjudged(
-    name: str, config: Config, reward: RewardFunction | None, rows: list[DatasetRow], dataset: DatasetSection
-) -> list[str]:
-    """A line for each row of a data set that a reward cannot judge."""
-    if reward is None:
-        return []
-    problems = rows_that_cannot_be_judged(config, reward, rows, dataset.structure.answer_key)
-    return [f"{name}: {dataset.file_path or dataset.function}: {problem}" for problem in problems]
-
-
-def _load(name: str, dataset: DatasetSection | None, problems: list[str]) -> list[DatasetRow]:
-    if dataset is None:
-        return []
-    try:
-        loaded = load_rows(dataset)
-    except WrongInput as error:
-        problems += [f"{name}: {problem}" for problem in error.problems]
-        return []
-    if loaded.left_out:
-        say(f"{name}: {loaded.left_out} rows without a question are left out")
-    return loaded.rows
+    return CheckedFile(document, config, checking.policy_llm(document.tree), _train_config(config))
 
 
 def _train_config(config: Config) -> art.TrainConfig:
@@ -91,47 +51,63 @@ def _train_config(config: Config) -> art.TrainConfig:
 
 
 @contextlib.asynccontextmanager
-async def connected(checked_file: CheckedFile) -> AsyncGenerator[Connected]:
-    """Connects with the server, or starts a server if the file names none, and builds workflow and evaluators.
+async def loaded(checked_file: CheckedFile) -> AsyncGenerator[Loaded]:
+    """The code and the rows of a file. Starts a server if the file names none, because an agent finds its model in variables while
+    its module is imported. No server gets a request.
 
     Raises:
-        WrongInput: a module cannot be imported.
-        NoServer: no server answers, no server can be started, or the server was lost in the block.
+        WrongInput: all problems of the code and of the data sets.
+        NoServer: no server can be started.
+    """
+    async with contextlib.AsyncExitStack() as opened:
+        try:
+            backend = await opened.enter_async_context(_backend(checked_file.config.adapter.backend))
+        except art.ArtError as error:
+            raise NoServer(str(error)) from error
+        yield loading.load(checked_file, backend)
+
+
+@contextlib.asynccontextmanager
+async def connected(loaded_file: Loaded) -> AsyncGenerator[Connected]:
+    """Registers the model, and builds workflow and rewards.
+
+    Raises:
+        WrongInput: NVIDIA's toolkit refuses a section.
+        NoServer: no server answers, or the server was lost in the block.
         FinetuneError: the server refuses the model, or the block raised any other error.
     """
-    config = checked_file.config
-    policy, finetuning = checking.policy_llm(config), config.finetuning
+    config, policy, finetuning = loaded_file.config, loaded_file.policy, loaded_file.config.finetuning
+    model = await _register(config, loaded_file.backend)
     async with contextlib.AsyncExitStack() as opened:
-        backend = await opened.enter_async_context(_backend(config.adapter.backend))
-        model = await _register(config, backend)
-        if finetuning.seed is not None:
-            random.seed(finetuning.seed)  # for workflows that draw from `random`
         try:
             workflow, evaluators = await opened.enter_async_context(toolkit.building(config, policy, model))
-            if workflow is None:
-                workflow = make_workflow(config.workflow, model)
-                if unused := unused_llm_fields(config.workflow, config.llms, policy):
-                    say(
-                        f"without effect here: {', '.join(unused)}: the workflow asks OPENAI_MODEL with its own parameters; a "
-                        "function with a parameter `llms` gets them"
-                    )
-            agent = Agent(
-                workflow=workflow,
-                reward=Reward(config, finetuning.reward_function, evaluators),
-                llms=config.llms,
-                policy=policy,
-                targets=frozenset(finetuning.target_functions),
-                timeout_seconds=config.eval.general.rollout_timeout_seconds,
-                is_seeded=finetuning.seed is not None,
-            )
-            validation_agent = agent
-            if finetuning.validation.reward is not None:
-                validation_agent = replace(agent, reward=Reward(config, finetuning.validation.reward, evaluators))
         except ValueError as error:
             raise WrongInput([str(error)]) from error
+        if workflow is None:
+            user_function = loaded_file.code.workflow
+            workflow = of_function(user_function) if user_function else of_command(config.workflow.fields()["command"])
+            if unused := unused_llm_fields(user_function, config.llms, policy):
+                say(
+                    f"without effect here: {', '.join(unused)}: the workflow asks OPENAI_MODEL with its own parameters; a "
+                    "function with a parameter `llms` gets them"
+                )
+        functions = loaded_file.code.evaluators.items()
+        evaluators |= {name: evaluator_of(function) for name, function in functions if function is not None}
+        agent = Agent(
+            workflow=workflow,
+            reward=Reward(config, finetuning.reward_function, evaluators),
+            llms=config.llms,
+            policy=policy,
+            targets=frozenset(finetuning.target_functions),
+            timeout_seconds=config.eval.general.rollout_timeout_seconds,
+            is_seeded=finetuning.seed is not None,
+        )
+        validation_agent = agent
+        if finetuning.validation.reward is not None:
+            validation_agent = replace(agent, reward=Reward(config, finetuning.validation.reward, evaluators))
         try:
             with contained("a part of the run"):
-                yield Connected(**vars(checked_file), model=model, agent=agent, validation_agent=validation_agent)
+                yield Connected(**vars(loaded_file), model=model, agent=agent, validation_agent=validation_agent)
         except FinetuneError:
             raise
         except Exception as error:  # the first failure of a rollout, which gather raises
@@ -173,13 +149,13 @@ async def _register(config: Config, backend: art.Backend) -> art.TrainableModel:
 
 
 def _backend(section: BackendSection) -> art.Backend:
-    key, url = section.api_key, section.url
+    url = section.url
     if section.ip is not None:
         host = "127.0.0.1" if section.ip == "0.0.0.0" else section.ip
         url = f"http://{host}:{section.port or 7623}"
     if url is None and not os.environ.get("ART_SERVER_URL"):
         return art.LocalBackend()
-    return art.Backend(url, None if key == "default" else key)
+    return art.Backend(url, section.own_key)
 
 
 async def run(
@@ -196,50 +172,37 @@ async def run(
         FinetuneError: rollouts or training failed.
     """
     checked_file = prepare(file, overrides)
-    finetuning = checked_file.config.finetuning
-    dumped = checked_file.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    digests = {
-        "rows": digest(checked_file.rows),
-        "validation": digest(checked_file.validation_rows, _scoring_of_validations(checked_file.config)),
-    }
-    with folder.opened(finetuning.output_dir, dumped, **digests, fresh=fresh) as output:
-        if len(output.state.epochs) >= finetuning.num_epochs:
-            say(f"{output.path}: all {finetuning.num_epochs} epochs are trained already")
-            return []
-        async with connected(checked_file) as connection:
-            name = connection.model.get_inference_name()
-            is_new = not output.state.epochs and output.state.step is None
-            if is_new and (step := await connection.model.get_step()):
-                say(f"{name} exists: it is trained further from step {step}")
-            seed = output.state.seed if finetuning.seed is None else finetuning.seed
-            trainer = _make_trainer(Run(**vars(connection), folder=output, seed=seed))
-            statuses = await trainer.run(finetuning.num_epochs)
-            _summarise(output, name)
-            return statuses
+    config, finetuning = checked_file.config, checked_file.config.finetuning
+    dumped = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    async with loaded(checked_file) as loaded_file:
+        scoring = _scoring_of_validations(config)
+        digests = {"rows": digest(loaded_file.rows), "validation": digest(loaded_file.validation_rows, scoring)}
+        with folder.opened(finetuning.output_dir, dumped, **digests, fresh=fresh) as output:
+            if len(output.state.epochs) >= finetuning.num_epochs:
+                say(f"{output.path}: all {finetuning.num_epochs} epochs are trained already")
+                return []
+            async with connected(loaded_file) as connection:
+                name = connection.model.get_inference_name()
+                is_new = not output.state.epochs and output.state.step is None
+                if is_new and (step := await connection.model.get_step()):
+                    say(f"{name} exists: it is trained further from step {step}")
+                seed = output.state.seed if finetuning.seed is None else finetuning.seed
+                run, code = Run(**vars(connection), folder=output, seed=seed), connection.code
+                builder, adapter = (
+                    code.trajectory_builder(config.builder, run),
+                    code.trainer_adapter(config.adapter, run),
+                )
+                trainer: Trainer = code.trainer(config.trainer, run, builder, adapter)
+                statuses = await trainer.run(finetuning.num_epochs)
+                _summarise(output, name)
+                return statuses
 
 
 def _scoring_of_validations(config: Config) -> Any:
     """The sections that the rewards of validations depend on."""
     reward = config.finetuning.validation.reward or config.finetuning.reward_function
-    evaluators = {name: config.eval.evaluators[name].model_dump() for name in reward.weights or [str(reward.name)]}
+    evaluators = {name: config.eval.evaluators[name].model_dump() for name in reward.names}
     return [reward.model_dump(), evaluators]
-
-
-def _make_trainer(shared: Run) -> Trainer:
-    """The trainer with the other two parts.
-
-    Raises:
-        WrongInput: the code of a part cannot be loaded.
-    """
-    config = shared.config
-    try:
-        make_builder = components.load("trajectory_builder", config.builder.type)
-        make_adapter = components.load("trainer_adapter", config.adapter.type)
-        make_trainer = components.load("trainer", config.trainer.type)
-    except ValueError as error:
-        raise WrongInput([str(error)]) from error
-    builder, adapter = make_builder(config.builder, shared), make_adapter(config.adapter, shared)
-    return make_trainer(config.trainer, shared, builder, adapter)
 
 
 def _summarise(output: folder.Folder, name: str) -> None:
@@ -270,10 +233,9 @@ async def check(file: str | Path | Mapping[str, Any], overrides: Overrides = ())
     Raises:
         FinetuneError: as `run` does.
     """
-    checked_file = prepare(file, overrides)
-    async with connected(checked_file) as connection:
-        session, seed = f"check-{uuid.uuid4().hex[:8]}", checked_file.config.finetuning.seed or 0
-        trajectory, output = await connection.agent.play(connection.model, checked_file.rows[0], session, seed)
+    async with loaded(prepare(file, overrides)) as loaded_file, connected(loaded_file) as connection:
+        session, seed = f"check-{uuid.uuid4().hex[:8]}", connection.config.finetuning.seed or 0
+        trajectory, output = await connection.agent.play(connection.model, connection.rows[0], session, seed)
         print(_describe(trajectory, output))
 
 

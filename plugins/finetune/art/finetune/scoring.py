@@ -16,7 +16,7 @@ from art.finetune.errors import RolloutFailed
 from art.finetune.limits import TimeUp, limited
 from art.finetune.reading import described
 from art.finetune.rows import DatasetRow
-from art.finetune.sections import Component, Config, RewardFunction
+from art.finetune.sections import Config, RewardFunction
 
 SCORE_FIELDS = frozenset({"score", "turn_rewards", "metrics"})
 
@@ -29,23 +29,19 @@ Evaluator: TypeAlias = Callable[[DatasetRow, Any, art.Trajectory], Coroutine[Any
 
 
 class Reward:
-    """The reward function of a file: one evaluator, or several with weights. `of_toolkit` has the evaluators of NVIDIA's toolkit.
+    """The reward function of a file: one evaluator, or several with weights. `evaluators` has those that are not built in."""
 
-    Raises:
-        ValueError: an evaluator's module cannot be imported.
-    """
-
-    def __init__(self, config: Config, reward: RewardFunction, of_toolkit: Mapping[str, Evaluator]) -> None:
+    def __init__(self, config: Config, reward: RewardFunction, evaluators: Mapping[str, Evaluator]) -> None:
         self._weights = reward.weights
         self._evaluators: dict[str, Evaluator] = {}
         self._ruler = ""
         self._timeout_seconds = config.eval.general.rollout_timeout_seconds
-        for name in reward.weights or [str(reward.name)]:
+        for name in reward.names:
             section = config.eval.evaluators[name]
             if section.type == "ruler":
                 self._ruler, self._ruler_options = name, section.fields()
             else:
-                self._evaluators[name] = of_toolkit.get(name) or _make_evaluator(name, section)
+                self._evaluators[name] = evaluators.get(name) or _built_in(section.type, section.fields())
 
     @property
     def is_of_groups(self) -> bool:
@@ -126,10 +122,8 @@ def finite(what: str, value: Any) -> float:  # Any: a user's code may return any
     return number
 
 
-def _make_evaluator(name: str, section: Component) -> Evaluator:
-    if section.type in components.BUILT_IN["evaluator"]:
-        return _built_in(name, section.type, section.fields())
-    user_function = components.load("evaluator", section.type)
+def evaluator_of(user_function: Callable[..., Any]) -> Evaluator:
+    """The evaluator of a user's function."""
 
     async def evaluate(row: DatasetRow, output: Any, trajectory: art.Trajectory) -> Any:
         arguments = {"row": dict(row.columns), "output": output, "trajectory": trajectory}
@@ -138,7 +132,7 @@ def _make_evaluator(name: str, section: Component) -> Evaluator:
     return evaluate
 
 
-def _built_in(name: str, kind: str, options: dict[str, Any]) -> Evaluator:
+def _built_in(kind: str, options: dict[str, Any]) -> Evaluator:
     """A function of `art.rewards`, applied to the output and the row's answer."""
 
     async def evaluate(row: DatasetRow, output: Any, trajectory: art.Trajectory) -> float:
@@ -215,7 +209,7 @@ def rows_that_cannot_be_judged(
     """A line for each row whose answer a built-in evaluator cannot compare with any output. After `MAX_PROBLEMS` lines comes the
     number of the other rows."""
     problems: list[str] = []
-    for name in reward.weights or [str(reward.name)]:
+    for name in reward.names:
         section = config.eval.evaluators[name]
         if section.type not in components.BUILT_IN["evaluator"] or section.type == "ruler":
             continue

@@ -105,11 +105,6 @@ def _no_xls(value: Any) -> Any:
     return value
 
 
-def _is_function(value: str) -> str:
-    components.check("dataset", value)
-    return value
-
-
 class DatasetSection(Section):
     type: Annotated[Literal["json", "jsonl", "csv", "parquet", "custom"], BeforeValidator(_no_xls)] = Field(
         alias="_type"
@@ -123,7 +118,7 @@ class DatasetSection(Section):
     """The columns with the question and the answer."""
     filter: RowFilter = RowFilter()
     """The rows that are taken."""
-    function: Annotated[str, AfterValidator(_is_function)] | None = None
+    function: str | None = None
     """For custom: a function that returns rows, `package.module:name`, `package.module.name` or `path/file.py:name`. The function
     gets `kwargs`, and `file_path` if the file sets a path."""
     kwargs: TypedFields = {}
@@ -183,6 +178,11 @@ class RewardFunction(Section):
         if self.weights is not None and not any(self.weights.values()):
             raise ValueError("weights must have an evaluator whose weight is not 0")
         return self
+
+    @property
+    def names(self) -> list[str]:
+        """The evaluators."""
+        return list(self.weights or [str(self.name)])
 
 
 class BuilderSection(Component):
@@ -245,6 +245,10 @@ class BackendSection(Section):
             raise ValueError("ip is missing: add the address of the server, such as localhost")
         art.TrainableModel(name=self.name, project=self.project, base_model=self.base_model)
         return self
+
+    @property
+    def own_key(self) -> str | None:
+        return None if self.api_key == "default" else self.api_key
 
 
 class Training(art.TrainConfig):
@@ -335,6 +339,12 @@ class Finetuning(Section):
     """The seed of rollouts and curriculum. Default: drawn."""
     max_exceptions: float = Field(default=0.1, ge=0)
     """Failed rollouts that an epoch tolerates: a number, or a share if between 0 and 1."""
+
+    @property
+    def rewards(self) -> list[RewardFunction]:
+        """The reward of training, and an own reward of validations."""
+        own = self.validation.reward
+        return [self.reward_function] if own is None else [self.reward_function, own]
 
 
 OF_TOOLKIT = Field(description="For workflows that are registered with NVIDIA's toolkit.")

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 import art
 from art.finetune import components
-from art.finetune.components import Kind
+from art.finetune.components import Kind, Toolkit
 from art.finetune.rows import DatasetRow
 from art.finetune.scoring import Evaluator
 from art.finetune.sections import TOOLKIT_SECTIONS, Component, Config
@@ -28,23 +28,20 @@ ROOT = "root"
 """The toolkit's name for the level outside of all functions."""
 
 
-class Registered:
-    """The `_type`s that the toolkit knows. The first call of `names` imports the toolkit's plugins."""
-
-    def names(self, kind: Kind) -> list[str]:
-        if kind not in ("workflow", "evaluator"):
-            return []
-        registry = _registry()
-        registered = registry.get_registered_functions() if kind == "workflow" else registry.get_registered_evaluators()
-        return sorted({name for info in registered for name in (info.local_name, info.full_type)})
-
-
-def find() -> Registered | None:
-    """The toolkit, if both of its packages are installed."""
+def find() -> Toolkit | None:
+    """The `_type`s that the toolkit knows, if both of its packages are installed. The first call imports the toolkit's plugins."""
     with contextlib.suppress(ModuleNotFoundError):  # `find_spec` raises if a parent package such as `nat` is missing
         if all(importlib.util.find_spec(name) for name in PACKAGES):
-            return Registered()
+            return _names
     return None
+
+
+def _names(kind: Kind) -> list[str]:
+    if kind not in ("workflow", "evaluator"):
+        return []
+    registry = _registry()
+    registered = registry.get_registered_functions() if kind == "workflow" else registry.get_registered_evaluators()
+    return sorted({name for info in registered for name in (info.local_name, info.full_type)})
 
 
 @functools.cache

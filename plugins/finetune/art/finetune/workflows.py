@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import art
 from art.finetune import components
 from art.finetune.rows import DatasetRow
-from art.finetune.sections import LLM, Component
+from art.finetune.sections import LLM
 
 WORKFLOW = "<workflow>"
 """The function name of requests outside of all functions."""
@@ -78,31 +78,19 @@ def openai_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
     return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
 
 
-def make_workflow(section: Component, model: art.TrainableModel) -> Workflow:
-    """The workflow of a file, for a registered model. Sets the variables of `openai_variables`, and then imports the workflow's
-    module.
-
-    Raises:
-        ValueError: the module cannot be imported.
-    """
-    if section.type == "command":
-        return _of_command(section.fields()["command"])
-    key = model.inference_api_key or "default"
-    os.environ.update(openai_variables(str(model.inference_base_url), key, model.get_inference_name()))
-    return _of_function(components.load("workflow", section.type))
-
-
-def unused_llm_fields(section: Component, llms: Mapping[str, LLM], policy: str | None) -> list[str]:
+def unused_llm_fields(
+    user_function: Callable[..., Any] | None, llms: Mapping[str, LLM], policy: str | None
+) -> list[str]:
     """The fields of `llms` that a workflow does not see. A function with a parameter `llms` sees all fields. Any other workflow
     sees only the policy's address, key and model."""
-    if section.type != "command" and "llms" in inspect.signature(components.load("workflow", section.type)).parameters:
+    if user_function is not None and "llms" in inspect.signature(user_function).parameters:
         return []
     others = [f"llms.{name}" for name in llms if name != policy]
     own = llms[policy].fields() if policy is not None else {}
     return [*others, *(f"llms.{policy}.{name}" for name in own)]
 
 
-def _of_function(user_function: Callable[..., Any]) -> Workflow:
+def of_function(user_function: Callable[..., Any]) -> Workflow:
     """The workflow of a function, async or plain."""
 
     async def play(call: Call) -> Any:
@@ -118,7 +106,7 @@ def _of_function(user_function: Callable[..., Any]) -> Workflow:
     return play
 
 
-def _of_command(command: str | list[str]) -> Workflow:
+def of_command(command: str | list[str]) -> Workflow:
     """The workflow of a program. The program gets the row as JSON on standard input, and OPENAI_BASE_URL, OPENAI_API_KEY,
     OPENAI_MODEL and ART_SEED in its environment. The output is the text that the program prints. A program that takes too long is
     killed with all its children."""

@@ -1,0 +1,88 @@
+"""Loads what a checked file names: the user's code, which is imported, and the rows of the data sets. All problems come at once."""
+
+import os
+import random
+from typing import Any
+
+import art
+from art.finetune import components
+from art.finetune.components import Kind
+from art.finetune.errors import WrongInput
+from art.finetune.interfaces import CheckedFile, Code, Loaded, say
+from art.finetune.reading import KeyPath, Problem, dotted
+from art.finetune.rows import DatasetRow, load_rows
+from art.finetune.scoring import rows_that_cannot_be_judged
+from art.finetune.sections import Component, DatasetSection, RewardFunction
+from art.finetune.workflows import openai_variables
+
+TRAINING: KeyPath = ("eval", "general", "dataset")
+VALIDATION: KeyPath = ("finetuning", "validation", "dataset")
+
+
+def load(checked_file: CheckedFile, backend: art.Backend) -> Loaded:
+    """The code and the rows of a file. Sets the variables in which an agent finds its model, which modules may read at their import.
+
+    Raises:
+        WrongInput: all problems of the code and of the data sets.
+    """
+    config, section = checked_file.config, checked_file.config.adapter.backend
+    if components.is_code("workflow", config.workflow.type):
+        key = (section.own_key or os.environ.get("ART_API_KEY") or "default").strip()
+        name = f"{section.project}/{section.name}"
+        os.environ.update(openai_variables(f"{backend.base_url}/v1", key, name))
+    if config.finetuning.seed is not None:
+        random.seed(config.finetuning.seed)  # for modules and workflows that draw from `random`
+    problems: list[Problem] = []
+    code = _load_code(checked_file, problems)
+    rows, validation_rows = _load_rows(checked_file, problems)
+    if problems:
+        raise WrongInput([str(problem) for problem in problems])
+    return Loaded(**vars(checked_file), backend=backend, code=code, rows=rows, validation_rows=validation_rows)
+
+
+def _load_code(checked_file: CheckedFile, problems: list[Problem]) -> Code:
+    config, finetuning = checked_file.config, checked_file.config.finetuning
+
+    def load_one(kind: Kind, component: Component, *path: str) -> Any:  # Any: the user's code, or None
+        try:
+            return components.load(kind, component.type) if components.is_code(kind, component.type) else None
+        except ValueError as error:
+            problems.append(checked_file.document.problem((*path, "_type"), str(error)))
+
+    builder, adapter = finetuning.trajectory_builder, finetuning.trainer_adapter
+    return Code(
+        workflow=load_one("workflow", config.workflow, "workflow"),
+        evaluators={
+            name: load_one("evaluator", config.eval.evaluators[name], "eval", "evaluators", name)
+            for name in dict.fromkeys(name for reward in finetuning.rewards for name in reward.names)
+        },
+        trajectory_builder=load_one("trajectory_builder", config.builder, "trajectory_builders", builder),
+        trainer_adapter=load_one("trainer_adapter", config.adapter, "trainer_adapters", adapter),
+        trainer=load_one("trainer", config.trainer, "trainers", finetuning.trainer),
+    )
+
+
+def _load_rows(checked_file: CheckedFile, problems: list[Problem]) -> tuple[list[DatasetRow], list[DatasetRow]]:
+    """The rows of training, and the rows of validations, which may be none."""
+    config, validation = checked_file.config, checked_file.config.finetuning.validation
+    training, dataset, reward = config.eval.general.dataset, validation.dataset, config.finetuning.reward_function
+
+    def rows_of(path: KeyPath, section: DatasetSection, rewards: list[RewardFunction]) -> list[DatasetRow]:
+        try:
+            loaded = load_rows(section)
+        except WrongInput as error:
+            problems.extend(checked_file.document.problem(path, text) for text in error.problems)
+            return []
+        if loaded.left_out:
+            say(f"{dotted(path)}: {loaded.left_out} rows without a question are left out")
+        name = section.file_path or section.function
+        for judging in rewards:
+            texts = rows_that_cannot_be_judged(config, judging, loaded.rows, section.structure.answer_key)
+            problems.extend(checked_file.document.problem(path, f"{name}: {text}") for text in texts)
+        return loaded.rows
+
+    if dataset is None:  # `art eval` then evaluates the training rows
+        return rows_of(TRAINING, training, config.finetuning.rewards), []
+    same = {"id_key", "structure", "filter"} - dataset.model_fields_set
+    dataset = dataset.model_copy(update={name: getattr(training, name) for name in same})
+    return rows_of(TRAINING, training, [reward]), rows_of(VALIDATION, dataset, [validation.reward or reward])
