@@ -20,7 +20,7 @@ import art.files
 from art.finetune import folder as folder_module
 from art.finetune import plot
 from art.finetune.folder import Folder, opened
-from art.finetune.run_record import EpochRow, FinishedRollout, ValidationRow, reward_figures
+from art.finetune.run_record import EpochRow, RolloutRecord, ValidationRow, reward_figures
 
 NUM_EPOCHS = 2
 CONFIG = {"finetuning": {"num_epochs": NUM_EPOCHS}}
@@ -56,7 +56,7 @@ def work(folder: Folder) -> Iterator[Callable[[], None]]:
         for generation in range(2):
             known = folder.rollouts.get(("train", "0", generation))
             if known is None or known.epoch != number:
-                row = FinishedRollout(epoch=number, row="0", generation=generation, session="s", reward=0.5)
+                row = RolloutRecord(epoch=number, row="0", generation=generation, session="s", reward=0.5)
                 yield lambda row=row: folder.add_rollout(row)
         yield lambda number=number: folder.save(epochs=[*folder.state.epochs, epoch(number)], step=None)
 

@@ -218,8 +218,6 @@ class Submits(ArtTrainerAdapter):
 class Lower(Submits): ...
 class Bare:
     async def submit(self, trajectories): ...
-class Initializes(ArtTrainerAdapter):
-    async def initialize(self, context): ...
 class OneEpoch(ArtTrainer):
     async def run_epoch(self, epoch, run_id): ...
 
@@ -229,6 +227,12 @@ class Helper(ArtTrainerAdapter):
 class BareTrainer:
     async def run(self, num_epochs): ...
     async def initialize(self): ...
+class Shaped(ArtTrajectoryBuilder):
+    def compute_reward(self, *figures): return self.finalize(*figures)
+    def finalize(self, *figures): ...
+class Native(ArtTrajectoryBuilder):
+    sample = dict.fromkeys  # has no module
+    def start_run(self): ...
 """
 
 
@@ -239,7 +243,6 @@ class BareTrainer:
         ("trainer_adapter", "Submits", "submit", "train"),
         ("trainer_adapter", "Lower", "submit", "train"),
         ("trainer_adapter", "Bare", "submit", "train"),
-        ("trainer_adapter", "Initializes", "initialize", "__init__"),
         ("trainer", "OneEpoch", "run_epoch", "run"),
     ],
 )
@@ -249,10 +252,18 @@ def test_a_former_method_is_refused_with_the_method_of_today(kind: Kind, name: s
         load(kind, f"parts.py:{name}")
 
 
-def test_a_part_may_have_own_methods_of_former_names() -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("trainer_adapter", "Helper"),
+        ("trainer", "BareTrainer"),
+        ("trajectory_builder", "Shaped"),
+        ("trajectory_builder", "Native"),
+    ],
+)
+def test_a_part_may_have_own_methods_of_former_names(kind: Kind, name: str) -> None:
     Path("parts.py").write_text(FORMER)
-    assert load("trainer_adapter", "parts.py:Helper").__name__ == "Helper"
-    assert load("trainer", "parts.py:BareTrainer").__name__ == "BareTrainer"
+    assert load(kind, f"parts.py:{name}").__name__ == name
 
 
 def test_entry_points_name_components(folder: Path) -> None:

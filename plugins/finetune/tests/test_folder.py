@@ -14,7 +14,7 @@ import art
 from art.files import write_whole
 from art.finetune.errors import WrongInput
 from art.finetune.folder import Folder, opened
-from art.finetune.run_record import EpochRow, FinishedRollout, ValidationRow, validation_row
+from art.finetune.run_record import EpochRow, RolloutRecord, ValidationRow, validation_row
 
 KILLING = Path(__file__).with_name("killed_at_lines.py")
 CONFIG: dict[str, Any] = {
@@ -82,10 +82,10 @@ def refused(path: Path, config: dict[str, Any] = CONFIG, *, fresh: bool = False)
     return str(refusal.value)
 
 
-def rollout(epoch: int, row: int, generation: int, **more: Any) -> FinishedRollout:
+def rollout(epoch: int, row: int, generation: int, **more: Any) -> RolloutRecord:
     session = f"{epoch}-{row}-{generation}"
     score: dict[str, Any] = {"reward": 0.5, "metrics": {"turns": 2}, "turn_rewards": [None, 0.5]}
-    return FinishedRollout(epoch=epoch, row=str(row), generation=generation, session=session, **score | more)
+    return RolloutRecord(epoch=epoch, row=str(row), generation=generation, session=session, **score | more)
 
 
 def read(path: Path, name: str) -> Any:

@@ -49,11 +49,12 @@ PARAMETERS: dict[Kind, tuple[str, ...]] = {
 """The arguments that a function can get, by the names of its parameters. The other kinds are classes, which are called by
 position."""
 FORMER_METHODS: dict[Kind, dict[str, str]] = {
-    "trajectory_builder": {"initialize": "__init__", "start_run": "sample", "finalize": "sample"},
-    "trainer_adapter": {"initialize": "__init__", "submit": "train", "wait_until_complete": "train"},
-    "trainer": {"initialize": "__init__", "bind_components": "__init__", "run_epoch": "run", "cleanup": "run"},
+    "trajectory_builder": {"start_run": "sample"},
+    "trainer_adapter": {"submit": "train", "wait_until_complete": "train"},
+    "trainer": {"bind_components": "__init__", "run_epoch": "run"},
 }
-"""Methods of parts that nothing calls any more, each with the method of today for the same work."""
+"""Methods of NVIDIA's parts that nothing calls here, each with our method for the same work. NVIDIA's other names, such as
+`finalize`, may also be a part's own helpers."""
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 HOW_TO_NAME = "package.module:NAME or path/file.py:NAME"
 Toolkit: TypeAlias = Callable[[Kind], list[str]]
@@ -196,7 +197,7 @@ def _check_methods(kind: Kind, type_name: str, part: type[Any]) -> None:
     """
     for former, today in FORMER_METHODS[kind].items():
         method = getattr(part, today, None)
-        is_own = method is not None and not getattr(method, "__module__", "").startswith("art.finetune.")
+        is_own = method is not None and not (getattr(method, "__module__", None) or "").startswith("art.finetune.")
         if hasattr(part, former) and not is_own:
             raise ValueError(
                 f"{type_name} has the method {former!r}, which nothing calls any more: override {today!r} in its place "

@@ -22,7 +22,7 @@ from art.files import write_whole
 from art.finetune import checking
 from art.finetune.errors import WrongInput
 from art.finetune.masking import without_secrets
-from art.finetune.run_record import METRICS_FILE, REWARDS_FILE, Asked, FinishedRollout, State, make_files
+from art.finetune.run_record import METRICS_FILE, REWARDS_FILE, Asked, RolloutRecord, State, make_files
 from art.finetune.sections import Config
 
 STATE_FILE = "state.json"
@@ -73,7 +73,7 @@ class Folder:
 
             write_whole(self.path / PLOT_FILE, plot.draw(self.state))
 
-    def add_rollout(self, row: FinishedRollout) -> None:
+    def add_rollout(self, row: RolloutRecord) -> None:
         """Appends a row to the file of rollouts. A process that dies later does not lose the row. A machine that dies may lose
         the row: the rollout is then sampled again."""
         with open(self.path / ROLLOUTS_FILE, "ab") as file:
@@ -97,9 +97,9 @@ class Folder:
         self._keep_rollouts(lambda row: row.epoch != epoch or row.split != split)
         return len(known) - len(self.rollouts)
 
-    def _keep_rollouts(self, is_kept: Callable[[FinishedRollout], bool]) -> None:
+    def _keep_rollouts(self, is_kept: Callable[[RolloutRecord], bool]) -> None:
         lines = (self.path / ROLLOUTS_FILE).read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if is_kept(FinishedRollout.model_validate_json(line))]
+        kept = [line for line in lines if is_kept(RolloutRecord.model_validate_json(line))]
         write_whole(self.path / ROLLOUTS_FILE, b"".join(kept))
 
 
@@ -177,18 +177,18 @@ def _folder(path: Path, asked: Asked) -> Folder:
     return folder
 
 
-def _read_rollouts(file: Path, epoch: int) -> dict[tuple[str, str, int], FinishedRollout]:
+def _read_rollouts(file: Path, epoch: int) -> dict[tuple[str, str, int], RolloutRecord]:
     """An epoch's rollouts by split, row and generation; the last, if the file has several for the same key.
 
     Cuts the file off at the first line that is not whole: a kill may leave such a line at the end.
     """
-    rows: dict[tuple[str, str, int], FinishedRollout] = {}
+    rows: dict[tuple[str, str, int], RolloutRecord] = {}
     end = 0
     with open(file, "a+b") as lines:
         lines.seek(0)
         for line in lines:
             try:
-                row = FinishedRollout.model_validate_json(line)
+                row = RolloutRecord.model_validate_json(line)
             except ValidationError:
                 break
             if not line.endswith(b"\n"):

@@ -10,11 +10,11 @@ from art.contained import contained
 from art.finetune.agent import num_answers, reason_of, seed_of
 from art.finetune.errors import RolloutFailed
 from art.finetune.interfaces import Part, Run, say
-from art.finetune.run_record import FinishedRollout
+from art.finetune.run_record import RolloutRecord
 from art.finetune.scoring import finite
 
 NAME_FIELDS = {"epoch", "row", "generation", "session"}
-"""The fields that a trajectory's metadata and its `FinishedRollout` have in common."""
+"""The fields that a trajectory's metadata and its `RolloutRecord` have in common."""
 
 
 class ArtTrajectoryBuilder(Part):
@@ -56,7 +56,7 @@ class ArtTrajectoryBuilder(Part):
             trajectory.reward = finite("compute_reward", reward)
             return trajectory
 
-        name = FinishedRollout(epoch=epoch, row=row.id, generation=generation, session=session)
+        name = RolloutRecord(epoch=epoch, row=row.id, generation=generation, session=session)
         trajectory, known = await play_once(run, run.model, name, play)
         # The same order of keys for a new and for a restored rollout: a repeated train call has to have the same bytes.
         trajectory.metadata = {**known.model_dump(include=NAME_FIELDS), **trajectory.metadata}
@@ -68,14 +68,14 @@ class ArtTrajectoryBuilder(Part):
             return group
         scored = await self.context.agent.reward.score_group(group)
         for trajectory in scored:
-            name = FinishedRollout.model_validate({field: trajectory.metadata[field] for field in NAME_FIELDS})
+            name = RolloutRecord.model_validate({field: trajectory.metadata[field] for field in NAME_FIELDS})
             keep(self.context, name, trajectory)
         return scored
 
 
 async def play_once(
-    run: Run, model: art.TrainableModel, name: FinishedRollout, play: Callable[[], Awaitable[art.Trajectory]]
-) -> tuple[art.Trajectory, FinishedRollout]:
+    run: Run, model: art.TrainableModel, name: RolloutRecord, play: Callable[[], Awaitable[art.Trajectory]]
+) -> tuple[art.Trajectory, RolloutRecord]:
     """The trajectory of a rollout, and its row. If an earlier process has finished the rollout, the trajectory is restored, else
     the rollout is played and kept. A finished rollout is played anew if the server has lost some of its answers, or if the
     rollout was a validation of another step.
@@ -111,13 +111,13 @@ def report_lost(run: Run) -> None:
     run.folder.num_lost = 0
 
 
-def keep(run: Run, name: FinishedRollout, trajectory: art.Trajectory) -> None:
+def keep(run: Run, name: RolloutRecord, trajectory: art.Trajectory) -> None:
     """Adds a finished rollout with its score to the folder."""
     score: dict[str, Any] = trajectory.model_dump(include={"reward", "metrics", "turn_rewards"})
     run.folder.add_rollout(name.model_copy(update=score | {"num_answers": num_answers(trajectory)}))
 
 
-async def restore(model: art.TrainableModel, known: FinishedRollout) -> art.Trajectory:
+async def restore(model: art.TrainableModel, known: RolloutRecord) -> art.Trajectory:
     """The trajectory of a finished rollout, with the answers that the server still has."""
     if known.error is not None:
         raise RolloutFailed(known.error)

@@ -35,8 +35,8 @@ class StoredRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class FinishedRollout(StoredRecord):
-    """A finished rollout. A failed one has an error and no reward."""
+class RolloutRecord(StoredRecord):
+    """A rollout by name, and its result once the rollout has finished: a reward, or an error."""
 
     epoch: int
     row: str

@@ -20,7 +20,7 @@ from art.finetune.interfaces import Part, Run, TrainerAdapter, TrainingJobStatus
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rollouts import play_once, report_lost
 from art.finetune.rows import DatasetRow
-from art.finetune.run_record import EpochRow, FinishedRollout, ValidationRow, reward_figures, validation_row
+from art.finetune.run_record import EpochRow, RolloutRecord, ValidationRow, reward_figures, validation_row
 from art.finetune.sections import Component
 from art.trajectories import is_informative
 from art_protocol.signal import has_signal
@@ -176,7 +176,7 @@ class ArtTrainer(Part):
             play: Callable[[], Awaitable[art.Trajectory]],
         ) -> art.Trajectory:
             step = model.get_inference_name()
-            name = FinishedRollout(epoch=epoch, row=row.id, generation=number, session=session, split="val", model=step)
+            name = RolloutRecord(epoch=epoch, row=row.id, generation=number, session=session, split="val", model=step)
             trajectory, _ = await play_once(run, model, name, play)
             return trajectory
 
