@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
+from art_server.shared.same_policy import judge_gap
 from art_server.shared.trainer_messages import BetweenSteps, Done, Probe, Progress, TrainTask
 from art_server.store.adapter_layers import layer_kind
 from art_server.trainer.agreement import agree_on_terms
 from art_server.trainer.batches import TrainBatch, drop_stale, make_train_batch, with_penalties
 from art_server.trainer.checkpoint import load_checkpoint, save_checkpoint
-from art_server.trainer.gap import judge_gap
 from art_server.trainer.mini_batches import MiniBatch, split_mini_batches
 from art_server.trainer.old_logprobs import (
     OldLogprobs,

@@ -16,6 +16,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from art_server import __version__
+from art_server.shared.same_policy import GapTooLarge
 from art_server.shared.trainer_messages import (
     UNLIKE_RANKS,
     Done,
@@ -29,7 +30,6 @@ from art_server.shared.trainer_messages import (
 from art_server.store import files
 from art_server.trainer.facts import find_device
 from art_server.trainer.gang_view import ALONE, GangView, OtherRankFailed, UnlikeRanks, is_lost_connection
-from art_server.trainer.gap import GapTooLarge
 from art_server.trainer.job import train
 from art_server.trainer.memory import free_cached_memory, is_out_of_memory
 from art_server.trainer.optimizer import make_optimizer
