@@ -275,7 +275,7 @@ def make_sampled_tokens(
         advantages += sequence.advantages
         steps += sequence.steps
     _, numbers = np.unique(np.array(trajectories, dtype=np.int64), return_inverse=True)
-    trajectories_S = torch.from_numpy(numbers.reshape(-1))
+    trajectories_S = torch.from_numpy(numbers)
     return SampledTokens(
         sampled_logprobs_S=torch.tensor([0.0 if value is None else value for value in sampled]),
         is_unknown_S=torch.tensor([value is None for value in sampled], dtype=torch.bool),

@@ -89,6 +89,7 @@ def train(
     optimizer = load_checkpoint(policy, task.lora, Path(task.in_dir), rate)
     check_layers(policy, task.lost_layers)
     schedule = _schedule(task, rate, optimizer)
+    # Not when the server resolves the batch: a job may wait in the queue while the model makes steps.
     task, num_too_stale = _drop_stale(task)
     trained = make_train_batch(task.batch, task.config)
     metrics = data_metrics(trained) | {"data/step_num_tokens_too_stale": float(num_too_stale)}
@@ -104,6 +105,7 @@ def train(
     if trained.sequences:
         of_steps, probe = _take_steps(job, trained)
         metrics |= of_steps
+        # All ranks have the same budget.
         if policy.gang.is_first:
             budget.store()
 
@@ -115,6 +117,7 @@ def train(
     report(Progress(phase="save", completed=0, total=1))
     started = time.perf_counter()
     if policy.gang.is_first:
+        # Before `save_checkpoint`, which syncs all files of the folder to disk.
         record.write(Path(task.out_dir))
         save_checkpoint(policy, optimizer, Path(task.out_dir))
     metrics["time/step_save_s"] = time.perf_counter() - started
@@ -208,6 +211,7 @@ def _take_steps(job: _Job, trained: TrainBatch) -> tuple[dict[str, float], Probe
                 notes += judge_gap(metrics, task)
             # A job with stale tokens has a probe: the next job will have some too, and judges them by this step's movement.
             is_stale = (metrics | gap)["loss/logprob_gap_stale_num_tokens"] > 0
+            # `is_due` reads the machine's clock, and a probe is a pass that all ranks make, or none.
             if task.mismatch_limits is not None and policy.gang.any(is_stale or is_due(task.probe)):
                 start = start_probe(policy, task.probe, trained.sequences, task.mismatch_limits)
         else:

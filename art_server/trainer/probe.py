@@ -63,6 +63,7 @@ def start_probe(
     the policy; its tokens and numbers are used again unless they are too old."""
     last = last or Probe()
     if last.token_ids and last.age < STEPS_OF_TOKENS:
+        # After skipped steps these log-probabilities are older, and the difference is the movement of all these steps.
         return last.model_copy(update={"seconds": 0.0})
     started = time.perf_counter()
     token_ids = choose_tokens(sequences)

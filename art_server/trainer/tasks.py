@@ -140,6 +140,7 @@ class Worker:
             policy.drop_gradients()
         environment = done.environment | self._environment(policy)
         done = done.model_copy(update={"environment": environment})
+        # This name would keep the model in memory during `_rest`.
         del policy
         self._rest()
         return done
@@ -149,6 +150,7 @@ class Worker:
         policy.use_context(task.max_seq_length)
         probes = write_layer_probes(policy, task.lora, Path(task.out_dir), task.mismatch_limits)
         if self._config.between_steps != "stay":
+            # `leave_device` also moves an optimizer's state; this one has none.
             optimizer = make_optimizer(policy.parameters, 0.0)
             policy.leave_device(optimizer, keep_copy=self._config.between_steps == "leave")
         del policy
@@ -180,6 +182,7 @@ class Worker:
 
     def _report(self, progress: Progress) -> None:
         """Sends progress to the server. This runs after each micro-batch, so a cancelled task ends here."""
+        # At "save" the server wakes the engine on the device (`jobs/attempt.py`), and only files are left to write.
         if self._is_cancelled and progress.phase != "save":
             raise Cancelled
         self._answer(progress)
