@@ -114,6 +114,7 @@ def train(
         policy.leave_device(optimizer, keep_copy=between_steps == "leave")
         metrics["time/step_leave_s"] = time.perf_counter() - started
     policy.gang.meet()  # the engine returns only when all ranks have left their devices
+    # At this report the server wakes the engine, which needs the device (`jobs/attempt.py`).
     report(Progress(phase="save", completed=0, total=1))
     started = time.perf_counter()
     if policy.gang.is_first:

@@ -104,6 +104,7 @@ def compute_gradient(
     with policy.gang.together():
         for number, (index, counts) in enumerate(rounds):
             _add_gradient(policy, step, step.micro_batches[index], config, whole, scale if counts else 0.0)
+            # A cancelled job ends here (`Worker._report`).
             report(Progress(phase=phase, completed=number + 1, total=len(rounds)))
     started_sum = time.perf_counter()
     sum_gradients(policy)
