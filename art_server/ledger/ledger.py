@@ -91,6 +91,7 @@ class Ledger:
         """By choice id: the choice's thinking (None: it has none), and whether its digest shows that a message is edited."""
         self._unanswered: list[int] = []
         """The numbers of prompts whose requests ended without a record, for `prune`."""
+        # The clock may have been set back since, and the order of events decides which answers an agent discarded.
         clock.tick(after=self._storage.newest_event(NEWEST))
 
     def close(self) -> None:
@@ -138,6 +139,7 @@ class Ledger:
     def take_prompt(self, request_id: str, position: int, rendered: list[int]) -> list[int] | None:
         """Stores rendered prompt number `position` of a request. Returns the tokens to sample from instead, or None."""
         opened = self._open.get(request_id)
+        # Its client has disconnected.
         if opened is None:
             return None
         with self._lock:
@@ -556,6 +558,7 @@ class OpenRequest:
         try:
             async with asyncio.timeout(max(0.0, self.record_wait_seconds - self._waited)):
                 while index not in self.records and index not in self.lost:
+                    # `add` and `lose` run on the same event loop, so nothing comes between the check and this line.
                     self._came.clear()
                     await self._came.wait()
         except TimeoutError:
