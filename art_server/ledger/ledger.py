@@ -102,6 +102,7 @@ class Ledger:
         """Loads the tokenizer of the base model in `folder`; takes up to a second. Without a tokenizer nothing is
         spliced."""
         rules = facts.rules
+        # Without the lock, for which requests wait.
         decoder = Decoder(folder, facts.stop_ids, rules.behind_answer)
         with self._lock:
             self._rules = rules
@@ -174,6 +175,7 @@ class Ledger:
                     else:
                         opened.lose(index, "its prompt was not recorded")
             undo.pop_all()
+        # After the commit: from here on answers end, and an answer that has ended has its records on the disk.
         for opened, index, record in records:
             opened.add(index, record)
 

@@ -80,11 +80,11 @@ def mismatch_limits(
     return MismatchLimits(
         high=measured,
         wrong=FACTORS.get(coarser, WRONG_FACTOR) * measured,
-        epsilon=rounding_of(number_types),
+        epsilon=_rounding_of(number_types),
     )
 
 
-def rounding_of(number_types: tuple[str, str]) -> float:
+def _rounding_of(number_types: tuple[str, str]) -> float:
     """The standard deviation, relative to a number, of the difference between its roundings to both number types; 0 for
     float32.
 
@@ -170,7 +170,7 @@ def find_fault(probe: Probe, logprobs: Sequence[float], scaled: Sequence[float],
     effect can be smaller than the rounding of 16 bits, so there are two questions: do the log-probabilities agree, and is the
     effect of the adapter the trainer's, at its own alpha or at a multiple of it?
     """
-    gap = rms(_difference(logprobs, probe.logprobs))
+    gap = _rms(_difference(logprobs, probe.logprobs))
     limit = ROUNDING_FACTOR * probe.rounding if probe.rounding else limits.wrong
     if not gap <= limit:
         return (
@@ -190,7 +190,7 @@ def effect_ratio(probe: Probe, logprobs: Sequence[float], limits: MismatchLimits
     """The adapter's effect in the engine as a multiple of its effect in the trainer (least squares). None if the effect in
     the trainer is too close to rounding: the adapter is zero."""
     expected = _difference(probe.scaled_logprobs or probe.logprobs, probe.base_logprobs)
-    if rms(expected) < least_effect(probe, limits):
+    if _rms(expected) < least_effect(probe, limits):
         return None
     measured = _difference(logprobs, probe.base_logprobs)
     products = (a * b for a, b in zip(measured, expected, strict=True))
@@ -202,7 +202,7 @@ def least_effect(probe: Probe, limits: MismatchLimits) -> float:
     return NUM_SIGMAS_OF_EFFECT * (probe.rounding or limits.high)
 
 
-def rms(values: Sequence[float]) -> float:
+def _rms(values: Sequence[float]) -> float:
     """Root mean square."""
     return math.sqrt(math.fsum(value * value for value in values) / len(values))
 

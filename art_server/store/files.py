@@ -94,6 +94,7 @@ def _open_private(path: str, flags: int) -> int:
 def write_file(path: Path, data: bytes) -> None:
     """Replaces `path` by `data`: writes a temporary file beside it, fsyncs, renames."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Of the names that `clear_temporary` deletes after a crash.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     with disk_errors(str(path.name)):
         try:

@@ -46,6 +46,7 @@ async def answer_stream(proxy: Proxy, inference: InferenceRequest) -> Response:
         except StreamRefused as refused:
             return refused.response(inference)
         return EventStream(chain_events(events, head), headers=step_header(inference))
+    # Without the step's header: a request gets its step only when the pause gate opens (`Proxy.answer`).
     return EventStream(errors_as_events(chain_events(events, first), inference))
 
 

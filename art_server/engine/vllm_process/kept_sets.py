@@ -264,6 +264,7 @@ def install_in_runner() -> SamplerStep:
     def sample_and_report(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A step that failed may have left them.
         step.grammar = step.logits_BV = None
+        # `sample_tokens` clears it.
         state = self.execute_model_state
         output = sample_tokens(self, *args, **kwargs)
         # With speculative decoding the logits have a row for each drafted token, not for each request.
