@@ -294,7 +294,6 @@ def stops_of(api: str, body: dict[str, Any]) -> list[str]:
 def cited_choices(body: dict[str, Any]) -> list[str]:
     """The ids of the choices to which a request refers by an earlier response."""
     earlier = body.get("previous_response_id")
-    # A response has one choice.
     return [earlier.removeprefix(RESPONSE_PREFIX) + "-0"] if isinstance(earlier, str) else []
 
 
