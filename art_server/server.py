@@ -1,7 +1,6 @@
 """The composition root: makes the parts of a server, starts and stops them. Each route takes the parts that it uses."""
 
 import asyncio
-import functools
 import logging
 import os
 import shutil
@@ -25,7 +24,6 @@ from art_server.engine.pause_gate import PauseGate
 from art_server.errors import InvalidInput
 from art_server.inference_proxy import Proxy
 from art_server.jobs.layer_check import LayerCheck
-from art_server.jobs.mismatch_limits import mismatch_limits_of
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.reports import Reports
 from art_server.jobs.runner import JobRunner
@@ -173,7 +171,6 @@ def build(
     machine = detect() if computes else machine_without_gpus()
     check_devices(config, machine)
     devices = ComputingDevices(config, machine.kind)
-    limits_of = functools.partial(mismatch_limits_of, config, devices)
     children = Children(config.server_dir, config.log_dir)
     if left := children.reap():
         logger.warning("killed processes that an earlier server left running: %s", left)
@@ -216,12 +213,12 @@ def build(
             name="engine" if config.engines == 1 else f"engine-{index}",
             progress=progress,
             changed=changed,
-            mismatch_limits_of=limits_of,
+            mismatch_limits_of=devices.mismatch_limits,
         )
         for index, (numbers, engine_owner) in enumerate(zip(engine_devices(config, machine), owners, strict=True))
     ]
     engine = make_engine(
-        replicas=replicas, progress=progress, changed=changed, config=config, mismatch_limits_of=limits_of
+        replicas=replicas, progress=progress, changed=changed, config=config, mismatch_limits_of=devices.mismatch_limits
     )
     locations = [here(numbers) for numbers in rank_devices(config, machine)]
     trainer = make_trainer(config=config, device=machine.kind, locations=locations)
@@ -234,7 +231,6 @@ def build(
             fleet=engine,
             trainer=trainer,
             devices=devices,
-            mismatch_limits_of=limits_of,
             intake=intake,
             changed=changed,
             is_busy=is_busy,

@@ -125,6 +125,7 @@ class Authentication:
         except ServerError as error:
             await answer(error)(scope, receive, send)
             return
+        # Starlette's `request.state`.
         scope.setdefault("state", {})["caller"] = caller
         await self._app(scope, receive, send)
 

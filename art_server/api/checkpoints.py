@@ -114,6 +114,7 @@ async def delete_checkpoints(
 
 @router.get("/checkpoints/{step}.tar")
 def download(model: PathModel, step: str) -> TarResponse:
+    # No coroutine, so FastAPI runs this in a thread: it reads the whole checkpoint.
     number = parse_step(step)
     if number in model.deleting:
         raise model.folder.unknown_step(number)

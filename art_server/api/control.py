@@ -152,6 +152,7 @@ async def train(
         new: NewJob = requests.begin(model, request.config, registration.limits(model))
         async for group in body.groups():
             await new.resolve_turns(group)
+        # A request that is sent again with its choices whole has another body, and brings the digest of its first body.
         job = await new.store_job(key, first or await body.digest(), request.expected_step)
     lines = event_lines(runner, job.job_id)
     return StreamingResponse(lines, media_type=NDJSON)

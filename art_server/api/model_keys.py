@@ -27,6 +27,7 @@ class ModelKeys:
 
     def read(self, key: str) -> tuple[str, str] | None:
         """The model id and owner of a key; None if the text is not a valid key of this kind."""
+        # Names of projects, models and keys contain no colon.
         model_id, _, rest = key.partition(":")
         owner, _, _ = rest.partition(":")
         is_ours = hmac.compare_digest(self.make(model_id, owner).encode(), key.encode())

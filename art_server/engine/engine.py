@@ -27,7 +27,6 @@ from art_server.engine.command import EngineProgram, notes_on_device, seq_length
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.device.plan import MemoryPlan
 from art_server.engine.failures import find_cause, refusal_of
-from art_server.engine.probe_check import find_fault
 from art_server.errors import InvalidInput, Unavailable
 from art_server.process.background import Background
 from art_server.process.place import Endpoint, Place, PlaceFailed, PlaceLost, Process
@@ -35,6 +34,7 @@ from art_server.process.progress import StartProgress
 from art_server.process.receiver import Receiver
 from art_server.settings import GPU_ENGINE_ARGS, Handover, ServerConfig
 from art_server.shared.engine_messages import new_request_id
+from art_server.shared.same_policy import find_fault
 from art_server.shared.trainer_messages import MismatchLimits
 from art_server.store import files
 from art_server.store.base_models import BaseModel

@@ -3,7 +3,7 @@ and the versions of the software.
 
 vLLM ignores without a word the adapter of a layer that it folds into others when it loads the model, or whose name it does
 not know. So an adapter of random weights is compared for one kind of layer at a time, as the adapter of each step is
-(`engine/probe_check.py`). A kind that the engine does not adapt is not trained: its adapter stays zero, on both sides.
+(`shared/same_policy.py`). A kind that the engine does not adapt is not trained: its adapter stays zero, on both sides.
 """
 
 import asyncio

@@ -75,6 +75,7 @@ def _without_thinking(text: str) -> str:
 
 
 def _visible_digest(visible: str) -> bytes:
+    # JSON may hold half of a surrogate pair, which UTF-8 refuses.
     return digest(_squeeze(_MARKUP.sub("", visible)).encode(errors="surrogatepass"))
 
 

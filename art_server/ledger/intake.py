@@ -46,6 +46,7 @@ class RecordReceiver(Receiver):
         rest = bytearray()
         while chunk := await reader.read(READ_BYTES):
             rest += chunk
+            # A prompt of megabytes comes in many chunks: all of them are split once, at its end.
             if b"\n" not in chunk:
                 continue
             *lines, rest = rest.split(b"\n")
@@ -118,6 +119,7 @@ class Intake:
             match = REQUEST_ID.search(sample.request_id)
             if match is not None:
                 position = int(match[2] or 0)
+                # As vLLM numbers the choices of a completion with several prompts (0.32, completion/serving.py).
                 index = position * sample.sampling["n"] + sample.index
                 taken.append((match[1], index, position, sample))
         self._ledger.take_samples(taken)

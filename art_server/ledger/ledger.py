@@ -91,6 +91,7 @@ class Ledger:
         """By choice id: the choice's thinking (None: it has none), and whether its digest shows that a message is edited."""
         self._unanswered: list[int] = []
         """The numbers of prompts whose requests ended without a record, for `prune`."""
+        # The clock may have been set back since, and the order of events decides which answers an agent discarded.
         clock.tick(after=self._storage.newest_event(NEWEST))
 
     def close(self) -> None:
@@ -101,6 +102,7 @@ class Ledger:
         """Loads the tokenizer of the base model in `folder`; takes up to a second. Without a tokenizer nothing is
         spliced."""
         rules = facts.rules
+        # Without the lock, for which requests wait.
         decoder = Decoder(folder, facts.stop_ids, rules.behind_answer)
         with self._lock:
             self._rules = rules
@@ -138,6 +140,7 @@ class Ledger:
     def take_prompt(self, request_id: str, position: int, rendered: list[int]) -> list[int] | None:
         """Stores rendered prompt number `position` of a request. Returns the tokens to sample from instead, or None."""
         opened = self._open.get(request_id)
+        # Its client has disconnected.
         if opened is None:
             return None
         with self._lock:
@@ -172,6 +175,7 @@ class Ledger:
                     else:
                         opened.lose(index, "its prompt was not recorded")
             undo.pop_all()
+        # After the commit: from here on answers end, and an answer that has ended has its records on the disk.
         for opened, index, record in records:
             opened.add(index, record)
 
@@ -556,6 +560,7 @@ class OpenRequest:
         try:
             async with asyncio.timeout(max(0.0, self.record_wait_seconds - self._waited)):
                 while index not in self.records and index not in self.lost:
+                    # `add` and `lose` run on the same event loop, so nothing comes between the check and this line.
                     self._came.clear()
                     await self._came.wait()
         except TimeoutError:

@@ -140,6 +140,7 @@ HEADING = (
 COUNTED_SESSIONS = 200_000
 """Rows of `lost_choices`, the latest ones: some 30 MB."""
 
+# One parameter for a list of any length: SQLite limits their number.
 IN_LIST = "IN (SELECT value FROM json_each(?))"
 WITHOUT_RECORD = "NOT EXISTS (SELECT 1 FROM records WHERE prompt = prompts.number)"
 OF_REQUEST = "choice_id > ? AND choice_id < ?"
@@ -147,6 +148,7 @@ OF_REQUEST = "choice_id > ? AND choice_id < ?"
 
 def of_request(request_id: str) -> tuple[str, str]:
     """The bounds of a request's choice ids, for OF_REQUEST."""
+    # "." is the next character behind "-".
     return f"{request_id}-", f"{request_id}."
 
 
@@ -210,6 +212,7 @@ class Storage:
         wanted: int | None = number
         while wanted is not None:
             if wanted in self._renderings:
+                # A copy, here and below: the list is extended, and the cache keeps its own.
                 whole = self._renderings[wanted][:]
                 break
             row = self.db.execute(
@@ -297,6 +300,7 @@ class Storage:
     def newest_event(self, num: int) -> int:
         """The latest request or delivery of the `num` newest records; 0 if there is none."""
         (newest,) = self.db.execute(
+            # The inner MAX has two arguments: SQLite's scalar function, not its aggregate.
             "SELECT MAX(MAX(COALESCE(requested_at, 0), COALESCE(delivered_at, 0))) FROM"
             " (SELECT requested_at, delivered_at FROM records ORDER BY number DESC LIMIT ?)",
             (num,),
@@ -417,6 +421,7 @@ class Storage:
         """The newest choices of a request's session; none without a session."""
         if request.session is None:
             return []
+        # The index is named, here and below: SQLite keeps no statistics that show how few records it leaves.
         return self._find_choices(request, "INDEXED BY records_by_session", "TRUE", limit=MAX_OWN)
 
     def find_answers(
@@ -457,6 +462,7 @@ class Storage:
                 "conversation": self._store_conversation(turn["messages"]),
                 "tools": None if tools is None else self._store_conversation([{"tools": tools}]),
             }
+            # A stream stores its turn again at the end of each of its choices.
             insert(self.db, "turns", row, or_else="REPLACE")
 
     def _store_conversation(self, messages: Sequence[Any]) -> int | None:
@@ -474,6 +480,7 @@ class Storage:
             else:
                 known -= 1
         for body, name in zip(bodies[known:], digests[known + 1 :], strict=True):
+            # Level 0 keeps the bytes as they are, in the same format.
             packed = zlib.compress(body, 1 if len(body) > SMALL_BYTES else 0)
             row = {"digest": name, "parent": number, "message": packed}
             number = insert(self.db, "conversations", row)
@@ -644,6 +651,7 @@ class Storage:
                 (USED_SECONDS,),
             )
         self.forget()
+        # SQLite gives the numbers of deleted sets to new ones.
         self._sets.clear()
 
     def drop_prompts(self, numbers: Sequence[int], used_prompts: Iterable[int]) -> None:

@@ -43,9 +43,7 @@ from art_server.machines.placing import RayProcess
 from art_server.process.background import Background
 from art_server.process.children import Children
 from art_server.settings import ApiKey, ServerConfig
-from art_server.shared.trainer_messages import MismatchLimits
 from art_server.store import files
-from art_server.store.base_models import BaseModel
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +61,6 @@ class Hosts:
         fleet: Fleet,
         trainer: ServerTrainer,
         devices: ComputingDevices,
-        mismatch_limits_of: Callable[[BaseModel], MismatchLimits | None],
         intake: Intake,
         changed: asyncio.Condition,
         is_busy: Callable[[], bool],
@@ -74,7 +71,6 @@ class Hosts:
         self._fleet = fleet
         self._trainer = trainer
         self._devices = devices
-        self._mismatch_limits_of = mismatch_limits_of
         self._intake = intake
         self._changed = changed
         self._is_busy = is_busy
@@ -216,7 +212,7 @@ class Hosts:
             name=f"engine-{host.name}-{slot}",
             progress=self._fleet.progress,
             changed=self._changed,
-            mismatch_limits_of=self._mismatch_limits_of,
+            mismatch_limits_of=self._devices.mismatch_limits,
         )
 
     def _rank(self, host: JoinedHost, slot: int) -> TrainerProcess:

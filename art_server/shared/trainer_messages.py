@@ -143,7 +143,7 @@ class LoadTask(TrainerMessage):
 
 
 class MismatchLimits(TrainerMessage):
-    """Thresholds for the gap between the engine's and the trainer's log-probabilities (`gap.py`, `engine/probe_check.py`)."""
+    """Thresholds for the gap between the engine's and the trainer's log-probabilities (`same_policy.py`)."""
 
     high: float
     """A mean above this is noted in the job's report."""
@@ -154,12 +154,6 @@ class MismatchLimits(TrainerMessage):
     epsilon: float = 0.0
     """If engine or trainer computes in 16 bits, the standard deviation of a number's rounding, relative to the number:
     the trainer measures with it what rounding does to the probe. 0: the probe's limit is `wrong`."""
-
-
-NUM_SIGMAS_OF_EFFECT = 16.0
-"""An adapter's effect on the probe is compared if it is this many times as large as rounding. A 16-bit engine rounds away
-most of a smaller effect: with SmolLM2 it applies 0.3 of an effect as large as rounding, 0.7 of one five times as large, and
-0.99 of one sixteen times as large."""
 
 
 class Probe(TrainerMessage):

@@ -20,6 +20,7 @@ from art_server.store.selected_layers import ALL_LINEAR, FIELDS, BadPattern, not
 MAX_CONFIG_BYTES = 2**20
 MAX_HEADER_BYTES = 100_000_000
 """Largest header of a safetensors file, as the format's library limits it."""
+# MAX_RANK is the highest rank with which vLLM can be started (`settings.LoraRank`).
 MAX_RANK, MAX_ALPHA = 512, 65_536
 READ = {"peft_type", "task_type", "r", "lora_alpha", "use_rslora", "init_lora_weights", *FIELDS}
 WITHOUT_EFFECT = {

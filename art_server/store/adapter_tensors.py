@@ -92,6 +92,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         with safe_open(file, "numpy"):
             pass  # opening compares the header with the file's size
         with open(file, "rb") as opened:
+            # The format: eight bytes with the header's size, the header, then the tensors. Offsets count from the header's end.
             (size,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(size))
     except (SafetensorError, OSError) as error:

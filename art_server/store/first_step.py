@@ -77,6 +77,7 @@ def _write_tensors(
     threads run meanwhile."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # Any: the metadata has no shape
     end = 0
+    # The order in which safetensors writes tensors of one number type.
     for name in sorted(shapes):
         begin, end = end, end + 4 * math.prod(shapes[name])
         header[name] = {"dtype": "F32", "shape": shapes[name], "data_offsets": [begin, end]}

@@ -23,6 +23,7 @@ TABLES = ("steps", "metrics")
 BEST_METRICS = ("val/reward", "train/reward")
 """The best step is judged by the first of these that the history has."""
 NO_METRICS = ("step", "training_step")
+# As in the exchange format and the routes: nine digits.
 MAX_STEP = 10**9
 Ranking = tuple[str | None, list[int]]
 
@@ -183,6 +184,7 @@ class MetricHistory:
 
     def total(self, name: str) -> float:
         """The sum of a metric over all steps."""
+        # total, because sum is NULL without rows.
         query = "SELECT total(value) FROM metrics WHERE model = ? AND name = ?"
         return self._table.select(query, self._model, name)[0][0]
 

@@ -249,6 +249,7 @@ class ModelFolder:
         the rollback."""
         rows = files.read_lines(self.history_file)
         later_rows = [row for row in rows if row.get("step", 0) > step]
+        # Before they leave history.jsonl: a crash in between writes them twice, and loses none.
         for row in later_rows:
             files.append_line(self.path / "history.rolled-back.jsonl", row)
         if later_rows:

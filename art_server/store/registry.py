@@ -210,6 +210,7 @@ class Registry:
         async with model.verify_lock:
             if model.is_verified:
                 return
+            # Ends a rollback that an error of the disk has broken off (`Checkpoints.roll_back`).
             await asyncio.to_thread(self.settle, model.number)
             faults = await asyncio.to_thread(model.folder.newest_faults)
             newest = max((step for step in model.folder.steps() if step not in faults), default=None)

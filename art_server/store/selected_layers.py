@@ -34,6 +34,7 @@ def not_selected(config: dict[str, Any], paths: Sequence[str], timeout_seconds: 
     """
     fields = {name: config.get(name) for name in FIELDS}
     _check(fields)
+    # Without the environment's paths and packages, which the child does not need.
     command = [sys.executable, "-I", "-S", __file__]
     request = json.dumps([fields, list(paths)])
     try:

@@ -129,6 +129,7 @@ def make_tables(connection: sqlite3.Connection, root: Path | None) -> None:
             connection.execute(statement)
         if root is not None and has_jobs:
             take_jobs(connection, root)
+        # A number in the file's header, so it is a part of the transaction.
         connection.execute(f"PRAGMA user_version={VERSION}")
     if has_jobs:
         connection.execute("DETACH earlier")  # its log becomes a part of the file

@@ -1,9 +1,9 @@
 """What the ranks of a gang agree on before they compute (`gang_view.py`): no rank may follow its own machine's numbers.
 
-What cannot be made equal (`facts.py`) is compared by the server before the ranks meet. Before each
-job the first rank decides what the plan depends on, and all ranks take its terms (`agree_on_terms`). Before the first pass over
-a plan the ranks compare its digests (`check_plan`): where plans differ, two ranks compute some tokens and no rank computes others, which makes another gradient
-without an error.
+What cannot be made equal (`facts.py`) is compared by the server before the ranks meet. Before each job the first rank decides
+what the plan depends on, and all ranks take its terms (`agree_on_terms`). Before the first pass over a plan the ranks compare its
+digests (`check_plan`): where plans differ, two ranks compute some tokens and no rank computes others, which makes another
+gradient without an error.
 
 A gang of one exchanges nothing.
 """
@@ -66,11 +66,13 @@ def agree_on_terms(policy: Policy, max_tokens: int) -> Terms:
         update={
             "max_tokens": min(terms.max_tokens for terms in of_ranks),
             "memory": min(terms.memory for terms in of_ranks),
+            # A part of a stored budget's key: a budget of unlike cards counts for none of them alone.
             "device": " and ".join(sorted({terms.device for terms in of_ranks})),
         }
     )
     policy.checkpointing_factor = agreed.checkpointing_factor
     policy.fill_tokens = agreed.fill_tokens
+    # A check is a pass that all ranks make. After an error a rank may have loaded its base again, and would check alone.
     policy.has_tried_trees = agreed.has_tried_trees
     policy.tree_gap, policy.sequence_gap = agreed.tree_gap, agreed.sequence_gap
     if policy.shares_prefixes != agreed.shares_prefixes:
@@ -90,10 +92,7 @@ def check_plan(policy: Policy, micro_batches: Sequence[MicroBatch], max_tokens: 
     if gang.size == 1:
         return
     facts = plan_facts(policy, micro_batches, max_tokens)
-    text = json.dumps(facts)
-    digests = gang.gather(hashlib.sha256(text.encode()).hexdigest())
-    if len(set(digests)) > 1:
-        check_alike(gang.machines, [json.loads(of_rank) for of_rank in gang.gather(text)])
+    check_alike(gang.machines, [json.loads(text) for text in gang.gather(json.dumps(facts))])
 
 
 def plan_facts(policy: Policy, micro_batches: Sequence[MicroBatch], max_tokens: int) -> Mapping[str, str]:

@@ -96,6 +96,7 @@ def tree_attention(
         NotImplementedError: the model needs soft-capped scores, attention sinks or dropout, or does not pass its
             arguments down to its layers, so that there is no forest.
     """
+    # `checking.py` catches this error in the model's first batch, and the model is trained without trees.
     if forest is None or softcap is not None or s_aux is not None or dropout:
         raise NotImplementedError(
             f"{type(module).__name__} needs attention that trees do not have: "
@@ -121,6 +122,7 @@ def tree_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+# For an implementation without a mask function transformers makes no mask (5.19, masking_utils.py).
 AttentionInterface.register(TREE_ATTENTION, tree_attention)
 
 
@@ -159,6 +161,7 @@ def make_block_mask(forest: ForestAttention, window: int | None) -> Any:
         lowest_B, highest_B = positions_BT.amin(1), positions_BT.amax(1)
         sees_BB &= lowest_B[:, None] - highest_B[None, :] < window
         is_full_BB &= highest_B[:, None] - lowest_B[None, :] < window
+    # A block on the diagonal is causal inside, so never full.
     is_partial_BB = (sees_BB & ~is_full_BB) | torch.eye(num, dtype=torch.bool, device=ends_BT.device)
     return BlockMask.from_kv_blocks(
         *_listed(is_partial_BB),
@@ -244,6 +247,7 @@ class _SegmentAttention(torch.autograd.Function):
         out = query.new_zeros(1, length, num_heads, size).transpose(1, 2)
         sums = query.new_empty(1, length, num_heads, dtype=torch.float32).transpose(1, 2)
         for segment in segments:
+            # torch's public function does not return the log-sum-exps.
             part, part_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query[:, :, segment.query : segment.query_stop],
                 key[:, :, segment.key : segment.key_stop],
@@ -255,6 +259,7 @@ class _SegmentAttention(torch.autograd.Function):
             )
             out_here = out[:, :, segment.query : segment.query_stop]
             sums_here = sums[:, :, segment.query : segment.query_stop]
+            # Each query is in one causal segment, and these come first (`make_segments`): there is nothing to join yet.
             if segment.is_causal:
                 out_here.copy_(part)
                 sums_here.copy_(part_sums)

@@ -127,4 +127,5 @@ def peft_config(lora: LoRAConfig, model: PreTrainedModel) -> PeftLoraConfig:
 
 def adapter_tensors(model: PeftModel) -> dict[str, torch.Tensor]:
     """The adapter of a model, by the names of PEFT's files."""
+    # By default PEFT (0.21) reads the base's config.json at each call, to see whether its vocabulary has changed.
     return get_peft_model_state_dict(model, save_embedding_layers=False)

@@ -22,6 +22,7 @@ from art_server.shared.advantages import (
     trained_positions,
     trained_tokens,
 )
+from art_server.shared.same_policy import movement_since
 from art_server.shared.trainer_messages import Batch, TokenSequence, TrainableGroup, TrainableTrajectory
 from art_server.trainer.distributions import RAW, BehaviourDistribution, decode_distributions
 from art_server.trainer.tree import (
@@ -35,11 +36,6 @@ from art_server.trainer.tree import (
     sort_sequences,
     unshared,
 )
-
-UNKNOWN_MOVEMENT = 0.125
-"""The movement, in nats, of a step whose movement is not on record, because another program made the step. The allowance is eight times this number (`gap.py`)."""
-WINDOW_STEPS = 8
-"""A step counts with the largest movement of this number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +275,7 @@ def make_sampled_tokens(
         advantages += sequence.advantages
         steps += sequence.steps
     _, numbers = np.unique(np.array(trajectories, dtype=np.int64), return_inverse=True)
-    trajectories_S = torch.from_numpy(numbers.reshape(-1))
+    trajectories_S = torch.from_numpy(numbers)
     return SampledTokens(
         sampled_logprobs_S=torch.tensor([0.0 if value is None else value for value in sampled]),
         is_unknown_S=torch.tensor([value is None for value in sampled], dtype=torch.bool),
@@ -288,7 +284,7 @@ def make_sampled_tokens(
         trajectories_S=trajectories_S,
         is_fresh_S=torch.tensor([step == start_step for step in steps], dtype=torch.bool),
         is_stale_S=torch.tensor([step not in (None, start_step) for step in steps], dtype=torch.bool),
-        allowances_S=torch.tensor([_movement_since(step, start_step, moved) for step in steps], dtype=torch.float32),
+        allowances_S=torch.tensor([movement_since(step, start_step, moved) for step in steps], dtype=torch.float32),
     )
 
 
@@ -301,20 +297,6 @@ def _weights(trajectories_S: torch.Tensor, config: LossConfig) -> torch.Tensor:
     if config.normalisation == "trajectory":
         return 1 / (len(lengths) * lengths[trajectories_S].float())
     return torch.full((num_tokens,), 1 / (max(1, len(lengths)) * config.constant_length))
-
-
-def _movement_since(step: int | None, start_step: int | None, moved: Sequence[float]) -> float:
-    """How far the policy has moved at most since a token's step; 0 for fresh tokens and for tokens of unknown step.
-
-    Each step counts with the largest movement of the last WINDOW_STEPS steps or more, because one step can move the probe's
-    few tokens much less than other tokens.
-    """
-    if step is None or start_step is None:
-        return 0.0
-    age = max(0, start_step - step)
-    known = min(age, len(moved))
-    largest = max(moved[-max(age, WINDOW_STEPS) :], default=0.0)
-    return known * largest + UNKNOWN_MOVEMENT * (age - known)
 
 
 def is_cheaply_divided(sequences: Sequence[TrainSequence], max_tokens: int, *, shared: bool = True) -> bool:

@@ -72,6 +72,7 @@ def make_checked_micro_batches(
             if len(chosen) > 1:
                 yield chosen
 
+    # `check_trees` below makes no backward pass, which is what some cards cannot compile.
     if policy.shares_prefixes and policy.attention_kind == "flex" and not policy.has_tried_trees:
         trial = make(sequences_to_check(trained.sequences))[0]
         failed = try_trees(policy, trial)
@@ -162,6 +163,7 @@ def _agreed_gap(policy: Policy, batch: MicroBatch, sequences: list[TrainSequence
 def _gap(policy: Policy, batch: MicroBatch, sequences: list[TrainSequence]) -> float:
     """The difference between a micro-batch's log-probabilities and its separate sequences' (`Policy.sequence_logprobs`): the
     largest in float32, else the mean."""
+    # `sequence_logprobs` knows neither kept sets nor temperatures.
     raw = replace(batch, distributions_N=torch.full_like(batch.distributions_N, RAW))
     logprobs_N, _ = policy.logprobs(raw)
     differences: list[torch.Tensor] = []

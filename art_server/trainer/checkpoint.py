@@ -30,5 +30,6 @@ def save_checkpoint(policy: Policy, optimizer: torch.optim.AdamW, folder: Path) 
     folder.mkdir(parents=True, exist_ok=True)
     policy.save_adapter(folder)
     save_optimizer(optimizer, policy.parameters, folder / OPTIMIZER_FILE)
+    # The folder, too: a file's name is on disk when its folder is.
     for path in [*folder.iterdir(), folder]:
         sync(path)

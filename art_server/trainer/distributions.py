@@ -105,6 +105,7 @@ def _columns(
             return None
         is_kept_V[kept_ids] = True
     columns = np.flatnonzero(is_kept_V)
+    # Chosen columns are copied out of the head before they are multiplied.
     return columns if 2 * len(columns) <= num_vocabulary else None
 
 
@@ -119,6 +120,7 @@ def _left_out_and_biases(
             is_left_out[row] = True
             is_left_out[row, column_of_V[distribution.kept_ids]] = False
         for token_id, bias in distribution.bias.items():
+            # A biased token may be outside all kept sets of the piece.
             if column_of_V[token_id] >= 0:
                 biases[row, column_of_V[token_id]] = bias
     return is_left_out, biases
@@ -143,6 +145,7 @@ def _piece(
         column_of_V[columns] = np.arange(num_columns)
     is_left_out, biases = _left_out_and_biases([table[index] for index in present], column_of_V, num_columns)
     targets_in_columns = column_of_V[targets.cpu().numpy()]
+    # A target without a column is -1, which reads the last column; the first condition decides there.
     is_outside = (targets_in_columns < 0) | is_left_out[rows, targets_in_columns]
     if is_outside.any():
         token_id = int(targets[int(is_outside.argmax())])
@@ -157,6 +160,7 @@ def _piece(
     def score(hidden_ND: torch.Tensor) -> torch.Tensor:
         logits = project(hidden_ND) if columns_C is None else project_columns(hidden_ND, columns_C)
         logits = logits.float()
+        # In vLLM's order (0.32, v1/sample/sampler.py): the bias, the temperature, then what cuts the vocabulary.
         if added is not None:
             logits = logits + added[rows_N]
         if temperatures_N1 is not None:

@@ -73,16 +73,19 @@ class GangView:
         """Waits until all ranks have joined. `meeting` is a file on this machine, new for each gang; for ranks on several
         machines it is `tcp://ADDRESS:PORT` of the first machine.
         """
+        # Gradients are summed on the cards; texts, flags and the tokens' numbers in main memory.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if meeting.startswith(TCP):
             address, _, port = meeting.removeprefix(TCP).rpartition(":")
+            # Both libraries would choose an interface by themselves, which need not reach the other machines.
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface_to(address)
             store: dist.Store = dist.TCPStore(address, int(port), size, is_master=rank == 0, timeout=WAIT)
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             store = dist.FileStore(meeting, size)
+        # torch's FileStore waits five minutes by default.
         store.set_timeout(WAIT)
         machines = _exchange(store, "machine", machine, rank, size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=WAIT)
@@ -110,6 +113,7 @@ class GangView:
         if self.size == 1:
             return [text]
         data = text.encode()
+        # `all_gather` takes tensors of one size, so the lengths come first.
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(data)]))
         longest = max(1, *map(int, lengths))
@@ -153,6 +157,7 @@ class GangView:
         the fewest tokens so far."""
         shares: list[list[int]] = [[] for _ in range(self.size)]
         tokens = [0] * self.size
+        # `sorted` is stable and `index` finds the first minimum: equal loads are divided in the same way on all ranks.
         for index in sorted(range(len(loads)), key=lambda index: -loads[index]):
             least = tokens.index(min(tokens))
             shares[least].append(index)

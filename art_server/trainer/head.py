@@ -104,6 +104,7 @@ class _ScoreTargets(torch.autograd.Function):
                 slopes = torch.softmax(logits.detach().float(), -1)
             if ctx.with_entropy_gradient:
                 # dH/dz = -p (log p + H)
+                # Outside the kept set p is 0: with a logarithm of -inf the product would be NaN.
                 surprises = slopes.log().clamp_(min=-1e4).add_(entropies_N[here, None])
                 surprises.mul_(grad_entropies_N[here, None]).add_(grad_logprobs_N[here, None])
                 slopes = slopes.mul_(surprises).neg_()

@@ -29,4 +29,5 @@ class HostCopy:
     def return_to_device(self) -> None:
         """Copies the weights to the device."""
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            # On a CPU `to` alone would return the copy itself.
             parameter.data = copy.to(self._device, copy=True)

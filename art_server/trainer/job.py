@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
+from art_server.shared.same_policy import judge_gap
 from art_server.shared.trainer_messages import BetweenSteps, Done, Probe, Progress, TrainTask
 from art_server.store.adapter_layers import layer_kind
 from art_server.trainer.agreement import agree_on_terms
 from art_server.trainer.batches import TrainBatch, drop_stale, make_train_batch, with_penalties
 from art_server.trainer.checkpoint import load_checkpoint, save_checkpoint
-from art_server.trainer.gap import judge_gap
 from art_server.trainer.mini_batches import MiniBatch, split_mini_batches
 from art_server.trainer.old_logprobs import (
     OldLogprobs,
@@ -89,6 +89,7 @@ def train(
     optimizer = load_checkpoint(policy, task.lora, Path(task.in_dir), rate)
     check_layers(policy, task.lost_layers)
     schedule = _schedule(task, rate, optimizer)
+    # Not when the server resolves the batch: a job may wait in the queue while the model makes steps.
     task, num_too_stale = _drop_stale(task)
     trained = make_train_batch(task.batch, task.config)
     metrics = data_metrics(trained) | {"data/step_num_tokens_too_stale": float(num_too_stale)}
@@ -104,6 +105,7 @@ def train(
     if trained.sequences:
         of_steps, probe = _take_steps(job, trained)
         metrics |= of_steps
+        # All ranks have the same budget.
         if policy.gang.is_first:
             budget.store()
 
@@ -112,9 +114,11 @@ def train(
         policy.leave_device(optimizer, keep_copy=between_steps == "leave")
         metrics["time/step_leave_s"] = time.perf_counter() - started
     policy.gang.meet()  # the engine returns only when all ranks have left their devices
+    # At this report the server wakes the engine, which needs the device (`jobs/attempt.py`).
     report(Progress(phase="save", completed=0, total=1))
     started = time.perf_counter()
     if policy.gang.is_first:
+        # Before `save_checkpoint`, which syncs all files of the folder to disk.
         record.write(Path(task.out_dir))
         save_checkpoint(policy, optimizer, Path(task.out_dir))
     metrics["time/step_save_s"] = time.perf_counter() - started
@@ -208,6 +212,7 @@ def _take_steps(job: _Job, trained: TrainBatch) -> tuple[dict[str, float], Probe
                 notes += judge_gap(metrics, task)
             # A job with stale tokens has a probe: the next job will have some too, and judges them by this step's movement.
             is_stale = (metrics | gap)["loss/logprob_gap_stale_num_tokens"] > 0
+            # `is_due` reads the machine's clock, and a probe is a pass that all ranks make, or none.
             if task.mismatch_limits is not None and policy.gang.any(is_stale or is_due(task.probe)):
                 start = start_probe(policy, task.probe, trained.sequences, task.mismatch_limits)
         else:

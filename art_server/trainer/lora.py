@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear
 
+# PEFT's name for an adapter that was given none.
 ADAPTER = "default"
 
 

@@ -75,6 +75,7 @@ def policy_loss(
         means_S = _trajectory_means(differences_S, tokens.trajectories_S)
         log_ratios_S = own * differences_S + shared * means_S
     ratios_S = _exp(log_ratios_S)
+    # Beyond the clamp of `_exp` the ratio is constant: no slope.
     is_finite_S = log_ratios_S.abs() <= MAX_LOG_RATIO
 
     corrections_S, is_corrected_S = _corrections(to_sampler_S, tokens, config)
@@ -97,6 +98,7 @@ def policy_loss(
         slopes_S = torch.where(has_slope_S, -corrections_S * ratios_S * advantages_S, 0.0)
         slopes_S = slopes_S * tokens.weights_S
         coefficients_S = own * slopes_S
+        # The mean of n log-ratios changes by 1/n of each of them, so each token gets the mean of all slopes.
         if shared:
             coefficients_S = coefficients_S + shared * _trajectory_means(slopes_S, tokens.trajectories_S)
 

@@ -98,6 +98,7 @@ def compute_logprobs(
             report(Progress(phase="forward", completed=number, total=len(rounds)))
             batch = micro_batches[index]
             scored_S = score(batch).cpu()[batch.predictions_S]
+            # Otherwise a sharded rank repeats a micro-batch of another rank, whose numbers are in the sum.
             if counts:
                 logprobs_S[batch.indices_S] = scored_S
     return policy.gang.sum(logprobs_S)

@@ -132,6 +132,7 @@ class Policy:
         if self._lora != lora:
             self.init_adapter(lora, seed=0)
         expected = adapter_tensors(self.model)
+        # PEFT loads with strict=False: a layer without tensors would keep the weights of the adapter before.
         if different := sorted(expected.keys() ^ tensors.keys()):
             raise ValueError(
                 f"{folder / ADAPTER_FILE} is not an adapter of {self.base_model} with {lora!r}: {different[:3]}"
@@ -201,6 +202,7 @@ class Policy:
         """Keeps only each layer's input for backward and recomputes the rest: less memory, a third more time."""
         model: Any = self._base  # Any: transformers' switches are untyped
         if enabled:
+            # torch's reentrant kind needs an input with a gradient, and frozen embeddings give none.
             model.gradient_checkpointing_enable({"use_reentrant": False})
         elif model.is_gradient_checkpointing:
             model.gradient_checkpointing_disable()
@@ -273,6 +275,7 @@ class Policy:
     def _check_tokens(self, batch: MicroBatch) -> None:
         vocabulary = self.model.get_input_embeddings().num_embeddings
         largest = max(int(batch.forest.token_ids_T.max()), int(batch.targets_N.max()))
+        # On a GPU an index out of range is an error after which no call on the device succeeds.
         if largest >= vocabulary:
             raise ValueError(f"token {largest} is outside the vocabulary of {self.base_model} ({vocabulary})")
 
@@ -286,6 +289,7 @@ class Policy:
 
         def take(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
             taken.append(inputs[0].flatten(0, 1)[indices_N.to(self.device)])
+            # The head computes no logits here: `_project` does, in pieces.
             return (inputs[0][:, :0],)
 
         hook = self.model.get_output_embeddings().register_forward_pre_hook(take)
@@ -385,6 +389,7 @@ def _save(model: PeftModel, tensors: dict[str, torch.Tensor], folder: Path) -> N
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
     config = model.peft_config["default"]
+    # As PEFT's own `save_pretrained` writes it.
     config.inference_mode = True
     config.save_pretrained(str(folder))
     config.inference_mode = False

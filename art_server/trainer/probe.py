@@ -1,9 +1,9 @@
 """The trainer's side of the probe: log-probabilities of a few tokens under the step that a job has just made.
 
-The server has the engine score the same tokens when it has loaded the step, before the step serves (`engine/probe_check.py`).
+The server has the engine score the same tokens when it has loaded the step, before the step serves (`shared/same_policy.py`).
 The tokens are the end of the job's sequence that the update moves the most. They are kept for some steps, so that most
 jobs compute them once. The same numbers show how far each job moves the policy, which is the allowance of stale tokens
-(`gap.py`).
+(`movement_since`).
 
 Scoring few tokens costs a pass over all weights: on a CPU some percent of a short step. So the first steps of an adapter
 and the first step of a process have a probe, and so has a job with tokens of earlier steps, because the next such job judges
@@ -23,7 +23,8 @@ from peft.helpers import rescale_adapter_scale
 from torch.nn.modules.module import register_module_forward_hook
 
 from art_protocol.wire import LoRAConfig
-from art_server.shared.trainer_messages import NUM_SIGMAS_OF_EFFECT, MismatchLimits, Probe
+from art_server.shared.same_policy import least_effect
+from art_server.shared.trainer_messages import MismatchLimits, Probe
 from art_server.store.adapter_layers import layer_kind
 from art_server.trainer.batches import TrainSequence
 from art_server.trainer.policy import Policy
@@ -62,6 +63,7 @@ def start_probe(
     the policy; its tokens and numbers are used again unless they are too old."""
     last = last or Probe()
     if last.token_ids and last.age < STEPS_OF_TOKENS:
+        # After skipped steps these log-probabilities are older, and the difference is the movement of all these steps.
         return last.model_copy(update={"seconds": 0.0})
     started = time.perf_counter()
     token_ids = choose_tokens(sequences)
@@ -87,7 +89,7 @@ def finish_probe(policy: Policy, start: Probe, limits: MismatchLimits) -> Probe:
     before_T, base_T = torch.tensor(start.logprobs), torch.tensor(start.base_logprobs)
     logprobs_T = policy.sequence_logprobs(start.token_ids).cpu()
     moved = with_movement(start.moved, _rms(logprobs_T - before_T))
-    needed = NUM_SIGMAS_OF_EFFECT * (start.rounding or limits.high)
+    needed = least_effect(start, limits)
     factor, scaled_T = 1, logprobs_T
     # The first rank's effect counts: where ranks share the base's weights, all of them make these passes.
     while 0 < (effect := _effect(policy, scaled_T, base_T)) < needed and factor < MAX_FACTOR:

@@ -35,6 +35,7 @@ def shard_base(base: PreTrainedModel, gang: GangView, device: torch.device) -> P
     logger.info("rank %d holds %d of %d bytes of the layers", gang.rank, own, whole)
     for module in base.modules():
         for name, values in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            # `fully_shard` has moved the weights of the layers.
             if values.device != device and not isinstance(values, DTensor):
                 _move(module, name, device)
     return base
@@ -43,6 +44,7 @@ def shard_base(base: PreTrainedModel, gang: GangView, device: torch.device) -> P
 def _move(module: torch.nn.Module, name: str, device: torch.device) -> None:
     values = getattr(module, name)
     if isinstance(values, torch.nn.Parameter):
+        # In place: embedding and head may share one parameter.
         values.data = values.data.to(device)
     else:
         setattr(module, name, values.to(device))

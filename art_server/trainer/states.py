@@ -68,6 +68,7 @@ def plan_layer_calls(nodes: Sequence[Node]) -> LayerCalls:
         above.append(index)
     calls = [[run] for run in runs if run.node in parents]
     leaves = [run for run in runs if run.node not in parents]
+    # One call has one cache: all its rows start from a state, or none does.
     for run in sorted(leaves, key=lambda run: (run.parent is None, len(run.tokens))):
         first = calls[-1][0] if calls else None
         if (

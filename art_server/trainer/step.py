@@ -104,6 +104,7 @@ def compute_gradient(
     with policy.gang.together():
         for number, (index, counts) in enumerate(rounds):
             _add_gradient(policy, step, step.micro_batches[index], config, whole, scale if counts else 0.0)
+            # A cancelled job ends here (`Worker._report`).
             report(Progress(phase=phase, completed=number + 1, total=len(rounds)))
     started_sum = time.perf_counter()
     sum_gradients(policy)
@@ -164,6 +165,7 @@ def sum_gradients(policy: Policy) -> None:
     if policy.gang.size == 1:
         return
     parameters = policy.parameters.values()
+    # Joining allocates as much as all gradients: a rank may run out of memory here.
     with policy.gang.together():
         joined = join_gradients(policy)
     sizes = [parameter.numel() for parameter in parameters]
@@ -189,6 +191,7 @@ def _finish_gradient(policy: Policy, task: TrainTask, scale: float) -> float:
     before the clip."""
     for name, parameter in policy.parameters.items():
         if task.lost_layers and layer_kind(name.partition(".lora_")[0]) in task.lost_layers:
+            # AdamW leaves a parameter without a gradient alone, and the norm does not count it.
             parameter.grad = None
         if scale > 1 and parameter.grad is not None:
             parameter.grad /= scale

@@ -120,6 +120,7 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         return {"data/step_peak_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30}
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # getrusage counts bytes on macOS, KiB on Linux.
     return {"data/step_peak_memory_gib": largest / (2**30 if sys.platform == "darwin" else 2**20)}
 
 

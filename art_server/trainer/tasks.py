@@ -16,6 +16,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from art_server import __version__
+from art_server.shared.same_policy import GapTooLarge
 from art_server.shared.trainer_messages import (
     UNLIKE_RANKS,
     Done,
@@ -29,7 +30,6 @@ from art_server.shared.trainer_messages import (
 from art_server.store import files
 from art_server.trainer.facts import find_device
 from art_server.trainer.gang_view import ALONE, GangView, OtherRankFailed, UnlikeRanks, is_lost_connection
-from art_server.trainer.gap import GapTooLarge
 from art_server.trainer.job import train
 from art_server.trainer.memory import free_cached_memory, is_out_of_memory
 from art_server.trainer.optimizer import make_optimizer
@@ -140,6 +140,7 @@ class Worker:
             policy.drop_gradients()
         environment = done.environment | self._environment(policy)
         done = done.model_copy(update={"environment": environment})
+        # This name would keep the model in memory during `_rest`.
         del policy
         self._rest()
         return done
@@ -149,6 +150,7 @@ class Worker:
         policy.use_context(task.max_seq_length)
         probes = write_layer_probes(policy, task.lora, Path(task.out_dir), task.mismatch_limits)
         if self._config.between_steps != "stay":
+            # `leave_device` also moves an optimizer's state; this one has none.
             optimizer = make_optimizer(policy.parameters, 0.0)
             policy.leave_device(optimizer, keep_copy=self._config.between_steps == "leave")
         del policy
@@ -180,6 +182,7 @@ class Worker:
 
     def _report(self, progress: Progress) -> None:
         """Sends progress to the server. This runs after each micro-batch, so a cancelled task ends here."""
+        # At "save" the server wakes the engine on the device (`jobs/attempt.py`), and only files are left to write.
         if self._is_cancelled and progress.phase != "save":
             raise Cancelled
         self._answer(progress)

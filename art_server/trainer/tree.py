@@ -74,6 +74,7 @@ def sort_sequences(sequences: Sequence[list[int]], min_shared: int = MIN_SHARED_
     arrays = [np.asarray(sequences[index], dtype=np.int64) for index in order]
     shared = [_common_length(one, other) for one, other in pairwise(arrays)]
     # A sequence that continues where the sequence before it ends makes no branch.
+    # One sequence more than neighbours: nothing follows the last one.
     is_free = [length == len(array) for length, array in zip(shared, arrays, strict=False)]
     shared = _drop_short_branches(shared, is_free, min_shared)
     shared = _drop_short_branches(shared[::-1], is_free[::-1], min_shared)[::-1]
@@ -103,6 +104,7 @@ def lay_out(sequences: Sequence[list[int]], order: SequenceOrder) -> Forest:
         token_ids[filled:stop] = sequence[shared:]
         positions[filled:stop] = np.arange(shared, len(sequence))
         path[shared : len(sequence)] = np.arange(filled, stop)
+        # The next sequence is written over this one.
         paths[index] = path[: len(sequence)].copy()
         filled, path_length = stop, len(sequence)
     return Forest(

@@ -61,6 +61,7 @@ async def answer_json(proxy: Proxy, inference: InferenceRequest, request: Reques
             return await sample_json(proxy, inference)
         finally:
             hanging_up.cancel()
+    # Reached only if the scope was cancelled.
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
@@ -86,6 +87,7 @@ async def sample_json(proxy: Proxy, inference: InferenceRequest) -> Response:
                     status_code=response.status,
                     media_type=response.headers.get("content-type"),
                     headers=step_header(inference),
+                    # Starlette runs the task when it has sent the whole answer.
                     background=BackgroundTask(opened.mark_delivered),
                 )
         except EngineLost:

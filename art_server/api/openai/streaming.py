@@ -37,6 +37,7 @@ async def answer_stream(proxy: Proxy, inference: InferenceRequest) -> Response:
     with comment lines and then sends errors as events."""
     events = stream_events(proxy, inference)
     first = asyncio.ensure_future(anext(events))
+    # Unlike `wait_for`, `wait` leaves the task running when the time is over.
     done, _ = await asyncio.wait({first}, timeout=PATIENCE_SECONDS)
     if done:
         try:
@@ -44,6 +45,7 @@ async def answer_stream(proxy: Proxy, inference: InferenceRequest) -> Response:
         except StreamRefused as refused:
             return refused.response(inference)
         return EventStream(chain_events(events, head), headers=step_header(inference))
+    # Without the step's header: a request gets its step only when the pause gate opens (`Proxy.answer`).
     return EventStream(errors_as_events(chain_events(events, first), inference))
 
 
@@ -86,6 +88,7 @@ async def stream_events(proxy: Proxy, inference: InferenceRequest) -> AsyncGener
                     events, rest = take_events(rest + chunk)
                     if not events:
                         continue
+                    # vLLM's API process also ends a stream with such an event if the engine behind it has died.
                     if ERROR_EVENTS[inference.api] in events:
                         await proxy.check_engine(inference)
                     is_begun = True
@@ -96,6 +99,7 @@ async def stream_events(proxy: Proxy, inference: InferenceRequest) -> AsyncGener
                     if CHOICE_END not in events and LAST_EVENTS[inference.api] not in events:
                         yield with_requested_name(events, inference)
                         continue
+                    # Without the last part: the text behind the end of the last event, which is empty (`take_events`).
                     for event in events.split(EVENT_END)[:-1]:
                         yield await finish_event(event + EVENT_END, inference, opened, received)
                 if rest:
@@ -124,6 +128,7 @@ class EventStream(Response):
 
     def __init__(self, events: AsyncIterator[bytes], headers: Mapping[str, str] | None = None):
         super().__init__(headers=headers)
+        # `Response` has set it to 0.
         del self.headers["content-length"]
         self._events = events
 

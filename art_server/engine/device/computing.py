@@ -10,6 +10,8 @@ from typing import Protocol
 
 from art_server.errors import InvalidInput
 from art_server.settings import Device, NumberType, ServerConfig
+from art_server.shared.same_policy import coarsest, mismatch_limits
+from art_server.shared.trainer_messages import MismatchLimits
 from art_server.store.base_models import BaseModel, check_on_cpu
 
 
@@ -65,14 +67,19 @@ class ComputingDevices:
         """The kinds of devices on which ranks compute; empty while no machine with a rank has joined."""
         return {offer.device for offer in (self._own, *self._joined) if offer.ranks}
 
-    def number_types(self, base: BaseModel) -> tuple[Set[NumberType], Set[NumberType]]:
-        """The number types of engines whose tokens may be trained, and the number types of the ranks that are there."""
+    def mismatch_limits(self, base: BaseModel) -> MismatchLimits | None:
+        """The limits for a base model, from the coarsest number types of all engines whose tokens may be trained, and of all ranks
+        that are there. None while no machine with an engine has joined: then nothing samples or trains."""
         has_delta_rule = base.facts.has_delta_rule
 
         def types(device: Device) -> tuple[NumberType, NumberType]:
             return self._config.number_types(device, has_delta_rule=has_delta_rule)
 
-        return {types(device)[0] for device in self._have_sampled}, {types(device)[1] for device in self.ranks}
+        engines = {types(device)[0] for device in self._have_sampled}
+        if not engines:
+            return None
+        ranks = {types(device)[1] for device in self.ranks} or engines
+        return mismatch_limits((coarsest(engines), coarsest(ranks)), self._config.exact, self._config.gap_limit)
 
     def check(self, base: BaseModel) -> None:
         """Checks that the devices can compute a base model: the server's own devices, and the devices of one machine that has joined. A

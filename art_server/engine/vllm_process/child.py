@@ -58,6 +58,7 @@ class LedgerClient:
         self._pending: dict[str, asyncio.Future[StoredPrompt]] = {}
 
     async def connect(self) -> None:
+        # asyncio's own limit of a line is 64 KiB, and an answer is a whole prompt.
         reader, self._writer = await asyncio.open_unix_connection(self._socket_path, limit=1 << 28)
         self._reading = asyncio.create_task(self._read(reader))
 
@@ -153,6 +154,7 @@ def with_prompt(prompt: Any, token_ids: list[int], sampling_params: Any, max_mod
         return None
     if is_unlimited:
         sampling_params.max_tokens = room
+    # Without `prompt` and `prompt_token_offsets`, which belong to the rendered tokens.
     return {"type": "token", "prompt_token_ids": token_ids} | {
         key: value for key, value in prompt.items() if key in ("arrival_time", "cache_salt")
     }
@@ -164,8 +166,10 @@ def record_generate(generate: Any, ledger: LedgerClient, max_model_len: int) -> 
     async def recorded(prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncIterator[Any]:
         hide_logprobs = sampling_params.logprobs is None
         if hide_logprobs:
+            # 0: of the sampled token only.
             sampling_params.logprobs = 0
         rendered: list[int] | None = None
+        # A prompt with images has another type: turns behind an image are not trained.
         if isinstance(prompt, dict) and prompt.get("type") == "token":
             rendered = list(prompt["prompt_token_ids"])
             if not is_first_turn(request_id):
@@ -191,6 +195,7 @@ def record_generate(generate: Any, ledger: LedgerClient, max_model_len: int) -> 
                 if output.finish_reason == "length":
                     # vLLM's parsers get only the text, from which they cannot know that the limit ended the answer.
                     output.text = CutText(output.text)
+                # vLLM's APIs request deltas for streams, and else one final output: the parts of a choice never repeat each other.
                 parts = choices[output.index]
                 # `kept_sets.py` sends its entries in vLLM's field for masks.
                 mask, output.sampling_mask = output.sampling_mask, None
@@ -199,6 +204,7 @@ def record_generate(generate: Any, ledger: LedgerClient, max_model_len: int) -> 
                 if hide_logprobs:
                     output.logprobs = None
                 if output.finish_reason is not None:
+                    # Before vLLM has the output: the server ends the answer when it has stored this record (`OpenRequest.wait`).
                     ledger.send(
                         {
                             "request_id": request_id,
@@ -401,6 +407,7 @@ class SecretCheck:
                 await send({"type": "http.response.start", "status": 401, "headers": []})
                 await send({"type": "http.response.body", "body": b""})
                 return
+        # A WebSocket: vLLM has one for speech, and the proxy uses none.
         elif scope["type"] != "lifespan":
             return
         await self._app(scope, receive, send)
@@ -412,7 +419,9 @@ def main() -> None:
 
     from art_server.engine.vllm_process import whole_answers
 
+    # vLLM's `entry.main` parses what is left of the command line.
     ledger = LedgerClient(sys.argv.pop(1))
+    # Removed, because vLLM's other processes inherit the environment.
     secret = os.environ.pop(SECRET_SWITCH, None)
     serve_with_vllm = entry.build_and_serve
 

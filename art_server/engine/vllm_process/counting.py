@@ -21,6 +21,7 @@ def install(device: str) -> None:
 
     @functools.wraps(update)
     def update_and_count(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        # Not at the installation: the process that counts may be forked later.
         if not counters:
             counters.append(WorkCounter(Path(path), 0))
         counters[0].add(scheduler_output.total_num_scheduled_tokens)
@@ -39,6 +40,7 @@ def _count_layers(path: Path) -> None:
 
     @functools.wraps(forward)
     def forward_and_count(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Not at the installation: a worker may be forked later, and its own number chooses its slot.
         if not counters:
             counters.append(WorkCounter(path, 1 + os.getpid() % (NUM_SLOTS - 1)))
         counters[0].add(1)

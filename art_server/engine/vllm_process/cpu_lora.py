@@ -31,6 +31,7 @@ def add_lora_linear(
     output_slices: tuple[int, ...],
 ) -> None:
     """y[token] += scale * B @ A @ x[token], with B and A of the token's adapter, for each slice of y's columns."""
+    # As vLLM, whose buffer for A's products is float32 (0.32, punica_cpu.py).
     x = x.view(-1, x.shape[-1]).float()
     slices = y.view(-1, y.shape[-1]).split(output_slices, 1)
     for adapter, tokens in self.tokens_by_adapter:

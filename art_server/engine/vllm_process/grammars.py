@@ -28,6 +28,7 @@ def install() -> None:
 def use_own_backends(manager_class: Any) -> None:
     """Compiles each request's grammar with the backend that vLLM chose for it."""
     init = manager_class.grammar_init
+    # Re-entrant: with an external launcher vLLM compiles inside `grammar_init`.
     lock = threading.RLock()
 
     def grammar_init(self: Any, request: Any) -> None:

@@ -31,6 +31,7 @@ def hide(request: Any, tokenizer: Any, parsers: Sequence[Any]) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {})  # Mistral's own tokenizers have none
         special = {number: token.content for number, token in added.items() if token.special}
         special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        # The source of a parser without a grammar may have a token inside a regular expression, escaped.
         _hidden[name] = frozenset(
             number for number, text in special.items() if text not in read and re.escape(text) not in read
         )

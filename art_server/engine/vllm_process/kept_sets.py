@@ -70,6 +70,7 @@ class DeviceFigures:
         self._num_vocabulary = logits_BV.shape[1]
         columns = sampled_B.long().view(-1, 1)
         logprobs = logits_BV.log_softmax(dim=-1).gather(1, columns).squeeze(1)
+        # Whole words of 64 bits, as `KeptSets` reads them.
         is_kept = torch.nn.functional.pad(logits_BV > -torch.inf, (0, -self._num_vocabulary % 64)).view(
             len(logits_BV), -1, 8
         )
@@ -177,6 +178,7 @@ def attach(output: Any, choices_B: list[Choice | None], measure_rows: Measure) -
         figures = measure_rows(rows, sampled, any(choice.is_cut for choice in choices))
         words, lengths_R = make_entries(figures, choices)
         lengths_B[np.array(rows) + 1] = lengths_R
+    # vLLM's form: the words of all rows, and where each row begins.
     output.sampling_masks = SamplingMaskLists(words, np.cumsum(lengths_B))
 
 
@@ -260,7 +262,9 @@ def install_in_runner() -> SamplerStep:
         return logits
 
     def sample_and_report(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A step that failed may have left them.
         step.grammar = step.logits_BV = None
+        # `sample_tokens` clears it.
         state = self.execute_model_state
         output = sample_tokens(self, *args, **kwargs)
         # With speculative decoding the logits have a row for each drafted token, not for each request.

@@ -376,6 +376,7 @@ def install() -> None:
     def apply(model_config: Any, tokenizer: Any, conversation: Any, **options: Any) -> Any:
         applied = functools.partial(apply_with_vllm, model_config, tokenizer)
         control = control_of(model_config, tokenizer, options)
+        # With `tokenize` the result is token ids, in which no placeholder could be replaced.
         if control is None or options.get("tokenize", True):
             return applied(conversation, **options)
         template = options.pop("chat_template", None)
@@ -388,6 +389,7 @@ def install() -> None:
         text = prompt.get("prompt")
         if not isinstance(text, MarkedRendering):
             return prompt
+        # vLLM (0.32, renderers/base.py) does not tokenise a prompt that has token ids.
         ids = text.token_ids(params.add_special_tokens)
         return {**prompt, "prompt": str(text), "prompt_token_ids": ids}
 
@@ -404,6 +406,7 @@ def install() -> None:
     @functools.wraps(tokenize_async)
     async def tokenized_async(self: Any, prompt: Any, params: Any) -> Any:
         if isinstance(prompt.get("prompt"), MarkedRendering):
+            # In a thread, because one event loop of vLLM's API process sends all streams.
             prompt = await asyncio.to_thread(with_ids, prompt, params)
         return await tokenize_async(self, prompt, params)
 

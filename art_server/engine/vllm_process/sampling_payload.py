@@ -73,6 +73,7 @@ def read_choice(source: LogprobSource, raw: list[float], entries: Sequence[Seque
     for entry in entries:
         if len(entry) > 2 and entry[0] == len(sets):
             sets.append(bytes([entry[2]]) + array.array("i", entry[3:]).tobytes())
+        # An entry is missing where the model runner could not make it (`SamplerStep.fill`).
         if len(entry) < 2 or entry[0] >= len(sets):
             return unknown
         kept.append(entry[0])

@@ -407,6 +407,7 @@ class WholeAnswers(DelegatingParser):
             request.tool_choice == "none",
         )
         if key not in self._readings:
+            # A request chooses the template's arguments, so there are any number of kinds.
             if len(self._readings) >= MAX_READINGS:
                 self._readings.clear()
             self._readings[key] = self._find_reading(request)

@@ -15,8 +15,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from art_server.engine.probe_check import find_fault
-from art_server.jobs.mismatch_limits import mismatch_limits
+from art_server.shared.same_policy import find_fault, mismatch_limits
 from art_server.shared.trainer_messages import Probe
 from art_server.store.adapter_layers import Layers
 from art_server.trainer import base as trainer_base

@@ -16,9 +16,9 @@ from art import openai_client
 from art.unknown_fields import OTHER_NAMES
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server import flags
-from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.machines.host import parse as parse_host
 from art_server.settings import ServerConfig
+from art_server.shared.same_policy import mismatch_limits
 from art_watch.terminal.cli import make_parser
 from tests.pages import HOWTO, NOT_RUN, PAGES, ROOT, blocks, commands
 

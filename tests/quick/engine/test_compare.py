@@ -10,11 +10,11 @@ import pytest
 
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.engine import AdapterRefused, Engine, PolicyDiffers
-from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.process.background import Background
 from art_server.process.place import Here
 from art_server.process.progress import StartProgress
 from art_server.settings import ServerConfig
+from art_server.shared.same_policy import mismatch_limits
 from art_server.shared.trainer_messages import Probe
 from art_server.store.base_models import BaseModel
 from tests.refusals import refused

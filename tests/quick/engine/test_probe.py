@@ -5,8 +5,7 @@ import math
 from pathlib import Path
 
 from art_server.engine.engine import make_scaled_adapter
-from art_server.engine.probe_check import find_fault
-from art_server.jobs.mismatch_limits import mismatch_limits
+from art_server.shared.same_policy import find_fault, mismatch_limits
 from art_server.shared.trainer_messages import MismatchLimits, Probe
 
 BASE = [-1.0, -2.0, -3.0, -0.5] * 8

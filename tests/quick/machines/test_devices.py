@@ -13,11 +13,11 @@ from safetensors.numpy import save_file
 import art
 from art_server.engine.device.detection import Gpu, Machine
 from art_server.errors import InvalidInput
-from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.machines.on_host import wait_for_removal
 from art_server.process.place import Here
 from art_server.server import Server, build
 from art_server.settings import ServerConfig
+from art_server.shared.same_policy import mismatch_limits
 from art_server.shared.trainer_messages import MismatchLimits
 from art_server.store.base_models import TINY_DIR
 from tests.fakes.parts import FakeTrainer

@@ -10,9 +10,9 @@ import uvicorn
 
 import art
 from art_server.app import make_app
-from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.server import build
 from art_server.settings import ServerConfig
+from art_server.shared.same_policy import mismatch_limits
 from tests.fakes.parts import FakeEngine, FakeTrainer
 
 

@@ -88,6 +88,12 @@ def test_a_line_cut_by_a_crash_spoils_only_itself(tmp_path: Path) -> None:
     assert json.loads(file.read_text().splitlines()[-1]) == {"step": 3}
 
 
+def test_a_line_ends_only_at_a_line_feed(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"step": 1, "note": "a\u2028b"}\n', encoding="utf-8")
+    assert files.read_lines(file) == [{"step": 1, "note": "a\u2028b"}]
+
+
 def test_unfinished_folders_are_cleared_and_finished_ones_kept(tmp_path: Path) -> None:
     (tmp_path / ".x.tmp").mkdir()
     (tmp_path / ".y.tmp").write_text("y")

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.jobs.mismatch_limits import EXACT, mismatch_limits
 from art_server.settings import ServerConfig
+from art_server.shared.same_policy import EXACT, GapTooLarge, judge_gap, mismatch_limits
 from art_server.shared.trainer_messages import Probe, TrainTask
 from art_server.trainer.batches import TrainSequence, make_sampled_tokens
-from art_server.trainer.gap import GapTooLarge, judge_gap
 from art_server.trainer.step_metrics import sampler_metrics
 
 

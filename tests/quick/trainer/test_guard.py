@@ -10,8 +10,7 @@ from peft.helpers import rescale_adapter_scale
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.engine.probe_check import find_fault
-from art_server.jobs.mismatch_limits import mismatch_limits
+from art_server.shared.same_policy import find_fault, mismatch_limits
 from art_server.shared.trainer_messages import Probe, TrainTask
 from art_server.trainer.job import train
 from art_server.trainer.policy import Policy

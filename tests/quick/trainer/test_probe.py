@@ -9,10 +9,8 @@ from peft.helpers import rescale_adapter_scale
 from safetensors.torch import load_file
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.engine.probe_check import effect_ratio, find_fault
-from art_server.jobs.mismatch_limits import mismatch_limits
+from art_server.shared.same_policy import NUM_SIGMAS_OF_EFFECT, effect_ratio, find_fault, mismatch_limits
 from art_server.shared.trainer_messages import (
-    NUM_SIGMAS_OF_EFFECT,
     Batch,
     Done,
     MismatchLimits,

@@ -20,6 +20,7 @@ from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.shared.advantages import group_advantages, trained_positions
 from art_server.shared.kept_set import pack_set
 from art_server.shared.main_memory import main_memory
+from art_server.shared.same_policy import GapTooLarge
 from art_server.shared.trainer_messages import (
     Batch,
     BetweenSteps,
@@ -36,7 +37,6 @@ from art_server.shared.trainer_messages import (
 from art_server.trainer.attention import ForestAttention
 from art_server.trainer.batches import MicroBatch, TrainSequence, make_train_batch
 from art_server.trainer.checkpoint import OPTIMIZER_FILE
-from art_server.trainer.gap import GapTooLarge
 from art_server.trainer.job import train
 from art_server.trainer.mini_batches import split_mini_batches
 from art_server.trainer.policy import ADAPTER_FILE, Policy

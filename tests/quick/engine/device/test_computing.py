@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from art_server.engine.device.computing import ComputingDevices
-from art_server.jobs.mismatch_limits import mismatch_limits, mismatch_limits_of
 from art_server.settings import ApiKey, Device, ServerConfig
+from art_server.shared.same_policy import mismatch_limits
 from art_server.store.base_models import TINY_DIR, BaseModel
 
 TINY = BaseModel("art/tiny", TINY_DIR)
@@ -53,12 +53,11 @@ def test_the_limits_are_those_of_the_coarsest_devices(
     devices = ComputingDevices(settings, own)
     for machine in joined:
         devices.join(machine)
-    assert mismatch_limits_of(settings, devices, TINY) == mismatch_limits(types)
+    assert devices.mismatch_limits(TINY) == mismatch_limits(types)
 
 
 def test_while_no_machine_has_joined_there_are_no_limits() -> None:
-    settings = config(0, 0)
-    assert mismatch_limits_of(settings, ComputingDevices(settings, "cpu"), TINY) is None
+    assert ComputingDevices(config(0, 0), "cpu").mismatch_limits(TINY) is None
 
 
 def test_an_engine_that_has_left_may_have_sampled_tokens_that_are_not_trained_yet() -> None:
@@ -67,7 +66,7 @@ def test_an_engine_that_has_left_may_have_sampled_tokens_that_are_not_trained_ye
     devices.join(GPU)
     devices.leave(GPU)
     assert devices.engines == devices.ranks == {"cpu"}
-    assert mismatch_limits_of(settings, devices, TINY) == mismatch_limits(("bfloat16", "float32"))
+    assert devices.mismatch_limits(TINY) == mismatch_limits(("bfloat16", "float32"))
 
 
 def test_what_the_command_line_sets_counts_on_every_device() -> None:
@@ -75,4 +74,4 @@ def test_what_the_command_line_sets_counts_on_every_device() -> None:
     devices = ComputingDevices(settings, "cpu")
     devices.join(GPU)
     devices.join(CPU)
-    assert mismatch_limits_of(settings, devices, TINY) == mismatch_limits(("float16", "float32"))
+    assert devices.mismatch_limits(TINY) == mismatch_limits(("float16", "float32"))
