@@ -419,7 +419,9 @@ class Engine:
                 raise AdapterRefused(f"the adapter in {folder.name} was deleted while the engine fetched it") from error
             if isinstance(error, PlaceLost):
                 raise TimeoutError(str(error)) from error
-            raise NotDelivered(str(error) or f"they had not arrived after {LOAD_SECONDS:.0f} s") from error
+            # An error of this machine's disk has a path, which has the model's name.
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise NotDelivered(reason or f"they had not arrived after {LOAD_SECONDS:.0f} s") from error
 
     async def _end_process(self) -> None:
         """Kills vLLM with all processes that it spawned, and waits for the end of its main process."""
@@ -652,12 +654,14 @@ class Engine:
         # vLLM continues to load for callers that have left, and holds the device meanwhile.
         return await asyncio.shield(self._loads[name])
 
-    def load_waited_for(self, name: str | None = None) -> str | None:
-        """What the load of the adapter `name`, or of any adapter, waits for; None while no load waits."""
+    def load_waited_for(self, name: str | None = None, *, names_model: bool = True) -> str | None:
+        """What the load of the adapter `name`, or of any adapter, waits for; None while no load waits. The answer has the
+        adapter's name if `names_model`."""
         for adapter, undelivered in self._undelivered.items():
             if adapter in self._loads and name in (None, adapter):
+                whose = f"'{adapter}'" if names_model else "a model"
                 return (
-                    f"the files of '{adapter}', which cannot be delivered ({undelivered.reason}); they are sent again every "
+                    f"the files of {whose}, which cannot be delivered ({undelivered.reason}); they are sent again every "
                     f"{DELIVERY_PAUSE_SECONDS:.0f} s"
                 )
         return None

@@ -139,9 +139,9 @@ class Fleet:
         what = "the engine, which is starting" if self._is_alone else "the engines, which are starting"
         return f"{what}. {self.detail or ''}".rstrip()
 
-    def load_waited_for(self, name: str | None = None) -> str | None:
+    def load_waited_for(self, name: str | None = None, *, names_model: bool = True) -> str | None:
         """What the load of the adapter `name`, or of any adapter, waits for (`Engine.load_waited_for`)."""
-        reasons = (replica.load_waited_for(name) for replica in self.replicas)
+        reasons = (replica.load_waited_for(name, names_model=names_model) for replica in self.replicas)
         return next((reason for reason in reasons if reason is not None), None)
 
     def ignored_args(self, requested: Mapping[str, str]) -> list[str]:
