@@ -21,6 +21,7 @@ from art_server.engine.engine import (
     Engine,
     EngineDied,
     EngineState,
+    NotDelivered,
     ignored_args,
 )
 from art_server.engine.routing import Router
@@ -211,11 +212,11 @@ class Fleet:
             with contextlib.ExitStack() as trying:
                 replica.num_requests += 1
                 trying.callback(_end_request, replica)
-                refusal = None
+                error = None
                 if path is not None and not replica.holds(name):
-                    refusal = await self._load_on(replica, name, path)
-                if refusal is not None:
-                    refusals[number] = refusal
+                    error = await self._load_on(replica, name, path)
+                if isinstance(error, AdapterRefused):
+                    refusals[number] = error
                 elif replica.state == "ready" and (path is None or replica.holds(name)):
                     stack.enter_context(trying.pop_all())
                     return replica
@@ -276,8 +277,8 @@ class Fleet:
             missing = [replica for replica in self._ready() if not replica.holds(name)]
             if not missing:
                 break
-            refusals = await asyncio.gather(*(self._load_on(replica, name, path) for replica in missing))
-            if refusal := next((error for error in refusals if error is not None), None):
+            errors = await asyncio.gather(*(self._load_on(replica, name, path) for replica in missing))
+            if refusal := next((error for error in errors if isinstance(error, AdapterRefused)), None):
                 for replica in others:
                     replica.unload_adapter(name)
                 if not self._is_alone:  # a single replica unloads it before its next load; nobody waits for the device
@@ -287,11 +288,19 @@ class Fleet:
             if replica.state != "ready":
                 replica.keep(name, path)
 
-    async def _load_on(self, replica: Engine, name: str, path: Path) -> AdapterRefused | None:
-        """Has a replica load an adapter. Returns the replica's refusal. A replica that dies meanwhile refuses nothing. One of
-        several replicas that does not answer is killed, so that the step serves from the others."""
+    async def _load_on(self, replica: Engine, name: str, path: Path) -> AdapterRefused | NotDelivered | None:
+        """Has a replica load an adapter. Returns the replica's refusal, or why its machine cannot take the files. A replica that
+        dies meanwhile refuses nothing. One of several replicas that does not answer, or cannot get the files, is killed, so that
+        the step serves from the others."""
         try:
             has_answered = await replica.try_load(name, path)
+        except NotDelivered as error:
+            if self._is_alone:
+                return error
+            if replica.state == "ready":
+                replica.keep(name, path)  # the next process is not ready before the machine has taken the files
+                await replica.end(f"an adapter's files cannot be delivered ({error})")
+            return None
         except AdapterRefused as error:
             # vLLM's API process answers with errors while the engine core is dying.
             if await replica.is_alive():
