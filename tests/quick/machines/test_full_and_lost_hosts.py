@@ -163,3 +163,19 @@ async def test_a_rank_whose_start_is_given_up_leaves_no_process(
         ended.cancel()
         assert is_asked_to_end.is_set() and host.processes == {}
         assert [machinery._children for machinery in machineries] == [{}]
+
+
+async def test_what_a_lost_machine_still_says_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is lost because it did not obey an order still speaks, until its connection is closed."""
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", ranks=1)
+        await here.joined(1)
+        (rank,) = here.server.trainer.joined
+        assert isinstance(rank.location, OnHost)
+        host = rank.location.host
+        process = host.new_process(LogFile(tmp_path / "rank.log"))
+        host.lose("it did not obey an order")
+        host._take(Output(child=process.name, text="late\n", is_log=False))
+        assert await process.read_line() == b""
+        await until(lambda: rank not in here.server.trainer.joined)
+        await here.joined(1)
