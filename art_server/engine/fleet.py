@@ -10,6 +10,7 @@ device that the trainer uses, too, all replicas pause, and all wake. Hosts add a
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -196,11 +197,12 @@ class Fleet:
 
         Raises:
             AdapterRefused: every ready replica refuses the adapter.
-            Unavailable: no replica is ready in time.
+            Unavailable: no replica is ready, or has the adapter, in time.
         """
         refusals: dict[int, AdapterRefused] = {}
+        deadline = time.monotonic() + timeout_seconds
         while True:
-            await self.wait_ready(timeout_seconds)
+            await self.wait_ready(deadline - time.monotonic())
             candidates = {self._numbers[candidate]: candidate for candidate in self._ready()}
             loads = {
                 number: candidate.num_requests for number, candidate in candidates.items() if number not in refusals
@@ -220,6 +222,15 @@ class Fleet:
                 elif replica.state == "ready" and (path is None or replica.holds(name)):
                     stack.enter_context(trying.pop_all())
                     return replica
+                elif time.monotonic() > deadline:
+                    reason = "the engine has not loaded it"
+                    if error is not None:
+                        reason = f"its files cannot be delivered ({error})"
+                    raise Unavailable(
+                        f"inference waited for {timeout_seconds:.0f} s for adapter '{name}': {reason}; repeat the request, or "
+                        "start the server with a larger --wait-limit",
+                        code="engine_not_ready",
+                    )
 
     async def tokenize(self, body: dict[str, Any]) -> list[int]:
         """The token ids of a text or of a rendered conversation (`Engine.tokenize`), from the replica with the fewest requests. If
