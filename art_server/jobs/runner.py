@@ -28,7 +28,7 @@ from art_protocol.wire import (
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
-from art_server.errors import Conflict, ServerError
+from art_server.errors import Conflict, NotFound, ServerError
 from art_server.jobs.attempt import Attempt, has_committed, is_on_base
 from art_server.jobs.backoff import error_detail, pause_after
 from art_server.jobs.gang import Gang
@@ -286,7 +286,8 @@ class JobRunner:
         try:
             model = self._registry.of_number(job.model)
             if model is None:
-                raise self._registry.unknown(job.project, job.name)
+                reason = f"the job's model, '{job.model_id}', was deleted, or no step of it can be read"
+                raise NotFound(reason, code="unknown_model", param="name")
             await self._registry.verify(model)
             attempt = Attempt(
                 job,
