@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from art_server import __version__
+from art_server.engine.device.assignment import check_flags
 from art_server.errors import ServerError, UsageError, missing_extra
 from art_server.flags import parse
 from art_server.process.children import collect_seldom, take_turns_often, wake_in_batches
@@ -98,6 +99,7 @@ def open_ports(config: ServerConfig) -> tuple[socket.socket, socket.socket | Non
 
 def run(config: ServerConfig) -> None:
     """Serves until a signal stops it."""
+    check_flags(config)
     try:
         import uvicorn
         import uvloop

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from art_server.engine.device.assignment import (
     check_devices,
-    check_flags,
     device_environment,
     engine_devices,
     rank_devices,
@@ -160,9 +159,8 @@ def build(
     Raises:
         Conflict: another server has the folder.
         InvalidInput: `--share` names an unknown project, or a configured device does not exist.
-        UsageError: flags of devices contradict each other, or Ray is not installed or does not answer.
+        UsageError: Ray is not installed or does not answer.
     """
-    check_flags(config)
     asked = config
     if config.cluster is not None:  # Ray places engines and ranks on machines that join
         config = config.model_copy(update={"engines": 0, "ranks": 0})

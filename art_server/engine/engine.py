@@ -85,6 +85,7 @@ ENGINE_FILES = (CONFIG_FILE, ADAPTER_FILE, DESCRIPTION_FILE)
 while an engine gets the checkpoint."""
 DELIVERY_PAUSE_SECONDS = 10.0
 """The pause before files that the engine's machine could not take are sent again: a disk may be full for hours."""
+SENT_AGAIN = f"they are sent again every {DELIVERY_PAUSE_SECONDS:.0f} s"
 METRICS_SECONDS = 2.0
 """Limit for vLLM's metrics."""
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)
@@ -134,7 +135,7 @@ class PolicyDiffers(AdapterRefused):
 
 
 class NotDelivered(TimeoutError):
-    """The engine's machine could not take an adapter's files."""
+    """The engine's machine could not take an adapter's files; the text is the reason."""
 
 
 class Undelivered(NamedTuple):
@@ -419,7 +420,9 @@ class Engine:
                 raise AdapterRefused(f"the adapter in {folder.name} was deleted while the engine fetched it") from error
             if isinstance(error, PlaceLost):
                 raise TimeoutError(str(error)) from error
-            raise NotDelivered(str(error) or f"they had not arrived after {LOAD_SECONDS:.0f} s") from error
+            # An error of this machine's disk has a path, which has the model's name.
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise NotDelivered(reason or f"they had not arrived after {LOAD_SECONDS:.0f} s") from error
 
     async def _end_process(self) -> None:
         """Kills vLLM with all processes that it spawned, and waits for the end of its main process."""
@@ -449,7 +452,7 @@ class Engine:
         await self._set_state("ready")
 
     async def _load_kept(self) -> None:
-        """Has a new process load the adapters that are not loaded yet."""
+        """Has a new process load the adapters that are not loaded yet. Waits for a machine that cannot take their files."""
         while missing := {name: path for name, path in self._adapters.items() if name not in self._compared}:
             for name, path in missing.items():
                 try:
@@ -458,6 +461,13 @@ class Engine:
                 except AdapterRefused as error:  # a request for this adapter gets the error again
                     logger.error("%s", error.message)
                     self._adapters.pop(name, None)
+                except NotDelivered as error:
+                    detail = f"It waits because an adapter's files cannot be delivered ({error}); {SENT_AGAIN}."
+                    if detail != self.detail:
+                        logger.error("%s: the files of '%s' cannot be delivered: %s", self.name, name, error)
+                    await self._set_state("starting", detail)
+                    await asyncio.sleep(DELIVERY_PAUSE_SECONDS)
+                    break  # nobody may need the adapter any more
 
     async def _read_seq_length(self) -> int:
         async with self.http.get("/v1/models") as response:
@@ -645,6 +655,7 @@ class Engine:
         Raises:
             PolicyDiffers: the checkpoint has a probe, and vLLM scores the probe as another policy.
             AdapterRefused: vLLM refuses the adapter.
+            NotDelivered: vLLM's machine cannot take the adapter's files.
         """
         if name not in self._loads:
             self._loads[name] = asyncio.create_task(self._load_after_pause(name, path))
@@ -652,14 +663,13 @@ class Engine:
         # vLLM continues to load for callers that have left, and holds the device meanwhile.
         return await asyncio.shield(self._loads[name])
 
-    def load_waited_for(self, name: str | None = None) -> str | None:
-        """What the load of the adapter `name`, or of any adapter, waits for; None while no load waits."""
+    def load_waited_for(self, name: str | None = None, *, names_model: bool = True) -> str | None:
+        """What the load of the adapter `name`, or of any adapter, waits for; None while no load waits. The answer has the
+        adapter's name if `names_model`."""
         for adapter, undelivered in self._undelivered.items():
             if adapter in self._loads and name in (None, adapter):
-                return (
-                    f"the files of '{adapter}', which cannot be delivered ({undelivered.reason}); they are sent again every "
-                    f"{DELIVERY_PAUSE_SECONDS:.0f} s"
-                )
+                whose = f"'{adapter}'" if names_model else "a model"
+                return f"the files of {whose}, which cannot be delivered ({undelivered.reason}); {SENT_AGAIN}"
         return None
 
     async def _load_after_pause(self, name: str, path: Path) -> bool:
@@ -669,14 +679,12 @@ class Engine:
         if earlier is not None:
             await asyncio.sleep(max(0.0, earlier.again_at - time.monotonic()))
         try:
-            has_answered = await self._load_alone(name, path)
+            return await self._load_alone(name, path)
         except NotDelivered as error:
             self._undelivered[name] = Undelivered(str(error), time.monotonic() + DELIVERY_PAUSE_SECONDS)
             if earlier is None:
                 logger.error("%s: the files of '%s' cannot be delivered: %s", self.name, name, error)
-            return False
-        self._undelivered.pop(name, None)
-        return has_answered
+            raise
 
     async def _load_alone(self, name: str, path: Path) -> bool:
         async with self._owner.held():
@@ -694,8 +702,10 @@ class Engine:
 
     def _loaded(self, name: str, load: asyncio.Task[bool]) -> None:
         del self._loads[name]
-        if not load.cancelled():
-            load.exception()  # callers get the exception; asyncio would log an exception that nobody reads
+        # Callers get the exception; asyncio would log an exception that nobody reads.
+        error = None if load.cancelled() else load.exception()
+        if not isinstance(error, NotDelivered):
+            self._undelivered.pop(name, None)
 
     async def _load(self, name: str, path: Path) -> None:
         if name not in self._adapters:
@@ -748,6 +758,7 @@ class Engine:
         """Stops serving an adapter. All requests to the adapter must have ended. vLLM unloads the adapter before the next
         pause or load, because the caller must not wait for the device."""
         self._compared.discard(name)
+        self._undelivered.pop(name, None)
         if (folder := self._adapters.pop(name, None)) is not None:
             self._leaving[name] = folder
 

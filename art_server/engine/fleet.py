@@ -10,6 +10,7 @@ device that the trainer uses, too, all replicas pause, and all wake. Hosts add a
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from art_server.engine.engine import (
     Engine,
     EngineDied,
     EngineState,
+    NotDelivered,
     ignored_args,
 )
 from art_server.engine.routing import Router
@@ -139,9 +141,9 @@ class Fleet:
         what = "the engine, which is starting" if self._is_alone else "the engines, which are starting"
         return f"{what}. {self.detail or ''}".rstrip()
 
-    def load_waited_for(self, name: str | None = None) -> str | None:
+    def load_waited_for(self, name: str | None = None, *, names_model: bool = True) -> str | None:
         """What the load of the adapter `name`, or of any adapter, waits for (`Engine.load_waited_for`)."""
-        reasons = (replica.load_waited_for(name) for replica in self.replicas)
+        reasons = (replica.load_waited_for(name, names_model=names_model) for replica in self.replicas)
         return next((reason for reason in reasons if reason is not None), None)
 
     def ignored_args(self, requested: Mapping[str, str]) -> list[str]:
@@ -195,11 +197,12 @@ class Fleet:
 
         Raises:
             AdapterRefused: every ready replica refuses the adapter.
-            Unavailable: no replica is ready in time.
+            Unavailable: no replica is ready, or has the adapter, in time.
         """
         refusals: dict[int, AdapterRefused] = {}
+        deadline = time.monotonic() + timeout_seconds
         while True:
-            await self.wait_ready(timeout_seconds)
+            await self.wait_ready(deadline - time.monotonic())
             candidates = {self._numbers[candidate]: candidate for candidate in self._ready()}
             loads = {
                 number: candidate.num_requests for number, candidate in candidates.items() if number not in refusals
@@ -211,14 +214,23 @@ class Fleet:
             with contextlib.ExitStack() as trying:
                 replica.num_requests += 1
                 trying.callback(_end_request, replica)
-                refusal = None
+                error = None
                 if path is not None and not replica.holds(name):
-                    refusal = await self._load_on(replica, name, path)
-                if refusal is not None:
-                    refusals[number] = refusal
+                    error = await self._load_on(replica, name, path)
+                if isinstance(error, AdapterRefused):
+                    refusals[number] = error
                 elif replica.state == "ready" and (path is None or replica.holds(name)):
                     stack.enter_context(trying.pop_all())
                     return replica
+                elif time.monotonic() > deadline:
+                    reason = "the engine has not loaded it"
+                    if error is not None:
+                        reason = f"its files cannot be delivered ({error})"
+                    raise Unavailable(
+                        f"inference waited for {timeout_seconds:.0f} s for adapter '{name}': {reason}; repeat the request, or "
+                        "start the server with a larger --wait-limit",
+                        code="engine_not_ready",
+                    )
 
     async def tokenize(self, body: dict[str, Any]) -> list[int]:
         """The token ids of a text or of a rendered conversation (`Engine.tokenize`), from the replica with the fewest requests. If
@@ -276,8 +288,8 @@ class Fleet:
             missing = [replica for replica in self._ready() if not replica.holds(name)]
             if not missing:
                 break
-            refusals = await asyncio.gather(*(self._load_on(replica, name, path) for replica in missing))
-            if refusal := next((error for error in refusals if error is not None), None):
+            errors = await asyncio.gather(*(self._load_on(replica, name, path) for replica in missing))
+            if refusal := next((error for error in errors if isinstance(error, AdapterRefused)), None):
                 for replica in others:
                     replica.unload_adapter(name)
                 if not self._is_alone:  # a single replica unloads it before its next load; nobody waits for the device
@@ -287,11 +299,19 @@ class Fleet:
             if replica.state != "ready":
                 replica.keep(name, path)
 
-    async def _load_on(self, replica: Engine, name: str, path: Path) -> AdapterRefused | None:
-        """Has a replica load an adapter. Returns the replica's refusal. A replica that dies meanwhile refuses nothing. One of
-        several replicas that does not answer is killed, so that the step serves from the others."""
+    async def _load_on(self, replica: Engine, name: str, path: Path) -> AdapterRefused | NotDelivered | None:
+        """Has a replica load an adapter. Returns the replica's refusal, or why its machine cannot take the files. A replica that
+        dies meanwhile refuses nothing. One of several replicas that does not answer, or cannot get the files, is killed, so that
+        the step serves from the others."""
         try:
             has_answered = await replica.try_load(name, path)
+        except NotDelivered as error:
+            if self._is_alone:
+                return error
+            if replica.state == "ready":
+                replica.keep(name, path)  # the next process is not ready before the machine has taken the files
+                await replica.end(f"an adapter's files cannot be delivered ({error})")
+            return None
         except AdapterRefused as error:
             # vLLM's API process answers with errors while the engine core is dying.
             if await replica.is_alive():

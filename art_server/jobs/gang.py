@@ -142,17 +142,12 @@ class Gang:
 
         Raises:
             TrainerError: a rank did not start, or the ranks are unlike.
+            OSError: this machine could not start a rank's process.
         """
-        try:
-            async with asyncio.TaskGroup() as starts:
-                for rank in self.ranks:
-                    starts.create_task(rank.start())
-        except* TrainerError as errors:
-            failed = next(error for error in errors.exceptions if isinstance(error, TrainerError))
-        else:
-            failed = None
-        if failed is not None:
-            raise failed
+        outcomes = await asyncio.gather(*(rank.start() for rank in self.ranks), return_exceptions=True)
+        reason = _likeliest_reason([error for error in outcomes if error is not None])
+        if reason is not None:
+            raise reason
         difference = difference_of_ranks([rank.machine for rank in self.ranks], [rank.facts for rank in self.ranks])
         if difference is not None:
             raise TrainerError(UNLIKE_RANKS, difference, retryable=True)
@@ -285,17 +280,15 @@ class Gang:
                 run.cancel()
             await asyncio.wait([*runs, watch])
         has_failed = any(run.cancelled() or run.exception() for run in runs)
-        errors: list[TrainerError] = []
+        errors: list[BaseException] = []
         for run in (watch, *runs):
             if run is watch and (watch.cancelled() or not has_failed):
                 continue
             if run.cancelled():
                 errors.append(self._stuck("a rank did not answer after another one had failed: it hangs or is stopped"))
             elif error := run.exception():
-                if not isinstance(error, TrainerError):
-                    raise error
                 errors.append(error)
-        return min(errors, key=_order_of_reason, default=None)
+        return _likeliest_reason(errors)
 
 
 class Idleness:
@@ -324,6 +317,16 @@ class Idleness:
 def log_name(gang: str, number: int) -> str:
     """The log file of a rank: `trainer.log` for rank 0 of the gang `trainer`, `trainer-2.log` for rank 2."""
     return f"{gang}.log" if number == 0 else f"{gang}-{number}.log"
+
+
+def _likeliest_reason(errors: Sequence[BaseException]) -> TrainerError | None:
+    """The error that is most likely the reason of the others; None without errors. An error that is not the trainer's is raised."""
+    of_trainer: list[TrainerError] = []
+    for error in errors:
+        if not isinstance(error, TrainerError):
+            raise error
+        of_trainer.append(error)
+    return min(of_trainer, key=_order_of_reason, default=None)
 
 
 def _order_of_reason(error: TrainerError) -> int:

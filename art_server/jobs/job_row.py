@@ -56,6 +56,8 @@ class WaitingJob:
     """A job that has not ended, with what the runner needs to choose one."""
 
     job_id: str
+    model: int
+    """The number of the job's model."""
     project: str
     name: str
     next_attempt_at: float

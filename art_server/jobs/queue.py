@@ -208,7 +208,7 @@ class JobQueue:
             return self._waiting(in_order, "running") + self._order.sort(self._waiting(in_order, "queued"))
 
     def _waiting(self, where: str, *values: object) -> list[WaitingJob]:
-        columns = "job_id, project, name, COALESCE(next_attempt_at, 0), num_tokens, begins"
+        columns = "job_id, model, project, name, COALESCE(next_attempt_at, 0), num_tokens, begins"
         return [WaitingJob(*row) for row in self._rows(f"SELECT {columns} FROM {JOBS} WHERE {where}", *values)]
 
     def tokens_per_second(self) -> float | None:
@@ -365,7 +365,7 @@ class JobQueue:
             is_last = before is None or before == job_id
             job_ids.insert(len(job_ids) if is_last else job_ids.index(before), job_id)
             models = {queued_id: (model, step) for queued_id, _, model, step in queued}
-            passed: set[str] = set()
+            passed: set[int] = set()
             for queued_id in job_ids:
                 model, expected_step = models[queued_id]
                 if expected_step is not None and model in passed:

@@ -28,7 +28,7 @@ from art_protocol.wire import (
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
-from art_server.errors import Conflict, ServerError
+from art_server.errors import Conflict, NotFound, ServerError
 from art_server.jobs.attempt import Attempt, has_committed, is_on_base
 from art_server.jobs.backoff import error_detail, pause_after
 from art_server.jobs.gang import Gang
@@ -81,8 +81,8 @@ class JobRunner:
         self._more_trainers = more_trainers
         self._attempts: list[Attempt] = []
         """The attempts that run."""
-        self._busy: set[str] = set()
-        """Models with a job that runs."""
+        self._busy: set[int] = set()
+        """The numbers of models with a job that runs."""
         self._lock = asyncio.Lock()
         """Held while a job is chosen."""
         self._changed = asyncio.Event()
@@ -271,14 +271,14 @@ class JobRunner:
             async with self._lock:
                 job = await self._choose()
                 if job is not None:
-                    self._busy.add(job.model_id)
+                    self._busy.add(job.model)
             if job is None:
                 await self._rest(changed)
                 continue
             try:
                 await self._run(job, trainer)
             finally:
-                self._busy.discard(job.model_id)
+                self._busy.discard(job.model)
                 self._wake()
 
     async def _run(self, job: JobRow, trainer: Gang) -> None:
@@ -286,7 +286,8 @@ class JobRunner:
         try:
             model = self._registry.of_number(job.model)
             if model is None:
-                raise self._registry.unknown(job.project, job.name)
+                reason = f"the job's model, '{job.model_id}', was deleted, or no step of it can be read"
+                raise NotFound(reason, code="unknown_model", param="name")
             await self._registry.verify(model)
             attempt = Attempt(
                 job,
@@ -316,8 +317,8 @@ class JobRunner:
         now, passed = clock.now(), set(self._busy)
         for waiting in await asyncio.to_thread(self._queue.waiting):
             if waiting.next_attempt_at > now:
-                passed.add(waiting.model_id)
-            if waiting.model_id in passed:
+                passed.add(waiting.model)
+            if waiting.model in passed:
                 continue
             try:
                 job = await self.get(waiting.job_id)
@@ -328,7 +329,7 @@ class JobRunner:
             model = self._registry.of_number(job.model)
             if model is None or is_on_base(self._engine, model) or self._may_have_committed(job):
                 return job
-            passed.add(waiting.model_id)
+            passed.add(waiting.model)
         return None
 
     @staticmethod

@@ -67,7 +67,7 @@ class TrainerError(Exception):
 
 
 class TrainerDied(TrainerError):
-    """The process ended or hung during a task or its start; the next task starts another process."""
+    """The process ended or hung during a task or its start; the next `run` or `start` starts another process."""
 
     def __init__(self, message: str) -> None:
         super().__init__("trainer_died", message, retryable=True)
@@ -126,7 +126,7 @@ class RankProgram:
 
 
 class TrainerProcess:
-    """One worker process, which runs one task at a time. The first task starts the process, and after a death the next task.
+    """One worker process, which runs one task at a time. `run` and `start` start the process if none runs.
 
     Use it from the main thread's event loop, because the worker dies with the thread that started it.
     """
@@ -135,7 +135,7 @@ class TrainerProcess:
         """`location` starts the process, whose compiled code is kept in `cache_dir`."""
         self.location = location
         self.worker: WorkerConfig | None = None
-        """The configuration of the process that the next task starts."""
+        """The configuration of the next process."""
         self.budgets: Budgets | None = None
         """Stores the token budgets that the process learns."""
         self.facts: Mapping[str, str] = {}
@@ -149,7 +149,7 @@ class TrainerProcess:
         self._lock = asyncio.Lock()
 
     def use(self, config: WorkerConfig) -> None:
-        """Sets the configuration of the process that the next task starts."""
+        """Sets the configuration of the next process."""
         self.worker = config
 
     @property

@@ -113,11 +113,11 @@ class HostProcess:
     # --- the host's reports ---
 
     def note_output(self, output: Output) -> None:
-        if not output.is_log:
+        if output.is_log:
+            with contextlib.suppress(OSError), open(self.log.path, "ab") as log:
+                log.write(output.text.encode())
+        elif not self._status.done():  # a lost host speaks until its connection is closed
             self._lines.feed_data(output.text.encode())
-            return
-        with contextlib.suppress(OSError), open(self.log.path, "ab") as log:
-            log.write(output.text.encode())
 
     def note_beat(self, beat: Beat) -> None:
         if self.name in beat.work:

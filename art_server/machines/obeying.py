@@ -140,6 +140,8 @@ class Machinery:
         self._fetching: dict[str, asyncio.Lock] = {}
         self._putting: dict[str, asyncio.Task[None]] = {}
         """The running orders that fill a folder, by the folder's name."""
+        self._starting: dict[str, asyncio.Task[None]] = {}
+        """The running orders that start a child, by the child's name."""
 
     def begin(self, order: Order, tasks: asyncio.TaskGroup) -> None:
         """Obeys an order, in a task if the order takes time. An error becomes the order's reply."""
@@ -155,6 +157,9 @@ class Machinery:
             if isinstance(order, Put):
                 self._putting[order.folder] = task
                 task.add_done_callback(lambda _: self._putting.pop(order.folder))
+            elif isinstance(order, StartEngine | StartRank):
+                self._starting[order.child] = task
+                task.add_done_callback(lambda _: self._starting.pop(order.child))
 
     async def _obey(self, order: Order) -> None:
         try:
@@ -174,6 +179,8 @@ class Machinery:
             case StartRank():
                 return await self._start_rank(order)
             case End():
+                if (task := self._starting.get(order.child)) is not None:  # the server no longer waits for the child
+                    await asyncio.wait({task})
                 await self._end(order.child)
             case Put():
                 return OrderReply(path=str(await self._put(order)))

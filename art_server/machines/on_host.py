@@ -3,6 +3,7 @@ rank starts there, and when files are delivered. The host's side is `obeying.py`
 """
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -12,7 +13,7 @@ from art_protocol.log_file import LogFile
 from art_server.engine.command import EngineProgram
 from art_server.jobs.trainer_process import RankProgram
 from art_server.machines.joined import HostLost, HostProcess, JoinedHost, OrderFailed
-from art_server.machines.orders import SILENCE_SECONDS, StartEngine, StartRank
+from art_server.machines.orders import SILENCE_SECONDS, OrderReply, StartEngine, StartRank
 from art_server.process.place import Endpoint, Program
 from art_server.settings import Device, ServerConfig
 from art_server.shared.switches import SECRET_HEADER
@@ -73,18 +74,16 @@ class OnHost:
             process = self.host.new_process(log, program.receiver)
             secret = secrets.token_hex(16)
             settings = program.config.model_dump(mode="json", exclude=NOT_SENT)
-            reply = await self.host.order(
-                StartEngine(
-                    child=process.name, slot=self._slot, base=program.base.name, settings=settings, secret=secret
-                )
+            order = StartEngine(
+                child=process.name, slot=self._slot, base=program.base.name, settings=settings, secret=secret
             )
+            reply = await self._start(process, order)
         except OrderFailed as error:
             self.host.dismiss(str(error))
             return await wait_for_removal()
         except HostLost:
             return await wait_for_removal()
         shown = f"[{self.address}]" if ":" in self.address else self.address
-        process.host_pid = reply.pid
         process.endpoint = Endpoint(f"http://{shown}:{reply.port}", headers={SECRET_HEADER: secret})
         return process
 
@@ -100,9 +99,17 @@ class OnHost:
                 "machine": self.machine,
             }
         )
-        order = StartRank(child=process.name, slot=self._slot, base=base.name, worker=worker)
-        process.host_pid = (await self.host.order(order)).pid
+        await self._start(process, StartRank(child=process.name, slot=self._slot, base=base.name, worker=worker))
         return process
+
+    async def _start(self, process: HostProcess, order: StartEngine | StartRank) -> OrderReply:
+        """Has the host start a process. After a failure or a cancellation the host has no such process."""
+        async with contextlib.AsyncExitStack() as on_failure:
+            on_failure.push_async_callback(process.end)
+            reply = await self.host.order(order)
+            on_failure.pop_all()
+        process.host_pid = reply.pid
+        return reply
 
     # --- files ---
 

@@ -41,7 +41,7 @@ class Status:
         self._activity = Activity(self._doing)
 
     def health(self, *, names_model: bool = True) -> Health:
-        """The engine's state, the server's faults, and what requests wait for: a step "of 'p/a'" if `names_model`."""
+        """The engine's state, the server's faults, and what requests wait for. Without `names_model` no model is named."""
         engine, download, trained = self._engine, self._base.download, self._gate.model
         step = None
         if trained is not None:
@@ -59,7 +59,7 @@ class Status:
             base_model=engine.base.name if engine.base is not None else None,
             version=__version__,
             detail=engine.detail,
-            waits_for=step or engine.start_waited_for or engine.load_waited_for(),
+            waits_for=step or engine.start_waited_for or engine.load_waited_for(names_model=names_model),
             progress=engine.progress.lines,
             replicas=self._replicas(),
             longest_stall_seconds=self._loop_watch.longest_stall_seconds,

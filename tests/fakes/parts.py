@@ -93,7 +93,7 @@ class FakeEngine:
     def start_waited_for(self) -> str | None:
         return "the engine" if self.state == "starting" else None
 
-    def load_waited_for(self, name: str | None = None) -> str | None:
+    def load_waited_for(self, name: str | None = None, *, names_model: bool = True) -> str | None:
         return None
 
     async def wait_ready(self, timeout_seconds: float) -> None:

@@ -1,6 +1,8 @@
 """Keys: names, expiry, and what strangers see; how many choices one request may ask for."""
 
 import asyncio
+import contextlib
+import errno
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from fastapi import FastAPI
 import art
 from art_protocol.wire import Health
 from art_server.api.openai.routes import check_choices, num_choices
-from art_server.errors import BadRequest
+from art_server.errors import BadRequest, Unavailable
 from art_server.settings import ApiKey
+from art_server.store.model_folder import ADAPTER_FILE
 from tests.asgi_client import client
 from tests.quick.api.idle_server import MODEL, make
 from tests.quick.server.served import sample_group, serving
@@ -105,6 +108,29 @@ async def test_strangers_see_the_state_only(tmp_path: Path) -> None:
     engine.state, engine.detail = "failed", "last log lines: a prompt"
     assert (await health(app, "/health", "localhost", None))["detail"] is not None
     assert await health(app, "/health", "evil.example", None) == bare
+
+
+async def test_a_key_for_one_project_sees_no_name_of_another_s_model_whose_files_cannot_be_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = (ApiKey(key="k"), ApiKey(key="q", projects=frozenset({"q"})))
+    app, server = make(tmp_path, api_keys=keys)
+    (engine,) = server.engine.replicas
+    folder = server.registry.get("p", "run").folder.checkpoint_dir(0)
+
+    async def deliver(folder: Path, names: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr(engine.location, "deliver", deliver)
+    (folder / ADAPTER_FILE).touch()
+    with contextlib.suppress(Unavailable):
+        await engine.try_load("p/run@0", folder)
+    again = asyncio.create_task(engine.try_load("p/run@0", folder))
+    await asyncio.sleep(0)
+    what = "which cannot be delivered (Permission denied); they are sent again every 10 s"
+    for key, whose in (("k", "'p/run@0'"), ("q", "a model")):
+        assert (await health(app, "/health", "box", key))["waits_for"] == f"the files of {whose}, {what}"
+    again.cancel()
 
 
 async def test_more_choices_than_an_engine_samples_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ WEIGHTS = st.dictionaries(st.sampled_from(PROJECTS), st.sampled_from([0.25, 1.0,
 
 
 def make(jobs: list[tuple[str, int]]) -> list[WaitingJob]:
-    return [WaitingJob(str(number), project, "m", 0.0, tokens, None) for number, (project, tokens) in enumerate(jobs)]
+    return [
+        WaitingJob(str(number), 1, project, "m", 0.0, tokens, None) for number, (project, tokens) in enumerate(jobs)
+    ]
 
 
 @given(JOBS, WEIGHTS)
@@ -73,7 +75,7 @@ def test_a_project_that_comes_late_is_next_and_saves_nothing_up() -> None:
     heavy = make([("a", 100)] * 40)
     for job in heavy[:20]:
         order.begin(job)
-    light = [WaitingJob("light", "b", "m", 0.0, 100, None), WaitingJob("light too", "b", "m", 0.0, 100, None)]
+    light = [WaitingJob("light", 1, "b", "m", 0.0, 100, None), WaitingJob("light too", 1, "b", "m", 0.0, 100, None)]
     names = [job.job_id for job in order.sort([*heavy[20:], *light])]
     assert names[:4] == ["light", "20", "light too", "21"] or names[:4] == ["light", "light too", "20", "21"]
     assert names.index("light too") <= 2

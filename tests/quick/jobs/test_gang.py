@@ -1,17 +1,20 @@
 """What the server takes for the death of a rank, and what for silence of the network to it."""
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from art_server.jobs import gang as gang_module
+from art_server.jobs.backoff import error_detail
 from art_server.jobs.gang import IDLE_SECONDS, Gang, Idleness
 from art_server.jobs.trainer_process import RankLost, TrainerDied, TrainerError, TrainerProcess, Usage
 from art_server.process.place import PlaceLost
 from art_server.shared.trainer_messages import Done, LoadTask, Progress, Task
 from tests.fakes.places import Elsewhere
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +30,10 @@ class Rank(TrainerProcess):
         super().__init__(location=location, log_path=Path("rank.log"), cache_dir=Path("unsloth"))
         self.may_end = asyncio.Event()
         self.num_readings = 0
-        self.start_error: TrainerError | None = None
+        self.start_error: Exception | None = None
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.has_started = False
         self._end = end
         self._readings = readings
 
@@ -36,6 +42,8 @@ class Rank(TrainerProcess):
         return True
 
     async def start(self) -> None:
+        await self.may_start.wait()
+        self.has_started = True
         if self.start_error is not None:
             raise self.start_error
 
@@ -168,6 +176,30 @@ async def test_a_rank_that_does_not_start_is_the_reason(tmp_path: Path) -> None:
     ranks[1].start_error = TrainerDied("it ended with status 1")
     with pytest.raises(TrainerDied, match="status 1"):
         await gang_of(tmp_path, *ranks).run(TASK)
+
+
+async def test_of_several_starts_that_fail_the_likeliest_reason_is_the_job_s(tmp_path: Path) -> None:
+    """Also if it is known last: a start is not given up because another one has failed."""
+    ranks = [Rank("host a", None), Rank("host b", None)]
+    ranks[0].start_error, ranks[1].start_error = BROKEN, RankLost("host b was lost")
+    ranks[1].may_start.clear()
+    running = asyncio.create_task(gang_of(tmp_path, *ranks).run(TASK))
+    await until(lambda: ranks[0].has_started)
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert not running.done()
+    ranks[1].may_start.set()
+    with pytest.raises(RankLost):
+        await running
+
+
+async def test_an_error_of_the_system_at_a_start_is_the_job_s_error_as_it_is(tmp_path: Path) -> None:
+    ranks = [Rank("this machine", None), Rank("this machine", None)]
+    ranks[1].start_error = OSError(errno.EMFILE, "Too many open files")
+    with pytest.raises(OSError, match="Too many open files") as caught:
+        await gang_of(tmp_path, *ranks).run(TASK)
+    detail = error_detail(caught.value)
+    assert (detail.code, detail.retryable) == ("system_error", True)
 
 
 async def test_a_lost_machine_has_no_rank_in_the_next_job(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import shutil
 import sqlite3
 import threading
 from dataclasses import replace
@@ -430,6 +431,20 @@ async def test_a_job_killed_while_it_ran_goes_on_under_a_new_server(tmp_path: Pa
     async with running(tmp_path) as house:
         assert await house.wait(job) == ["done"]
         assert house.queue.get(job).attempts == {}, "a kill is no error"
+
+
+async def test_the_job_of_a_model_whose_folder_is_gone_fails_though_another_model_has_its_name(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    model = house.add_model("a")
+    job = house.add_job("a")
+    house.registry.database.close()
+    shutil.rmtree(model.folder.path)
+    async with running(tmp_path, "a") as house:
+        assert await house.wait(job) == ["failed"]
+        error = house.queue.get(job).last_error
+        assert error is not None and (error.code, error.retryable) == ("unknown_model", False)
+        assert error.message == "the job's model, 'p/a', was deleted, or no step of it can be read"
+        assert house.registry.get("p", "a").step == 0
 
 
 async def test_layers_that_the_engine_does_not_adapt_are_not_trained_and_reported(

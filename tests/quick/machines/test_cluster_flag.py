@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from art_server.app import make_app
+from art_server.engine.device.assignment import check_flags
 from art_server.errors import UsageError
 from art_server.flags import parse
 from art_server.machines import placing as placing_module
@@ -58,9 +59,9 @@ def test_an_address_that_does_not_answer_is_refused(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     "flags", [["--serve-devices", "0", "--train-devices", "1"], ["--trainer", "unsloth"]], ids=["devices", "unsloth"]
 )
-def test_devices_are_rays_choice(flags: list[str], tmp_path: Path) -> None:
+def test_devices_are_rays_choice(flags: list[str]) -> None:
     with pytest.raises(UsageError, match="--cluster: Ray chooses the devices"):
-        build(parse(["--cluster", "auto", "--path", str(tmp_path), *flags]))
+        check_flags(parse(["--cluster", "auto", *flags]))
 
 
 async def test_the_server_has_no_devices_and_a_key_for_hosts_only(tmp_path: Path) -> None:

@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 import art
+from art_protocol.log_file import LogFile
 from art_server.engine import engine as engine_module
 from art_server.machines import hosts as hosts_module
 from art_server.machines.joined import JoinedHost
+from art_server.machines.obeying import Machinery
 from art_server.machines.on_host import OnHost
+from art_server.machines.orders import End, Order, OrderReply, Output, StartRank
+from art_server.shared.trainer_messages import WorkerConfig
 from tests.quick.machines.machines import house
 from tests.quick.server.served import sample_group
 from tests.waiting import until
@@ -119,3 +123,59 @@ async def test_a_machine_that_leaves_before_it_is_admitted_leaves_its_name(
             may_answer.set()
         here.host("one", engines=1)
         await here.ready(1)
+
+
+async def test_a_rank_whose_start_is_given_up_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the host has begun to start the process."""
+    begun, may_start, is_asked_to_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    machineries: list[Machinery] = []
+    start_rank, begin = Machinery._start_rank, Machinery.begin
+
+    async def start_later(machinery: Machinery, order: StartRank) -> OrderReply:
+        machineries.append(machinery)
+        begun.set()
+        await may_start.wait()
+        return await start_rank(machinery, order)
+
+    def note_end(machinery: Machinery, order: Order, tasks: asyncio.TaskGroup) -> None:
+        begin(machinery, order, tasks)
+        if isinstance(order, End):
+            is_asked_to_end.set()
+
+    monkeypatch.setattr(Machinery, "_start_rank", start_later)
+    monkeypatch.setattr(Machinery, "begin", note_end)
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", ranks=1)
+        await here.joined(1)
+        (rank,) = here.server.trainer.joined
+        assert isinstance(rank.location, OnHost)
+        host = rank.location.host
+        rank.use(WorkerConfig(base_model="art/tiny"))
+        starting = asyncio.create_task(rank.start())
+        await begun.wait()
+        starting.cancel()
+        ended = asyncio.create_task(is_asked_to_end.wait())
+        await asyncio.wait({starting, ended}, return_when=asyncio.FIRST_COMPLETED)
+        may_start.set()
+        await asyncio.wait({starting})
+        ended.cancel()
+        assert is_asked_to_end.is_set() and host.processes == {}
+        assert [machinery._children for machinery in machineries] == [{}]
+
+
+async def test_what_a_lost_machine_still_says_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is lost because it did not obey an order still speaks, until its connection is closed."""
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", ranks=1)
+        await here.joined(1)
+        (rank,) = here.server.trainer.joined
+        assert isinstance(rank.location, OnHost)
+        host = rank.location.host
+        process = host.new_process(LogFile(tmp_path / "rank.log"))
+        host.lose("it did not obey an order")
+        host._take(Output(child=process.name, text="late\n", is_log=False))
+        assert await process.read_line() == b""
+        await until(lambda: rank not in here.server.trainer.joined)
+        await here.joined(1)

@@ -14,7 +14,7 @@ import pytest
 import art
 from art_server.cli import UVICORN
 from art_server.engine import engine as engine_module
-from art_server.engine.engine import HANG_SECONDS, AdapterRefused, Engine
+from art_server.engine.engine import HANG_SECONDS, AdapterRefused, Engine, NotDelivered
 from art_server.jobs import backoff
 from art_server.jobs import gang as gang_module
 from art_server.machines import host as host_module
@@ -245,7 +245,8 @@ async def test_a_delivery_that_takes_too_long_costs_the_engine_and_not_the_machi
         copies = folders_of(tmp_path / "slow")
         monkeypatch.setattr(engine_module, "LOAD_SECONDS", 0.05)
         network.stall()
-        assert not await replica.try_load("p/m@0-again", folder)
+        with pytest.raises(NotDelivered, match="they had not arrived"):
+            await replica.try_load("p/m@0-again", folder)
         network.resume()
         await host.free_port()
         await until(lambda: folders_of(tmp_path / "slow") == copies)

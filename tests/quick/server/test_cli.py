@@ -141,6 +141,18 @@ def test_devices_are_lists_and_go_together() -> None:
             parse(["--serve-devices", wrong, "--train-devices", "9"])
 
 
+def test_flags_that_contradict_each_other_are_refused_before_anything_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder stays as it is, and the port, which is in use, is not opened."""
+    tmp_path.chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as listening, pytest.raises(SystemExit) as end:
+        main(["--path", str(tmp_path), "--port", str(listening.getsockname()[1]), "--engines", "0"])
+    lines = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and len(lines) == 1 and lines[0].startswith("art-server: --engines 0: something has to")
+    assert tmp_path.stat().st_mode & 0o777 == 0o755 and list(tmp_path.iterdir()) == []
+
+
 def test_art_run_is_the_server(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         art(["run", "--host", "0.0.0.0", "--port", "7999"])

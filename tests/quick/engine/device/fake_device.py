@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from aiohttp import web
 from art_protocol.log_file import LogFile
 from art_server.engine.device.plan import MemoryPlan
 from art_server.jobs.trainer_process import TrainerDied
-from art_server.process.place import Counters, Endpoint, Here, Program
+from art_server.process.place import Counters, Endpoint, Here, PlaceFailed, Program
 from art_server.settings import Handover
 from art_server.shared.trainer_messages import Done, LoadTask, Progress, TrainTask
 from art_server.shared.work_counters import WorkCounter, read_work
@@ -234,6 +234,15 @@ class OnFakeDevice(Here):
     def __init__(self, world: "World"):
         super().__init__(device="cuda")
         self._world = world
+        self.is_full = False
+        """The machine cannot take files."""
+        self.num_deliveries = 0
+
+    async def deliver(self, folder: Path, names: Collection[str]) -> str:
+        self.num_deliveries += 1
+        if self.is_full:
+            raise PlaceFailed("host h: No space left on device")
+        return await super().deliver(folder, names)
 
     async def start(self, program: Program, log: LogFile) -> Any:
         command = await program.prepare()
@@ -288,6 +297,7 @@ class TrainerOnDevice:
 def write_adapter(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({}))
+    (folder / "adapter_model.safetensors").touch()
 
 
 @dataclass

@@ -125,6 +125,11 @@ class House:
         assert process is not None
         return process
 
+    def location(self, number: int) -> OnFakeDevice:
+        location = self.replicas[number].location
+        assert isinstance(location, OnFakeDevice)
+        return location
+
     def adapters(self) -> list[list[str]]:
         """What each vLLM has loaded."""
         return [self.process(number).adapters for number in (0, 1)]
@@ -321,6 +326,61 @@ async def test_a_replica_that_does_not_answer_is_killed_and_the_step_serves(
         assert house.replicas[0].holds("p/a@0")
         await house.all_ready()
         assert house.replicas[1].num_starts == 2 and house.replicas[1].holds("p/a@0")
+
+
+@pytest.mark.parametrize("comes", ["a step", "a request"])
+async def test_a_replica_whose_machine_is_full_says_so_and_serves_once_there_is_room(
+    comes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "DELIVERY_PAUSE_SECONDS", 0.01)
+    async with running(tmp_path) as house:
+        await house.all_ready()
+        full, location = house.replicas[1], house.location(1)
+        location.is_full = True
+        with held(house.worlds[1], "engine starts") as begun:
+            if comes == "a step":
+                await house.fleet.load_adapter(*house.step(), SECONDS)
+            else:
+                assert {(await house.ask("a", bytes([key])))[1] for key in range(20)} == {"engine-0"}
+            await begun.wait()
+            reason = "an adapter's files cannot be delivered (host h: No space left on device)"
+            assert full.detail == f"It is being restarted because {reason}."
+        tries = location.num_deliveries
+        await until(lambda: location.num_deliveries > tries + engine_module.MAX_FAILED_STARTS or full.state == "failed")
+        assert (full.state, full.num_starts) == ("starting", 2)
+        assert full.detail == f"It waits because {reason}; they are sent again every 10 s."
+        assert await house.ask("a") == ("p/a@0", "engine-0")
+        location.is_full = False
+        await house.all_ready()
+        assert full.holds("p/a@0") and full.num_starts == 2
+
+
+@pytest.mark.parametrize("outcome", ["refused", "unloaded"])
+async def test_what_could_not_be_delivered_once_is_not_said_of_a_later_load(
+    outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "DELIVERY_PAUSE_SECONDS", 0.01)
+    async with running(tmp_path) as house:
+        await house.all_ready()
+        replica, location = house.replicas[0], house.location(0)
+        name, folder = house.step()
+        location.is_full = True
+        with contextlib.suppress(Unavailable):
+            await replica.try_load(name, folder)
+        location.is_full = False
+        if outcome == "refused":
+            config = folder / "adapter_config.json"
+            config.rename(folder / "aside")
+            with refused(AdapterRefused, "adapter_refused"):
+                await replica.try_load(name, folder)
+            (folder / "aside").rename(config)
+        else:
+            replica.unload_adapter(name)
+        with held(house.worlds[0], "adapter loads") as begun:
+            load = asyncio.create_task(replica.try_load(name, folder))
+            await begun.wait()
+            assert replica.load_waited_for(name) is None
+        await load
 
 
 async def test_an_error_of_a_dying_replica_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

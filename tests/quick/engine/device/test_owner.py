@@ -313,6 +313,54 @@ async def test_a_single_engine_that_does_not_load_an_adapter_in_time_is_asked_ag
         assert house.engine.holds("p/a@0") and house.engine.num_starts == 1
 
 
+async def test_a_request_whose_adapter_cannot_be_delivered_waits_until_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "DELIVERY_PAUSE_SECONDS", 0.01)
+    world = make_world("none", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        await house.fleet.wait_ready(SECONDS)
+        folder, location = house.registry.get("p", "a").folder.checkpoint_dir(0), house.engine.location
+        assert isinstance(location, OnFakeDevice)
+        location.is_full = True
+        with refused(Unavailable, "engine_not_ready") as raised, contextlib.ExitStack() as stack:
+            await house.fleet.reach("p/a@0", folder, lambda: b"", 0.1, stack)
+        assert (
+            "adapter 'p/a@0': its files cannot be delivered (host h: No space left on device)" in raised.value.message
+        )
+        assert house.engine.num_requests == 0 and location.num_deliveries > 1 and raised.value.retryable
+        location.is_full = False
+        with contextlib.ExitStack() as stack:
+            assert await house.fleet.reach("p/a@0", folder, lambda: b"", SECONDS, stack) is house.engine
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+async def test_an_engine_that_restarts_while_its_machine_is_full_waits_for_room(
+    is_left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It also serves if nobody needs the adapter any more."""
+    monkeypatch.setattr(engine_module, "DELIVERY_PAUSE_SECONDS", 0.01)
+    world = make_world("none", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        assert await house.ask("a") == "p/a@0"
+        location = house.engine.location
+        assert isinstance(location, OnFakeDevice) and world.process is not None
+        location.is_full = True
+        tries = location.num_deliveries
+        world.process.kill()
+        await until(
+            lambda: location.num_deliveries > tries + engine_module.MAX_FAILED_STARTS or house.engine.state == "failed"
+        )
+        assert house.engine.state == "starting"
+        assert "cannot be delivered (host h: No space left on device)" in (house.fleet.start_waited_for or "")
+        if is_left:
+            house.fleet.unload_adapter("p/a@0")
+        else:
+            location.is_full = False
+        await house.fleet.wait_ready(SECONDS)
+        assert house.engine.num_starts == 2 and house.engine.holds("p/a@0") != is_left
+
+
 async def test_the_engine_wakes_while_the_step_is_written(tmp_path: Path) -> None:
     world = make_world("sleep", {})
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
