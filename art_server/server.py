@@ -42,6 +42,7 @@ from art_server.process.place import Here
 from art_server.process.progress import StartProgress
 from art_server.registration import Registration
 from art_server.settings import ServerConfig
+from art_server.shared.clock import REAL, Clock
 from art_server.status import Status
 from art_server.store import files
 from art_server.store.registry import Registry
@@ -156,6 +157,8 @@ def build(
     config: ServerConfig,
     make_engine: Callable[..., Fleet] = Fleet,
     make_trainer: Callable[..., ServerTrainer] = ServerTrainer,
+    *,
+    clock: Clock = REAL,
 ) -> Server:
     """A server that has started nothing. Takes the server's folder, and kills the processes that an earlier server left there.
 
@@ -181,7 +184,7 @@ def build(
     incoming = config.server_dir / "incoming"
     shutil.rmtree(incoming, ignore_errors=True)
 
-    background, loop_watch, gate = Background(), LoopWatch(), PauseGate()
+    background, loop_watch, gate = Background(clock=clock), LoopWatch(), PauseGate()
     reports = Reports(config.trackers, config.log_dir)
     retention = Retention(config.ledger_max_age_days * 86400.0, int(config.ledger_max_gb * 2**30))
 
@@ -241,7 +244,7 @@ def build(
             background=background,
             children=children,
         )
-    queue = JobQueue(registry.database, config.max_queued_jobs, config.shares)
+    queue = JobQueue(registry.database, config.max_queued_jobs, config.shares, clock=clock)
     check_shares(config, registry)
     base = BaseLoader(
         config=config,
@@ -282,6 +285,7 @@ def build(
         layers=LayerCheck(config.server_dir / "layers", devices),
         report=reports.take,
         more_trainers=trainer.more,
+        clock=clock,
     )
     train_requests = TrainRequests(
         ledger=ledger, engine=engine, runner=runner, queue=queue, name_of=registry.table.name_of
