@@ -227,7 +227,7 @@ def build(
         replicas=replicas, progress=progress, changed=changed, config=config, mismatch_limits_of=limits_of
     )
     locations = [here(numbers) for numbers in rank_devices(config, machine)]
-    trainer = make_trainer(config=config, device=machine.kind, locations=locations)
+    trainer = make_trainer(config=config, device=machine.kind, locations=locations, clock=clock)
     hosts: Hosts | None = None
     if config.takes_hosts:
         from art_server.machines import hosts as machines  # only a server that takes hosts loads their code
