@@ -184,7 +184,7 @@ def build(
     incoming = config.server_dir / "incoming"
     shutil.rmtree(incoming, ignore_errors=True)
 
-    background, loop_watch, gate = Background(clock=clock), LoopWatch(), PauseGate()
+    background, loop_watch, gate = Background(clock=clock), LoopWatch(), PauseGate(clock=clock)
     reports = Reports(config.trackers, config.log_dir)
     retention = Retention(config.ledger_max_age_days * 86400.0, int(config.ledger_max_gb * 2**30))
 
@@ -220,11 +220,17 @@ def build(
             progress=progress,
             changed=changed,
             mismatch_limits_of=limits_of,
+            clock=clock,
         )
         for index, (numbers, engine_owner) in enumerate(zip(engine_devices(config, machine), owners, strict=True))
     ]
     engine = make_engine(
-        replicas=replicas, progress=progress, changed=changed, config=config, mismatch_limits_of=limits_of
+        replicas=replicas,
+        progress=progress,
+        changed=changed,
+        config=config,
+        mismatch_limits_of=limits_of,
+        clock=clock,
     )
     locations = [here(numbers) for numbers in rank_devices(config, machine)]
     trainer = make_trainer(config=config, device=machine.kind, locations=locations, clock=clock)

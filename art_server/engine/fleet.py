@@ -27,6 +27,7 @@ from art_server.engine.routing import Router
 from art_server.errors import Unavailable
 from art_server.process.progress import StartProgress
 from art_server.settings import ServerConfig
+from art_server.shared.clock import REAL, Clock
 from art_server.shared.trainer_messages import MismatchLimits
 from art_server.store.base_models import BaseModel
 
@@ -44,6 +45,7 @@ class Fleet:
         changed: asyncio.Condition,
         config: ServerConfig,
         mismatch_limits_of: Callable[[BaseModel], MismatchLimits | None] = lambda _: None,
+        clock: Clock = REAL,
     ):
         """The replicas have the same `progress` and `changed`."""
         self.replicas: list[Engine] = []
@@ -56,6 +58,7 @@ class Fleet:
         self._config = config
         self._changed = changed
         self._mismatch_limits_of = mismatch_limits_of
+        self._clock = clock
         self._router = Router()
         self._new_number = itertools.count().__next__
         self._numbers: dict[Engine, int] = {}
@@ -171,7 +174,7 @@ class Fleet:
         if self.state == "ready":
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_seconds), self._changed:
+            async with self._clock.timeout(timeout_seconds), self._changed:
                 await self._changed.wait_for(lambda: self.state in ("ready", "failed"))
         if (state := self.state) != "ready":
             if not self.replicas:
