@@ -195,7 +195,7 @@ def build(
     registry = Registry(config.path, forget_steps)
     ledger_file = config.server_dir / "ledger.sqlite"
     number_records(ledger_file, registry.table.number_of)
-    ledger = Ledger(ledger_file, retention, config.splicing)
+    ledger = Ledger(ledger_file, retention, config.splicing, clock=clock)
     intake = Intake(ledger, background)
 
     def is_busy() -> bool:
