@@ -249,6 +249,7 @@ def build(
             is_busy=is_busy,
             background=background,
             children=children,
+            clock=clock,
         )
     queue = JobQueue(registry.database, config.max_queued_jobs, config.shares, clock=clock)
     check_shares(config, registry)
