@@ -262,6 +262,7 @@ def build(
         trainer=trainer,
         ledger=ledger,
         queue=queue,
+        clock=clock,
     )
     registration = Registration(registry=registry, base=base, engine=engine, max_lora_rank=config.max_lora_rank)
     checkpoints = Checkpoints(
@@ -272,6 +273,7 @@ def build(
         ledger=ledger,
         incoming=incoming,
         keep_last=config.keep_last,
+        clock=clock,
     )
     uploads = Uploads(
         registry=registry,
