@@ -40,6 +40,7 @@ from art_server.process.children import Children
 from art_server.process.place import Here
 from art_server.process.progress import StartProgress
 from art_server.settings import ServerConfig
+from art_server.shared.clock import REAL, Clock
 from art_server.status.status import Status
 from art_server.store import files
 from art_server.store.registry import Registry
@@ -153,6 +154,8 @@ def build(
     config: ServerConfig,
     make_engine: Callable[..., Fleet] = Fleet,
     make_trainer: Callable[..., ServerTrainer] = ServerTrainer,
+    *,
+    clock: Clock = REAL,
 ) -> Server:
     """A server that has started nothing. Takes the server's folder, and kills the processes that an earlier server left there.
 
@@ -176,7 +179,7 @@ def build(
     incoming = config.server_dir / "incoming"
     shutil.rmtree(incoming, ignore_errors=True)
 
-    background, loop_watch, gate = Background(), LoopWatch(), PauseGate()
+    background, loop_watch, gate = Background(clock=clock), LoopWatch(), PauseGate(clock=clock)
     reports = Reports(config.trackers, config.log_dir)
     retention = Retention(config.ledger_max_age_days * 86400.0, int(config.ledger_max_gb * 2**30))
 
@@ -187,7 +190,7 @@ def build(
     registry = Registry(config.path, forget_steps)
     ledger_file = config.server_dir / "ledger.sqlite"
     number_records(ledger_file, registry.table.number_of)
-    ledger = Ledger(ledger_file, retention, config.splicing)
+    ledger = Ledger(ledger_file, retention, config.splicing, clock=clock)
     intake = Intake(ledger, background)
 
     def is_busy() -> bool:
@@ -212,14 +215,20 @@ def build(
             progress=progress,
             changed=changed,
             mismatch_limits_of=devices.mismatch_limits,
+            clock=clock,
         )
         for index, (numbers, engine_owner) in enumerate(zip(engine_devices(config, machine), owners, strict=True))
     ]
     engine = make_engine(
-        replicas=replicas, progress=progress, changed=changed, config=config, mismatch_limits_of=devices.mismatch_limits
+        replicas=replicas,
+        progress=progress,
+        changed=changed,
+        config=config,
+        mismatch_limits_of=devices.mismatch_limits,
+        clock=clock,
     )
     locations = [here(numbers) for numbers in rank_devices(config, machine)]
-    trainer = make_trainer(config=config, device=machine.kind, locations=locations)
+    trainer = make_trainer(config=config, device=machine.kind, locations=locations, clock=clock)
     hosts: Hosts | None = None
     if config.takes_hosts:
         from art_server.machines import hosts as machines  # only a server that takes hosts loads their code
@@ -234,8 +243,9 @@ def build(
             is_busy=is_busy,
             background=background,
             children=children,
+            clock=clock,
         )
-    queue = JobQueue(registry.database, config.max_queued_jobs, config.shares)
+    queue = JobQueue(registry.database, config.max_queued_jobs, config.shares, clock=clock)
     check_shares(config, registry)
     base = BaseLoader(
         config=config,
@@ -246,6 +256,7 @@ def build(
         trainer=trainer,
         ledger=ledger,
         queue=queue,
+        clock=clock,
     )
     registration = Registration(registry=registry, base=base, engine=engine, max_lora_rank=config.max_lora_rank)
     checkpoints = Checkpoints(
@@ -256,6 +267,7 @@ def build(
         ledger=ledger,
         incoming=incoming,
         keep_last=config.keep_last,
+        clock=clock,
     )
     uploads = Uploads(
         registry=registry,
@@ -276,6 +288,7 @@ def build(
         layers=LayerCheck(config.server_dir / "layers", devices),
         report=reports.take,
         more_trainers=trainer.more,
+        clock=clock,
     )
     train_requests = TrainRequests(
         ledger=ledger, engine=engine, runner=runner, queue=queue, name_of=registry.table.name_of

@@ -41,16 +41,6 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture
-def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job runner tries again after hundredths of a second."""
-    monkeypatch.setattr("art_server.jobs.backoff.FIRST_PAUSE_SECONDS", 0.02)
-    monkeypatch.setattr("art_server.jobs.backoff.LONGEST_PAUSE_SECONDS", 0.04)
-    monkeypatch.setattr("art_server.jobs.backoff.MAX_DOUBTFUL", 3)
-    monkeypatch.setattr("art_server.jobs.runner.REST_SECONDS", 0.01)
-    monkeypatch.setattr("art_server.jobs.runner.HEARTBEAT_SECONDS", 0.02)
-
-
 @pytest.fixture(scope="session")
 def collector() -> Iterator[Collector]:
     """What the server reports of its requests and jobs."""

@@ -15,7 +15,6 @@ import logging
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -33,6 +32,7 @@ from art_server.process.place import Endpoint, Place, PlaceFailed, PlaceLost, Pr
 from art_server.process.progress import StartProgress
 from art_server.process.receiver import Receiver
 from art_server.settings import GPU_ENGINE_ARGS, Handover, ServerConfig
+from art_server.shared.clock import REAL, Clock
 from art_server.shared.engine_messages import new_request_id
 from art_server.shared.same_policy import find_fault
 from art_server.shared.trainer_messages import MismatchLimits
@@ -143,7 +143,7 @@ class Undelivered(NamedTuple):
 
     reason: str
     again_at: float
-    """When the files are sent again (`time.monotonic`)."""
+    """When the files are sent again (`Clock.monotonic`)."""
 
 
 class Engine:
@@ -162,6 +162,7 @@ class Engine:
         progress: StartProgress,
         changed: asyncio.Condition,
         mismatch_limits_of: Callable[[BaseModel], MismatchLimits | None] = lambda _: None,
+        clock: Clock = REAL,
     ):
         """`location` starts vLLM. The engines of a fleet share `progress` and `changed`, which is notified when the state changes."""
         self.name = name
@@ -187,6 +188,7 @@ class Engine:
         self._is_busy = is_busy
         self._background = background
         self._mismatch_limits_of = mismatch_limits_of
+        self._clock = clock
         self._adapters: dict[str, Path] = {}
         self._compared: set[str] = set()
         """Adapters that vLLM's process has loaded and scores as the trainer does. Only these adapters serve."""
@@ -300,7 +302,7 @@ class Engine:
         if self.state == "ready":
             return
         try:
-            async with asyncio.timeout(timeout_seconds), self._changed:
+            async with self._clock.timeout(timeout_seconds), self._changed:
                 await self._changed.wait_for(lambda: self.state in ("ready", "failed"))
         except TimeoutError as error:
             raise Unavailable(self._why_not_ready(), code="engine_not_ready") from error
@@ -413,7 +415,7 @@ class Engine:
             TimeoutError: the machine is lost.
         """
         try:
-            async with asyncio.timeout(LOAD_SECONDS):
+            async with self._clock.timeout(LOAD_SECONDS):
                 return await self.location.deliver(folder, ENGINE_FILES)
         except (OSError, PlaceFailed, PlaceLost) as error:
             if not (folder / ADAPTER_FILE).exists():
@@ -435,13 +437,14 @@ class Engine:
     async def _bring_up(self) -> None:
         """Waits until vLLM answers, loads its adapters, and samples one token as a warm-up."""
         assert self._process is not None and self.base is not None
-        deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        while not await self._answers(timeout_seconds=5.0):
-            if self._process.returncode is not None:
-                raise EngineDied(f"vLLM ended with exit code {self._process.returncode}")
-            if time.monotonic() > deadline:
-                raise EngineDied(f"vLLM was not ready after {START_TIMEOUT_SECONDS:.0f} s")
-            await asyncio.sleep(READY_POLL_SECONDS)
+        try:
+            async with self._clock.timeout(START_TIMEOUT_SECONDS):
+                while not await self._answers(timeout_seconds=5.0):
+                    if self._process.returncode is not None:
+                        raise EngineDied(f"vLLM ended with exit code {self._process.returncode}")
+                    await self._clock.sleep(READY_POLL_SECONDS)
+        except TimeoutError as error:
+            raise EngineDied(f"vLLM was not ready after {START_TIMEOUT_SECONDS:.0f} s") from error
         self.progress.note(f"{self.name}: vLLM answers; it samples a first token to warm up")
         self._paused, self._has_weights, self._ended = False, True, None
         self._seq_length = await self._read_seq_length()
@@ -466,7 +469,7 @@ class Engine:
                     if detail != self.detail:
                         logger.error("%s: the files of '%s' cannot be delivered: %s", self.name, name, error)
                     await self._set_state("starting", detail)
-                    await asyncio.sleep(DELIVERY_PAUSE_SECONDS)
+                    await self._clock.sleep(DELIVERY_PAUSE_SECONDS)
                     break  # nobody may need the adapter any more
 
     async def _read_seq_length(self) -> int:
@@ -484,13 +487,12 @@ class Engine:
         if await self.is_alive():
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HANG_SECONDS), self._changed:
+            async with self._clock.timeout(HANG_SECONDS), self._changed:
                 await self._changed.wait_for(lambda: self.state != "ready")
 
     async def _answers(self, timeout_seconds: float) -> bool:
-        timeout = aiohttp.ClientTimeout(total=timeout_seconds)
         try:
-            async with self.http.get("/health", timeout=timeout) as response:
+            async with self._clock.timeout(timeout_seconds), self.http.get("/health") as response:
                 return response.status == 200
         except LOST:
             return False
@@ -511,8 +513,10 @@ class Engine:
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, str]:
         """Status and text of vLLM's answer."""
-        timeout = aiohttp.ClientTimeout(total=timeout_seconds)
-        async with self.http.post(path, json=body, timeout=timeout, headers=headers) as response:
+        async with (
+            self._clock.timeout(timeout_seconds),
+            self.http.post(path, json=body, headers=headers) as response,
+        ):
             return response.status, await response.text()
 
     async def _watch(self) -> str:
@@ -527,8 +531,9 @@ class Engine:
         exited = asyncio.create_task(self._process.wait())
         try:
             while True:
-                done, _ = await asyncio.wait({exited}, timeout=HEALTH_SECONDS)
-                if done:
+                async with self._clock.at_most(HEALTH_SECONDS):
+                    await asyncio.wait({exited})
+                if exited.done():
                     self.was_killed = self._ended is None and exited.result() in KILLED
                     return self._ended or f"vLLM ended with exit code {exited.result()}"
                 does_answer = await self._answers(timeout_seconds=HEALTH_TIMEOUT_SECONDS)
@@ -565,9 +570,8 @@ class Engine:
         """vLLM's own metrics, in Prometheus' text format; empty if vLLM does not answer in time."""
         if self.state != "ready":
             return b""
-        timeout = aiohttp.ClientTimeout(total=METRICS_SECONDS)
         try:
-            async with self.http.get("/metrics", timeout=timeout) as response:
+            async with self._clock.timeout(METRICS_SECONDS), self.http.get("/metrics") as response:
                 return await response.read() if response.status == 200 else b""
         except LOST:
             return b""
@@ -677,11 +681,11 @@ class Engine:
         and does not hold the device."""
         earlier = self._undelivered.get(name)
         if earlier is not None:
-            await asyncio.sleep(max(0.0, earlier.again_at - time.monotonic()))
+            await self._clock.sleep(max(0.0, earlier.again_at - self._clock.monotonic()))
         try:
             return await self._load_alone(name, path)
         except NotDelivered as error:
-            self._undelivered[name] = Undelivered(str(error), time.monotonic() + DELIVERY_PAUSE_SECONDS)
+            self._undelivered[name] = Undelivered(str(error), self._clock.monotonic() + DELIVERY_PAUSE_SECONDS)
             if earlier is None:
                 logger.error("%s: the files of '%s' cannot be delivered: %s", self.name, name, error)
             raise
@@ -696,7 +700,7 @@ class Engine:
                 except NotDelivered:
                     raise
                 except LOST as error:
-                    await asyncio.sleep(0.2)  # vLLM died: wait for its restart
+                    await self._clock.sleep(0.2)  # vLLM died: wait for its restart
                     return not isinstance(error, TimeoutError)
         return True
 

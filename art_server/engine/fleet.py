@@ -10,7 +10,6 @@ device that the trainer uses, too, all replicas pause, and all wake. Hosts add a
 import asyncio
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from art_server.engine.routing import Router
 from art_server.errors import Unavailable
 from art_server.process.progress import StartProgress
 from art_server.settings import ServerConfig
+from art_server.shared.clock import REAL, Clock
 from art_server.shared.trainer_messages import MismatchLimits
 from art_server.store.base_models import BaseModel
 
@@ -46,6 +46,7 @@ class Fleet:
         changed: asyncio.Condition,
         config: ServerConfig,
         mismatch_limits_of: Callable[[BaseModel], MismatchLimits | None] = lambda _: None,
+        clock: Clock = REAL,
     ):
         """The replicas have the same `progress` and `changed`."""
         self.replicas: list[Engine] = []
@@ -58,6 +59,7 @@ class Fleet:
         self._config = config
         self._changed = changed
         self._mismatch_limits_of = mismatch_limits_of
+        self._clock = clock
         self._router = Router()
         self._new_number = itertools.count().__next__
         self._numbers: dict[Engine, int] = {}
@@ -173,7 +175,7 @@ class Fleet:
         if self.state == "ready":
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_seconds), self._changed:
+            async with self._clock.timeout(timeout_seconds), self._changed:
                 await self._changed.wait_for(lambda: self.state in ("ready", "failed"))
         if (state := self.state) != "ready":
             if not self.replicas:
@@ -200,9 +202,9 @@ class Fleet:
             Unavailable: no replica is ready, or has the adapter, in time.
         """
         refusals: dict[int, AdapterRefused] = {}
-        deadline = time.monotonic() + timeout_seconds
+        deadline = self._clock.monotonic() + timeout_seconds
         while True:
-            await self.wait_ready(deadline - time.monotonic())
+            await self.wait_ready(deadline - self._clock.monotonic())
             candidates = {self._numbers[candidate]: candidate for candidate in self._ready()}
             loads = {
                 number: candidate.num_requests for number, candidate in candidates.items() if number not in refusals
@@ -222,7 +224,7 @@ class Fleet:
                 elif replica.state == "ready" and (path is None or replica.holds(name)):
                     stack.enter_context(trying.pop_all())
                     return replica
-                elif time.monotonic() > deadline:
+                elif self._clock.monotonic() > deadline:
                     reason = "the engine has not loaded it"
                     if error is not None:
                         reason = f"its files cannot be delivered ({error})"

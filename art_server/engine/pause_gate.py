@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from art_server.errors import Unavailable
+from art_server.shared.clock import REAL, Clock
 
 FIRST, HEAD_START_SECONDS = 2, 0.06
 """When the gate opens, this many requests go first. With 64 requests at once vLLM's API reads prompts for 150 ms (two cores)
@@ -19,7 +20,8 @@ before its first answer; the new adapter then needs 196 ms from the optimizer's 
 class PauseGate:
     """Is open or closed, and counts the requests inside."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Clock = REAL) -> None:
+        self._clock = clock
         self._open = asyncio.Event()
         self._open.set()
         self._num_waiting = 0
@@ -61,10 +63,10 @@ class PauseGate:
         is_first = self._num_waiting < FIRST
         self._num_waiting += 1
         try:
-            async with asyncio.timeout(timeout_seconds):
+            async with self._clock.timeout(timeout_seconds):
                 while not self._open.is_set():
                     await self._open.wait()
-                    await asyncio.sleep(0 if is_first else HEAD_START_SECONDS)
+                    await self._clock.sleep(0.0 if is_first else HEAD_START_SECONDS)
                     is_first = True  # where jobs follow one another, the gate is open for less than a head start
         except TimeoutError as error:
             if self._open.is_set():  # the limit ended during the head start

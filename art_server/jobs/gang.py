@@ -11,6 +11,7 @@ from typing import Any
 from art_server.jobs.budgets import Budgets
 from art_server.jobs.trainer_process import RankLost, TrainerDied, TrainerError, TrainerProcess, Usage
 from art_server.process.place import Place, PlaceFailed, PlaceLost
+from art_server.shared.clock import REAL, Clock
 from art_server.shared.trainer_messages import (
     UNLIKE_RANKS,
     Done,
@@ -53,11 +54,15 @@ class Gang:
         meeting: Path | None = None,
         name: str = "trainer",
         budgets: Budgets | None = None,
+        clock: Clock = REAL,
     ) -> None:
         """One of the server's own ranks at each of the locations. Several of them meet in the file `meeting`. `name` is the
         beginning of the ranks' log names. `budgets` has what earlier jobs learned; None: nothing is stored."""
+        self._clock = clock
         self._own = [
-            TrainerProcess(location=location, log_path=log_dir / log_name(name, number), cache_dir=cache_dir)
+            TrainerProcess(
+                location=location, log_path=log_dir / log_name(name, number), cache_dir=cache_dir, clock=clock
+            )
             for number, location in enumerate(locations)
         ]
         self.joined: list[TrainerProcess] = []
@@ -235,7 +240,7 @@ class Gang:
         limit = IDLE_SECONDS + (self._silence_seconds if self._num_machines > 1 else 0.0)
         suspect: Idleness | None = None
         while True:
-            await asyncio.sleep(IDLE_SECONDS / 5)
+            await self._clock.sleep(IDLE_SECONDS / 5)
             if not self._phase.startswith(COMPUTING) or not self._all_run():
                 self._idleness = Idleness()
             passed = self._idleness.seconds([rank.usage() for rank in self.ranks])
@@ -274,7 +279,10 @@ class Gang:
             if not watch.done() and (rest := pending - {watch}):
                 is_lost = any(isinstance(run.exception(), RankLost) for run in runs if run.done())
                 # If no machine is lost, the answer of a rank, or the news of its machine's loss, may be under way.
-                await asyncio.wait(rest, timeout=LAST_SECONDS + (0.0 if is_lost else self._silence_seconds))
+                limit = LAST_SECONDS + (0.0 if is_lost else self._silence_seconds)
+                with contextlib.suppress(TimeoutError):
+                    async with self._clock.timeout(limit):
+                        await asyncio.wait(rest)
         finally:  # a run that is cancelled kills its process
             for run in (*runs, watch):
                 run.cancel()

@@ -20,7 +20,7 @@ from art_server.errors import Conflict, NotFound, TooMany
 from art_server.jobs.batch_signs import BatchSigns
 from art_server.jobs.fair_order import FairOrder
 from art_server.jobs.job_row import COLUMNS, ENDED, JOBS, PENDING, JobRow, Payload, WaitingJob, read_job
-from art_server.shared import clock
+from art_server.shared.clock import REAL, Clock
 from art_server.store.database import Database, database_errors, insert
 
 OF_KEY = "model = ? AND idempotency_key = ?"
@@ -48,9 +48,19 @@ class JobQueue:
     """The table. Calls block for a few milliseconds; from the event loop use `asyncio.to_thread`. A model is named by its
     number."""
 
-    def __init__(self, database: Database, max_queued: int = 1000, shares: Mapping[str, float] | None = None):
-        """`max_queued` jobs of a project may wait. `shares` are the weights of projects in `fair_order.py`."""
-        self._max_queued = max_queued
+    def __init__(
+        self,
+        database: Database,
+        max_queued: int = 1000,
+        shares: Mapping[str, float] | None = None,
+        *,
+        max_ended: int = MAX_ENDED,
+        clock: Clock = REAL,
+    ):
+        """`max_queued` jobs of a project may wait, and `max_ended` jobs that have ended are kept. `shares` are the weights of
+        projects in `fair_order.py`."""
+        self._max_queued, self._max_ended = max_queued, max_ended
+        self._clock = clock
         self.database = database
         self._lock, self._db = database.lock, database.connection
         self._order = FairOrder(shares or {})
@@ -118,7 +128,7 @@ class JobQueue:
             "trajectories": payload.trajectories,
             "report": report.model_dump_json(),
             "metrics": json.dumps(metrics or {}),
-            "created_at": clock.now(),
+            "created_at": self._clock.now(),
             "num_tokens": payload.num_tokens * config.passes,
             "signs": payload.signs,
             "expected_step": expected_step,
@@ -319,7 +329,7 @@ class JobQueue:
             "metrics": json.dumps(metrics),
             "report": report.model_dump_json(),
             "last_error": None,
-            "finished_at": clock.now(),
+            "finished_at": self._clock.now(),
         }
         self._update(job_id, values | NO_PAYLOAD, PENDING)
 
@@ -329,7 +339,7 @@ class JobQueue:
         values: dict[str, object] = {
             "state": "failed",
             "last_error": error.model_dump_json(),
-            "finished_at": clock.now(),
+            "finished_at": self._clock.now(),
         }
         if is_unreadable:
             values |= {"report": "{}", "metrics": "{}", "attempts": "{}"} | NO_PAYLOAD
@@ -337,7 +347,7 @@ class JobQueue:
 
     def set_cancelled(self, job_id: str, *, is_running: bool) -> bool:
         """Marks a job as cancelled; returns whether it could. `is_running` (runner only) also allows a running job."""
-        values = {"state": "cancelled", "finished_at": clock.now()} | NO_PAYLOAD
+        values = {"state": "cancelled", "finished_at": self._clock.now()} | NO_PAYLOAD
         return self._update(job_id, values, PENDING if is_running else ("queued",))
 
     def move(self, job_id: str, before: str | None) -> None:
@@ -383,7 +393,7 @@ class JobQueue:
         ended = f"state IN {ENDED}"
         with self.database.changes("the queue"):
             old = "state = 'failed' AND finished_at < ?"
-            before = (clock.now() - FAILED_PAYLOAD_SECONDS,)
+            before = (self._clock.now() - FAILED_PAYLOAD_SECONDS,)
             self._db.execute(f"UPDATE jobs SET batch = NULL, trajectories = NULL WHERE {old}", before)
             self._db.execute(
                 f"UPDATE jobs SET idempotency_key = NULL WHERE {old} AND json_extract(last_error, '$.retryable')",
@@ -392,7 +402,7 @@ class JobQueue:
             self._db.execute(
                 f"DELETE FROM jobs WHERE {ended} AND number <= (SELECT number FROM jobs WHERE {ended}"
                 " ORDER BY number DESC LIMIT 1 OFFSET ?)",
-                (MAX_ENDED,),
+                (self._max_ended,),
             )
 
     def _select(self, where: str, *values: object) -> list[JobRow]:

@@ -9,7 +9,6 @@ again from the newest complete step. Jobs run one at a time, because they share 
 """
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import logging
@@ -36,7 +35,7 @@ from art_server.jobs.job_row import PENDING, JobRow, Payload, WaitingJob
 from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.trainer_process import TrainerError
-from art_server.shared import clock
+from art_server.shared.clock import REAL, Clock
 from art_server.store.registry import RegisteredModel, Registry
 
 logger = logging.getLogger(__name__)
@@ -65,6 +64,7 @@ class JobRunner:
         layers: LayerCheck | None = None,
         report: Callable[[JobRow, RegisteredModel | None], None] = lambda job, model: None,
         more_trainers: Sequence[Gang] = (),
+        clock: Clock = REAL,
     ):
         """`owner` is the owner of the device that engine and trainer share; None if they have separate devices. `retain` is
         called after each job, to delete old steps. `layers` None: every layer of an adapter is trained. `report` is called with
@@ -79,6 +79,7 @@ class JobRunner:
         self._layers = layers
         self._report = report
         self._more_trainers = more_trainers
+        self._clock = clock
         self._attempts: list[Attempt] = []
         """The attempts that run."""
         self._busy: set[int] = set()
@@ -209,9 +210,8 @@ class JobRunner:
             if job.changes != after:
                 yield job.event(await self._find_reason(job))
             after = -1
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_SECONDS):
-                    await self._changed.wait()
+            async with self._clock.at_most(HEARTBEAT_SECONDS):
+                await self._changed.wait()
             job = await self.get(job_id)
         yield job.event()
 
@@ -228,7 +228,7 @@ class JobRunner:
         if job.state not in PENDING:
             return None
         if job.next_attempt_at and job.last_error is not None:
-            seconds = max(0.0, job.next_attempt_at - clock.now())
+            seconds = max(0.0, job.next_attempt_at - self._clock.now())
             return f"another try in {seconds:.0f} s, because {job.last_error.message}"
         model = self._registry.of_number(job.model)
         if job.state == "running":
@@ -273,7 +273,8 @@ class JobRunner:
                 if job is not None:
                     self._busy.add(job.model)
             if job is None:
-                await self._rest(changed)
+                async with self._clock.at_most(REST_SECONDS):
+                    await changed.wait()
                 continue
             try:
                 await self._run(job, trainer)
@@ -314,7 +315,7 @@ class JobRunner:
 
     async def _choose(self) -> JobRow | None:
         """The first job that can be run now. The jobs of a model keep their order, and run one at a time."""
-        now, passed = clock.now(), set(self._busy)
+        now, passed = self._clock.now(), set(self._busy)
         for waiting in await asyncio.to_thread(self._queue.waiting):
             if waiting.next_attempt_at > now:
                 passed.add(waiting.model)
@@ -332,13 +333,6 @@ class JobRunner:
             passed.add(waiting.model)
         return None
 
-    @staticmethod
-    async def _rest(changed: asyncio.Event) -> None:
-        """Waits for a job to change, at most until it is time to check the queue again."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(REST_SECONDS):
-                await changed.wait()
-
     # --- after an error ---
 
     async def _after_error(self, job_id: str, error: Exception, is_cancelled: bool) -> None:
@@ -355,7 +349,7 @@ class JobRunner:
         else:
             change = functools.partial(
                 self._queue.set_waiting,
-                *(job_id, detail, attempts, clock.now() + pause),
+                *(job_id, detail, attempts, self._clock.now() + pause),
                 is_committed=is_committed,
             )
         if await asyncio.to_thread(change):  # not if the job has ended, and only deleting old steps failed

@@ -9,6 +9,7 @@ from art_server.jobs.budgets import Budgets
 from art_server.jobs.gang import Gang
 from art_server.process.place import Place
 from art_server.settings import Device, ServerConfig
+from art_server.shared.clock import REAL, Clock
 from art_server.shared.trainer_messages import BetweenSteps, WorkerConfig
 
 MIN_TOKENS = 64
@@ -19,13 +20,18 @@ class ServerTrainer(Gang):
     """The worker processes that train adapters of the server's base model: a gang of one process, or of as many as `--ranks`.
     With `--gangs` there are several gangs, which train jobs of different models at the same time."""
 
-    def __init__(self, *, config: ServerConfig, device: Device, locations: Sequence[Place]):
+    def __init__(self, *, config: ServerConfig, device: Device, locations: Sequence[Place], clock: Clock = REAL):
         """`locations` has a place for each rank of each gang."""
         cache_dir = config.server_dir / "unsloth"
         num, meeting = config.num_ranks(device), config.server_dir / "ranks"
         budgets = Budgets(config.server_dir / "budgets.json")
         super().__init__(
-            log_dir=config.log_dir, locations=locations[:num], cache_dir=cache_dir, meeting=meeting, budgets=budgets
+            log_dir=config.log_dir,
+            locations=locations[:num],
+            cache_dir=cache_dir,
+            meeting=meeting,
+            budgets=budgets,
+            clock=clock,
         )
         self.more = [
             Gang(
@@ -35,6 +41,7 @@ class ServerTrainer(Gang):
                 meeting=meeting.with_name(f"ranks-of-{gang}"),
                 name=f"trainer-of-gang-{gang}",
                 budgets=budgets,
+                clock=clock,
             )
             for gang in range(1, config.gangs)
         ]

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import os
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from art_protocol.log_file import LogFile
 from art_server.jobs.budgets import Budgets
 from art_server.process.place import Command, Place, PlaceFailed, PlaceLost, Process
 from art_server.settings import Device
+from art_server.shared.clock import REAL, Clock
 from art_server.shared.trainer_messages import (
     Done,
     Failed,
@@ -131,7 +131,7 @@ class TrainerProcess:
     Use it from the main thread's event loop, because the worker dies with the thread that started it.
     """
 
-    def __init__(self, *, location: Place, log_path: Path, cache_dir: Path) -> None:
+    def __init__(self, *, location: Place, log_path: Path, cache_dir: Path, clock: Clock = REAL) -> None:
         """`location` starts the process, whose compiled code is kept in `cache_dir`."""
         self.location = location
         self.worker: WorkerConfig | None = None
@@ -141,6 +141,7 @@ class TrainerProcess:
         self.facts: Mapping[str, str] = {}
         """What the process that was started last computes with, by name."""
         self._cache_dir = cache_dir
+        self._clock = clock
         self._log = LogFile(log_path)
         self._process: Process | None = None
         self._is_ready = False
@@ -290,9 +291,9 @@ class TrainerProcess:
         Raises:
             TrainerDied: the process ended or hung.
         """
-        started = time.monotonic()
+        started = self._clock.monotonic()
         answer = await self._in_time(self._receive(process))
-        self._longest_pause = max(self._longest_pause, time.monotonic() - started)
+        self._longest_pause = max(self._longest_pause, self._clock.monotonic() - started)
         return answer
 
     async def _in_time(self, exchange: Awaitable[T]) -> T:
@@ -305,7 +306,7 @@ class TrainerProcess:
         if self._has_trained:
             limit = max(SHORTEST_LIMIT_SECONDS, TIMES_ITS_PACE * self._longest_pause)
         try:
-            async with asyncio.timeout(limit):
+            async with self._clock.timeout(limit):
                 return await exchange
         except TimeoutError as error:
             raise TrainerDied(

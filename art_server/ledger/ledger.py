@@ -16,7 +16,6 @@ import itertools
 import logging
 import sqlite3
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +35,7 @@ from art_server.ledger.splice import (
     split_end,
 )
 from art_server.ledger.storage import OF_REQUEST, Storage, of_request, unpack_array
-from art_server.shared import clock
+from art_server.shared.clock import REAL, Clock, tick
 from art_server.shared.engine_messages import FinishedChoice
 from art_server.store.base_facts import Facts, TemplateRules
 from art_server.store.database import database_errors, transaction
@@ -76,8 +75,11 @@ class Retention:
 class Ledger:
     """The store of records. Thread-safe. Writes are committed at once (WAL); each takes well under a millisecond."""
 
-    def __init__(self, file: Path, retention: Retention = Retention(), is_splicing: bool = True):
+    def __init__(
+        self, file: Path, retention: Retention = Retention(), is_splicing: bool = True, *, clock: Clock = REAL
+    ):
         self._retention = retention
+        self._clock = clock
         self._is_splicing = is_splicing
         self._decoder: Decoder | None = None
         self._stop_ids: frozenset[int] = frozenset()
@@ -92,7 +94,7 @@ class Ledger:
         self._unanswered: list[int] = []
         """The numbers of prompts whose requests ended without a record, for `prune`."""
         # The clock may have been set back since, and the order of events decides which answers an agent discarded.
-        clock.tick(after=self._storage.newest_event(NEWEST))
+        tick(after=self._storage.newest_event(NEWEST))
 
     def close(self) -> None:
         with self._lock:
@@ -200,7 +202,7 @@ class Ledger:
             sampled_logprobs=sample.sampled_logprobs,
             kept=sample.kept,
             sets=sample.sets,
-            created_at=clock.now(),
+            created_at=self._clock.now(),
             continues=prompt.continues,
             link=prompt.link,
             answer_digest=conversation.text_digest(text),
@@ -296,7 +298,7 @@ class Ledger:
         with self._lock, tolerated("the delivery of an answer"):
             self._storage.db.execute(
                 f"UPDATE records SET is_delivered = 1, delivered_at = ? WHERE {OF_REQUEST}",
-                (clock.tick(), *of_request(request_id)),
+                (tick(), *of_request(request_id)),
             )
 
     def count_unrecorded(self, request: Request, num_choices: int) -> None:
@@ -485,7 +487,7 @@ class Ledger:
                 "SELECT number, created_at FROM records ORDER BY number LIMIT ?",
                 (PRUNED_AT_A_TIME,),
             ).fetchall()
-            too_old = clock.now() - self._retention.max_age_seconds
+            too_old = self._clock.now() - self._retention.max_age_seconds
             doomed = [number for number, created_at in oldest if created_at < too_old]
             if not doomed and self._storage.size() > self._retention.max_bytes:
                 (newest,) = self._storage.db.execute("SELECT MAX(number) FROM records").fetchone()
@@ -556,9 +558,10 @@ class OpenRequest:
         """The record of choice `index`, once it has arrived; None if there is none, and then `lost` has the reason."""
         if index in self.records:
             return self.records[index]
-        started = time.monotonic()
+        clock = self.ledger._clock
+        started = clock.monotonic()
         try:
-            async with asyncio.timeout(max(0.0, self.record_wait_seconds - self._waited)):
+            async with clock.timeout(max(0.0, self.record_wait_seconds - self._waited)):
                 while index not in self.records and index not in self.lost:
                     # `add` and `lose` run on the same event loop, so nothing comes between the check and this line.
                     self._came.clear()
@@ -567,5 +570,5 @@ class OpenRequest:
             logger.error("no record came for choice %d of %s", index, self.request.request_id)
             self.lost[index] = f"no record came within {self.record_wait_seconds:.0f} s"
         finally:
-            self._waited += time.monotonic() - started
+            self._waited += clock.monotonic() - started
         return self.records.get(index)

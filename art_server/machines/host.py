@@ -14,7 +14,6 @@ import logging
 import os
 import platform
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +40,7 @@ from art_server.machines.orders import (
 )
 from art_server.process.children import PARENT_VARIABLE, Children, be_child
 from art_server.process.installation import check_builds, check_system, installed_builds
+from art_server.shared.clock import REAL, Clock
 from art_server.shared.image_operators import installed_versions
 from art_server.store import files
 from art_server.store.registry import check_name
@@ -156,6 +156,7 @@ class Host:
     offer: HostOffer
     folder: Path
     children: Children
+    clock: Clock = REAL
     _has_joined: bool = False
 
     async def run_forever(self) -> None:
@@ -164,18 +165,18 @@ class Host:
         Raises:
             Refused: the server does not take this host, or does not answer from the start.
         """
-        since = time.monotonic()
+        since = self.clock.monotonic()
         while True:
             try:
                 await self._join()
             except (aiohttp.ClientError, TimeoutError, OSError, Lost) as error:
                 reason = str(error) or type(error).__name__
-                if not self._has_joined and time.monotonic() - since > FIRST_SECONDS:
+                if not self._has_joined and self.clock.monotonic() - since > FIRST_SECONDS:
                     raise Refused(
                         f"--join {self.url}: the server does not answer ({reason}): check address and port"
                     ) from error
                 logger.warning("not joined to %s: %s; joining again", self.url, reason)
-            await asyncio.sleep(AGAIN_SECONDS)
+            await self.clock.sleep(AGAIN_SECONDS)
 
     async def _join(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, connect=REACH_SECONDS)
@@ -192,7 +193,7 @@ class Host:
 
     async def _serve(self, session: aiohttp.ClientSession, connection: aiohttp.ClientWebSocketResponse) -> None:
         address = connection.get_extra_info("sockname")[0]
-        since = time.monotonic()
+        since = self.clock.monotonic()
         # The server connects to this port before it admits the host (`Hosts._find_fault`).
         with contextlib.closing(listen(address)) as trial:
             await connection.send_str(self._greeting(address, trial.getsockname()[1]).model_dump_json())
@@ -216,7 +217,7 @@ class Host:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._send(connection, outgoing, machinery))
                 while True:
-                    order = FROM_SERVER.validate_json(await next_line(connection))
+                    order = FROM_SERVER.validate_json(await self._next_line(connection))
                     if isinstance(order, Refusal):
                         raise Refused(order.reason)
                     assert isinstance(order, Order)
@@ -227,7 +228,7 @@ class Host:
                 raise error from None
             if not isinstance(error, (Lost, aiohttp.ClientError, OSError, TimeoutError)):
                 logger.error("an order failed", exc_info=error)
-            raise Lost(f"the connection was lost after {time.monotonic() - since:.0f} s: {error}") from error
+            raise Lost(f"the connection was lost after {self.clock.monotonic() - since:.0f} s: {error}") from error
         finally:
             await machinery.end_all()
 
@@ -247,15 +248,29 @@ class Host:
     async def _send(
         self, connection: aiohttp.ClientWebSocketResponse, outgoing: asyncio.Queue[HostMessage], machinery: Machinery
     ) -> None:
-        beaten = time.monotonic()
+        beaten = self.clock.monotonic()
         while True:
             message: HostMessage | None = None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, beaten + BEAT_SECONDS - time.monotonic())):
-                    message = await outgoing.get()
+            async with self.clock.at_most(max(0.0, beaten + BEAT_SECONDS - self.clock.monotonic())):
+                message = await outgoing.get()
             if message is None:
-                message, beaten = machinery.beat(), time.monotonic()
+                message, beaten = machinery.beat(), self.clock.monotonic()
             await connection.send_str(message.model_dump_json())
+
+    async def _next_line(self, connection: aiohttp.ClientWebSocketResponse) -> str:
+        """The text of the server's next message.
+
+        Raises:
+            Lost: the server has ended the connection, or sends nothing.
+        """
+        try:
+            async with self.clock.timeout(SILENCE_SECONDS):
+                message = await connection.receive()
+        except TimeoutError as error:
+            raise Lost(f"the server was silent for {SILENCE_SECONDS:.0f} s") from error
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            raise Lost("the server ended it")
+        return message.data
 
 
 REFUSALS = {
@@ -263,21 +278,6 @@ REFUSALS = {
     403: "--token-file: this key of the server {} lacks the scope 'host': add it in the server's key file",
     404: "--join {}: this server takes no hosts: start it with a key of the scope 'host' in its --api-key-file",
 }
-
-
-async def next_line(connection: aiohttp.ClientWebSocketResponse) -> str:
-    """The text of the server's next message.
-
-    Raises:
-        Lost: the server has ended the connection, or sends nothing.
-    """
-    try:
-        message = await connection.receive(timeout=SILENCE_SECONDS)
-    except TimeoutError as error:
-        raise Lost(f"the server was silent for {SILENCE_SECONDS:.0f} s") from error
-    if message.type is not aiohttp.WSMsgType.TEXT:
-        raise Lost("the server ended it")
-    return message.data
 
 
 def main(arguments: Sequence[str]) -> None:

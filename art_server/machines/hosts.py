@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -43,6 +42,7 @@ from art_server.machines.placing import RayProcess
 from art_server.process.background import Background
 from art_server.process.children import Children
 from art_server.settings import ApiKey, ServerConfig
+from art_server.shared.clock import REAL, Clock
 from art_server.store import files
 
 logger = logging.getLogger(__name__)
@@ -66,8 +66,10 @@ class Hosts:
         is_busy: Callable[[], bool],
         background: Background,
         children: Children,
+        clock: Clock = REAL,
     ):
         self._config = config
+        self._clock = clock
         self._fleet = fleet
         self._trainer = trainer
         self._devices = devices
@@ -111,7 +113,7 @@ class Hosts:
     async def _join(self, connection: WebSocket) -> None:
         await connection.accept()
         try:
-            async with asyncio.timeout(REPLY_SECONDS):
+            async with self._clock.timeout(REPLY_SECONDS):
                 greeting = Greeting.model_validate_json(await connection.receive_text())
         except (WebSocketDisconnect, RuntimeError):
             return
@@ -126,6 +128,7 @@ class Hosts:
             devices=self._devices,
             offered=self._offered,
             tickets=self._tickets,
+            clock=self._clock,
         )
         if (reason := await self._find_fault(host)) is not None:
             logger.warning("host %s is refused: %s", greeting.name, reason)
@@ -162,7 +165,7 @@ class Hosts:
         except InvalidInput as error:
             return error.message
         try:
-            async with asyncio.timeout(REACH_SECONDS):
+            async with self._clock.timeout(REACH_SECONDS):
                 _, writer = await asyncio.open_connection(greeting.address, greeting.port)
             writer.close()
         except (OSError, TimeoutError) as error:
@@ -171,11 +174,12 @@ class Hosts:
                 "without a firewall or NAT between them"
             )
         # A machine that was killed may be back before its old connection is known to be lost.
-        deadline = time.monotonic() + NAME_SECONDS
-        while greeting.name in {joined.name for joined in self._joined}:
-            if time.monotonic() > deadline:
-                return f"a host named '{greeting.name}' has joined already: give this one another --name"
-            await asyncio.sleep(1.0)
+        try:
+            async with self._clock.timeout(NAME_SECONDS):
+                while greeting.name in {joined.name for joined in self._joined}:
+                    await self._clock.sleep(1.0)
+        except TimeoutError:
+            return f"a host named '{greeting.name}' has joined already: give this one another --name"
         return None
 
     @contextlib.asynccontextmanager
@@ -213,6 +217,7 @@ class Hosts:
             progress=self._fleet.progress,
             changed=self._changed,
             mismatch_limits_of=self._devices.mismatch_limits,
+            clock=self._clock,
         )
 
     def _rank(self, host: JoinedHost, slot: int) -> TrainerProcess:
@@ -220,6 +225,7 @@ class Hosts:
             location=self._location(host, slot),
             log_path=self._config.log_dir / f"trainer-{host.name}-{slot}.log",
             cache_dir=self._config.server_dir / "unsloth",
+            clock=self._clock,
         )
 
     def _location(self, host: JoinedHost, slot: int) -> OnHost:

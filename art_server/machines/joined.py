@@ -45,6 +45,7 @@ from art_server.machines.orders import (
 from art_server.process.children import END_SECONDS
 from art_server.process.place import Counters, Endpoint, PlaceFailed, PlaceLost
 from art_server.process.receiver import Receiver
+from art_server.shared.clock import REAL, Clock
 from art_server.store import files
 from art_server.store.base_models import BaseModel
 
@@ -143,11 +144,13 @@ class JoinedHost:
         devices: ComputingDevices,
         offered: defaultdict[str, list[Path]],
         tickets: dict[str, Path],
+        clock: Clock = REAL,
     ):
         self.greeting = greeting
         self.own_address = own_address
         """The server's address, as the machine reaches the server."""
         self._connection = connection
+        self._clock = clock
         self._devices = devices
         self.offered = offered
         """Files that hosts may fetch, by digest. Several files may have the same content."""
@@ -174,7 +177,7 @@ class JoinedHost:
         sending = asyncio.create_task(self._send())
         try:
             while not self.reason:
-                async with asyncio.timeout(SILENCE_SECONDS):
+                async with self._clock.timeout(SILENCE_SECONDS):
                     message = FROM_HOST.validate_json(await self._connection.receive_text())
                 self._take(message)
         except TimeoutError:
@@ -201,6 +204,7 @@ class JoinedHost:
             return
         self.reason = reason
         self._is_lost.set()
+        self.tell(Alive())  # is not sent: `_send` sees that the machine is lost, and ends
         logger.warning("host %s is lost: %s", self.name, reason)
         for process in self.processes.values():
             process.note_end(KILLED)
@@ -215,11 +219,9 @@ class JoinedHost:
 
     async def _send(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(BEAT_SECONDS):
-                    message = await self._outgoing.get()
-            except TimeoutError:
-                message = Alive()
+            message: HostMessage = Alive()
+            async with self._clock.at_most(BEAT_SECONDS):
+                message = await self._outgoing.get()
             is_refusal = isinstance(message, Refusal)
             # A lost machine gets no more orders. A dismissed machine still gets the reason.
             if self.reason and not is_refusal:
@@ -263,7 +265,7 @@ class JoinedHost:
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
         self.tell(order.model_copy(update={"number": number}))
         try:
-            async with asyncio.timeout(seconds):
+            async with self._clock.timeout(seconds):
                 answer = await reply
         except TimeoutError as error:
             self.lose(f"it did not obey the order '{type(order).__name__}' within {seconds:.0f} s")

@@ -23,6 +23,7 @@ from art_server.jobs.trainer import ServerTrainer
 from art_server.jobs.trainer_process import TrainerError
 from art_server.ledger.ledger import Ledger
 from art_server.settings import ServerConfig
+from art_server.shared.clock import REAL, Clock
 from art_server.shared.trainer_messages import LoadTask
 from art_server.store import base_models, files
 from art_server.store.base_models import BaseModel, find_base_model
@@ -53,6 +54,7 @@ class BaseLoader:
         trainer: ServerTrainer,
         ledger: Ledger,
         queue: JobQueue,
+        clock: Clock = REAL,
     ):
         self._config = config
         self._machine = machine
@@ -63,6 +65,7 @@ class BaseLoader:
         self._trainer = trainer
         self._ledger = ledger
         self._queue = queue
+        self._clock = clock
         self._progress = engine.progress
         self._file = config.server_dir / "base.json"
         self._lock = asyncio.Lock()
@@ -86,7 +89,8 @@ class BaseLoader:
         elif self._file.exists():
             self._fetching = asyncio.create_task(self._restore(), name="base model")
         if self._fetching is not None:
-            await asyncio.wait({self._fetching}, timeout=START_SECONDS)
+            async with self._clock.at_most(START_SECONDS):
+                await asyncio.wait({self._fetching})
 
     async def wait_found(self) -> None:
         """Returns when the base model that `start` began to load is found, or cannot be loaded.
@@ -97,13 +101,15 @@ class BaseLoader:
         limit_seconds = self._config.wait_limit_seconds
         if self._fetching is None or self._fetching.done():
             return
-        done, _ = await asyncio.wait({self._fetching}, timeout=limit_seconds)
-        if not done:
+        try:
+            async with self._clock.timeout(limit_seconds):
+                await asyncio.wait({self._fetching})
+        except TimeoutError as error:
             raise Unavailable(
                 f"the base model was not found within {limit_seconds:.0f} s: repeat the request, or start the server with "
                 "a larger --wait-limit",
                 code="engine_not_ready",
-            )
+            ) from error
 
     async def _restore(self) -> None:
         try:
@@ -214,7 +220,7 @@ class BaseLoader:
 
     async def _log_download(self, name: str) -> None:
         while True:
-            await asyncio.sleep(DOWNLOAD_LOG_SECONDS)
+            await self._clock.sleep(DOWNLOAD_LOG_SECONDS)
             self._progress.note(await asyncio.to_thread(base_models.download_progress, name))
 
     async def _warm_trainer(self, *, after_engine: bool) -> None:

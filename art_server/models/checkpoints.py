@@ -28,7 +28,7 @@ from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.jobs.queue import JobQueue
 from art_server.ledger.ledger import Ledger
-from art_server.shared import clock
+from art_server.shared.clock import REAL, Clock
 from art_server.store import files
 from art_server.store.archive import check_content, describe_step
 from art_server.store.model_folder import ModelFolder, copy_content, create_model
@@ -55,6 +55,7 @@ class Checkpoints:
         ledger: Ledger,
         incoming: Path,
         keep_last: int,
+        clock: Clock = REAL,
     ):
         """`incoming` is the folder for unfinished checkpoints; empty at start."""
         self._registry = registry
@@ -64,6 +65,7 @@ class Checkpoints:
         self._ledger = ledger
         self._incoming = incoming
         self._keep_last = keep_last
+        self._clock = clock
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By model id. Each lock permits one change of the model's steps at a time."""
 
@@ -149,7 +151,7 @@ class Checkpoints:
             description = describe_step(source.folder, source.record, step)
             copy_content(source.folder.checkpoint_dir(step), content)
             check_content(content, description)
-            names = {"project": folder.project, "name": folder.name, "created_at": clock.now()}
+            names = {"project": folder.project, "name": folder.name, "created_at": self._clock.now()}
             record = source.record.model_copy(update=names)
             create_model(folder, record, self._engine.log_path, content, description.record())
         finally:
@@ -181,9 +183,9 @@ class Checkpoints:
 
     async def _wait_unused(self, model: RegisteredModel, steps: list[int]) -> None:
         try:
-            async with asyncio.timeout(IN_USE_SECONDS):
-                while any(self._gate.uses(model.adapter_name(step)) for step in steps):  # noqa: ASYNC110 - the gate has no event for it
-                    await asyncio.sleep(POLL_SECONDS)
+            async with self._clock.timeout(IN_USE_SECONDS):
+                while any(self._gate.uses(model.adapter_name(step)) for step in steps):
+                    await self._clock.sleep(POLL_SECONDS)
         except TimeoutError as error:
             raise Conflict(
                 f"requests still sample from later steps of '{model.id}' after {IN_USE_SECONDS:.0f} s: repeat the request "

@@ -4,9 +4,10 @@ works."""
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
+
+from art_server.shared.clock import REAL, Clock
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,8 @@ STALL_SECONDS = 0.25
 class Background:
     """The server's endless tasks, and the present errors of tasks that fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Clock = REAL) -> None:
+        self._clock = clock
         self.faults: dict[str, str] = {}
         """The last error, by the name of the work that fails."""
         self.num_faults: dict[str, int] = {}
@@ -38,7 +40,8 @@ class Background:
             running = asyncio.ensure_future(work())
             try:
                 # If it runs for longer than its last pause, it counts as working.
-                await asyncio.wait({running}, timeout=2 * pause)
+                async with self._clock.at_most(2 * pause):
+                    await asyncio.wait({running})
                 if not running.done():
                     self.clear_fault(name)
                     pause = FIRST_PAUSE_SECONDS
@@ -54,7 +57,7 @@ class Background:
                 self.record_fault(name, error)
             except Exception as error:  # the outermost handler of everything that runs here
                 self.record_fault(name, error)
-            await asyncio.sleep(pause)
+            await self._clock.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def record_fault(self, name: str, error: BaseException) -> None:
@@ -82,15 +85,16 @@ class Background:
 class LoopWatch:
     """Measures how late the event loop is."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Clock = REAL) -> None:
+        self._clock = clock
         self.longest_stall_seconds = 0.0
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
         while True:
-            began = time.monotonic()
-            await asyncio.sleep(BEAT_SECONDS)
-            late = time.monotonic() - began - BEAT_SECONDS
+            began = self._clock.monotonic()
+            await self._clock.sleep(BEAT_SECONDS)
+            late = self._clock.monotonic() - began - BEAT_SECONDS
             self.longest_stall_seconds = max(self.longest_stall_seconds, late)
             if late > STALL_SECONDS:
                 logger.warning("the event loop was blocked for %.2f s", late)

@@ -12,13 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from art_server.jobs import queue as queue_module
-from art_server.shared import clock
 from art_server.store.registry import RegisteredModel
 from art_server.store.server_database import FILE
 from tests.quick.jobs.job_runner import House, running
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(3600), pytest.mark.usefixtures("quick_retries")]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(3600)]
 
 NUM_JOBS = 10_000 if os.environ.get("ART_TEST_FULL") else 400
 METRICS_BYTES = 1000
@@ -61,10 +59,9 @@ def memory_traced() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("memory_traced")
-async def test_jobs_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_module, "MAX_ENDED", 50)
+async def test_jobs_leave_nothing_behind(tmp_path: Path) -> None:
     database = tmp_path / ".server" / FILE
-    async with running(tmp_path, "a", retain=keep_ten) as house:
+    async with running(tmp_path, "a", retain=keep_ten, max_ended=50) as house:
         await make_steps(house, NUM_JOBS // 2)
         house.queue.prune()
         # Python's pool of threads grows to its limit whenever all of its threads are busy.
@@ -72,8 +69,7 @@ async def test_jobs_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
         before, size = held(), database.stat().st_size
         memory = tracemalloc.get_traced_memory()[0]
         await make_steps(house, NUM_JOBS // 2)
-        later = clock.now() + 8 * 86400
-        monkeypatch.setattr(clock, "now", lambda: later)
+        house.clock.advance(8 * 86400)
         house.queue.prune()
         after, grown = held(), tracemalloc.get_traced_memory()[0] - memory
         assert all(now <= then for now, then in zip(after[:3], before[:3], strict=True))

@@ -1,25 +1,12 @@
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
-from art_server.engine import pause_gate as gate_module
-from art_server.engine.pause_gate import PauseGate
+from art_server.engine.pause_gate import FIRST, HEAD_START_SECONDS, PauseGate
 from art_server.errors import Unavailable
+from tests.fakes.clock import FakeClock
 from tests.refusals import refused
 from tests.waiting import PATIENCE_SECONDS
-
-
-@pytest.fixture
-def head_start(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """The end of the head start that the first requests have."""
-    is_over = asyncio.Event()
-
-    async def sleep(seconds: float) -> None:
-        await (is_over.wait() if seconds else asyncio.sleep(0))
-
-    monkeypatch.setattr(gate_module, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
-    return is_over
 
 
 async def turns() -> None:
@@ -41,20 +28,19 @@ async def test_requests_wait_while_the_gate_is_closed() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_few_go_first_and_the_rest_wait_again_where_the_gate_closes(
-    head_start: asyncio.Event,
-) -> None:
-    gate = PauseGate()
+async def test_a_few_go_first_and_the_rest_wait_again_where_the_gate_closes() -> None:
+    clock = FakeClock(stands=True)
+    gate = PauseGate(clock=clock)
     gate.close("p/a")
     waiting = [asyncio.create_task(gate.wait_open(PATIENCE_SECONDS)) for _ in range(10)]
     await turns()
     gate.open()
     await turns()
-    assert [task.done() for task in waiting] == [True] * gate_module.FIRST + [False] * (10 - gate_module.FIRST)
+    assert [task.done() for task in waiting] == [True] * FIRST + [False] * (10 - FIRST)
     gate.close("p/a")
-    head_start.set()
+    clock.advance(HEAD_START_SECONDS)
     await turns()
-    assert sum(task.done() for task in waiting) == gate_module.FIRST
+    assert sum(task.done() for task in waiting) == FIRST
     # Where jobs follow one another the gate is open for a moment only. Who missed one opening goes at the next.
     gate.open()
     await turns()
@@ -63,23 +49,30 @@ async def test_a_few_go_first_and_the_rest_wait_again_where_the_gate_closes(
 
 
 @pytest.mark.anyio
-@pytest.mark.usefixtures("head_start")
 async def test_a_gate_that_opens_just_before_the_limit_lets_the_request_in() -> None:
     """The head start of the first ones does not end before the limit of the last one does."""
-    gate = PauseGate()
+    clock = FakeClock(stands=True)
+    gate = PauseGate(clock=clock)
     gate.close("p/a")
-    waiting = [asyncio.create_task(gate.wait_open(0.05)) for _ in range(gate_module.FIRST + 1)]
-    await asyncio.sleep(0)
+    waiting = [asyncio.create_task(gate.wait_open(30.0)) for _ in range(FIRST + 1)]
+    await turns()
+    clock.advance(30.0 - HEAD_START_SECONDS / 2)
     gate.open()
+    await turns()
+    assert [task.done() for task in waiting] == [True] * FIRST + [False]
+    clock.advance(HEAD_START_SECONDS / 2)
     await asyncio.gather(*waiting)
 
 
 @pytest.mark.anyio
 async def test_past_the_limit_the_request_may_be_repeated() -> None:
-    gate = PauseGate()
+    clock = FakeClock()
+    gate = PauseGate(clock=clock)
     gate.close("p/a")
+    waiting = asyncio.create_task(gate.wait_open(30.0))
+    await clock.end(30.0)
     with refused(Unavailable, "training_in_progress") as error:
-        await gate.wait_open(0.01)
+        await waiting
     assert error.value.retryable
 
 

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from art_protocol.history import pack_rows
 from art_protocol.wire import JobReport, TrainConfig
@@ -17,6 +18,7 @@ from art_server.process.background import Background
 from art_server.settings import ServerConfig
 from art_server.shared.trainer_messages import Batch, MismatchLimits, Probe
 from art_server.store.registry import RegisteredModel, Registry
+from tests.fakes.clock import FakeClock
 from tests.fakes.parts import FakeEngine, FakeTrainer, keep_all
 from tests.makers.new_models import add_model
 from tests.waiting import until
@@ -28,14 +30,19 @@ class House:
     """A job runner over real folders and a real queue."""
 
     def __init__(
-        self, folder: Path, retain: Callable[[RegisteredModel], Awaitable[None]] = keep_all, num_gangs: int = 1
+        self,
+        folder: Path,
+        retain: Callable[[RegisteredModel], Awaitable[None]] = keep_all,
+        num_gangs: int = 1,
+        clock: FakeClock | None = None,
+        **queue: Any,
     ):
-        self.folder = folder
+        self.folder, self.clock = folder, clock or FakeClock()
         self.engine, self.trainer, self.gate = FakeEngine(), FakeTrainer(), PauseGate()
         self.more_trainers = [FakeTrainer() for _ in range(num_gangs - 1)]
-        self.background = Background()
+        self.background = Background(clock=self.clock)
         self.registry = Registry(folder)
-        self.queue = JobQueue(self.registry.database)
+        self.queue = JobQueue(self.registry.database, clock=self.clock, **queue)
         self.runner = JobRunner(
             queue=self.queue,
             registry=self.registry,
@@ -45,6 +52,7 @@ class House:
             owner=DeviceOwner() if num_gangs == 1 else None,
             retain=retain,
             more_trainers=self.more_trainers,  # type: ignore[arg-type]
+            clock=self.clock,
         )
 
     def check_layers(self) -> None:
@@ -82,9 +90,14 @@ class House:
 
 @contextlib.asynccontextmanager
 async def running(
-    folder: Path, *models: str, retain: Callable[[RegisteredModel], Awaitable[None]] = keep_all, num_gangs: int = 1
+    folder: Path,
+    *models: str,
+    retain: Callable[[RegisteredModel], Awaitable[None]] = keep_all,
+    num_gangs: int = 1,
+    clock: FakeClock | None = None,
+    **queue: Any,
 ) -> AsyncIterator[House]:
-    house = House(folder, retain, num_gangs)
+    house = House(folder, retain, num_gangs, clock, **queue)
     for name in models:
         house.add_model(name)
     house.background.start("job runner", house.runner.run_forever)

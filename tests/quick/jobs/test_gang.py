@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from art_server.jobs import gang as gang_module
 from art_server.jobs.backoff import error_detail
-from art_server.jobs.gang import IDLE_SECONDS, Gang, Idleness
+from art_server.jobs.gang import IDLE_SECONDS, LAST_SECONDS, Gang, Idleness
 from art_server.jobs.trainer_process import RankLost, TrainerDied, TrainerError, TrainerProcess, Usage
 from art_server.process.place import PlaceLost
 from art_server.shared.trainer_messages import Done, LoadTask, Progress, Task
+from tests.fakes.clock import FakeClock
 from tests.fakes.places import Elsewhere
 from tests.waiting import until
 
@@ -67,8 +67,9 @@ class Rank(TrainerProcess):
     async def stop(self) -> None: ...
 
 
-def gang_of(folder: Path, *ranks: Rank) -> Gang:
-    gang = Gang(log_dir=folder, locations=[], cache_dir=folder, meeting=folder / "meeting")
+def gang_of(folder: Path, *ranks: Rank, clock: FakeClock | None = None) -> Gang:
+    clock = clock or FakeClock()
+    gang = Gang(log_dir=folder, locations=[], cache_dir=folder, meeting=folder / "meeting", clock=clock)
     gang.add(ranks)
     return gang
 
@@ -108,11 +109,8 @@ def test_a_rank_that_is_not_heard_keeps_the_others_from_being_judged() -> None:
         (("host a", "host b"), "connection_lost"),
     ],
 )
-async def test_ranks_that_stand_still_end_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machines: tuple[str, str], code: str
-) -> None:
+async def test_ranks_that_stand_still_end_the_step(tmp_path: Path, machines: tuple[str, str], code: str) -> None:
     """Between two machines it may be the network, which no job has broken."""
-    monkeypatch.setattr(gang_module, "IDLE_SECONDS", 0.05)
     readings = [Usage(1.0, at * IDLE_SECONDS) for at in range(1000)]
     gang = gang_of(tmp_path, *(Rank(machine, None, readings) for machine in machines))
     with pytest.raises(TrainerError, match="one of them hangs or is stopped") as caught:
@@ -120,9 +118,8 @@ async def test_ranks_that_stand_still_end_the_step(
     assert caught.value.code == code and caught.value.retryable
 
 
-async def test_ranks_whose_last_answer_came_late_are_not_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ranks_whose_last_answer_came_late_are_not_idle(tmp_path: Path) -> None:
     """Their readings say that they wait, because they are done: the answer came with the readings."""
-    monkeypatch.setattr(gang_module, "IDLE_SECONDS", 0.05)
     ranks = [Rank("host a", None, [Usage(1.0, 0.0), Usage(1.0, 8.0)]) for _ in range(2)]
     gang = gang_of(tmp_path, *ranks)
     usage = ranks[1].usage
@@ -230,27 +227,30 @@ async def test_a_machine_that_is_lost_before_the_ranks_meet_is_a_lost_machine(tm
     [(("this machine", "this machine"), "trainer_died"), (("host a", "host b"), "connection_lost")],
 )
 async def test_a_rank_that_does_not_answer_after_another_one_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machines: tuple[str, str], code: str
+    tmp_path: Path, machines: tuple[str, str], code: str
 ) -> None:
     """Its machine may not be reached by the others, and be well."""
-    monkeypatch.setattr(gang_module, "LAST_SECONDS", 0.01)
     ranks = [Rank(machines[0], BROKEN), Rank(machines[1], None)]
     ranks[0].may_end.set()
+    clock = FakeClock()
+    running = asyncio.create_task(gang_of(tmp_path, *ranks, clock=clock).run(TASK))
+    await clock.end(LAST_SECONDS + max(rank.silence_seconds for rank in ranks))
     with pytest.raises(TrainerError) as caught:
-        await gang_of(tmp_path, *ranks).run(TASK)
+        await running
     assert caught.value.code == code
 
 
-async def test_the_news_of_a_loss_is_waited_for_as_long_as_a_network_may_be_silent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gang_module, "LAST_SECONDS", 0.0)
+async def test_the_news_of_a_loss_is_waited_for_as_long_as_a_network_may_be_silent(tmp_path: Path) -> None:
+    clock = FakeClock()
     ranks = [Rank("host a", BROKEN), Rank("host b", RankLost("host b was lost"))]
     ranks[1].location = Elsewhere("host b", silence_seconds=600.0)
-    running = asyncio.create_task(gang_of(tmp_path, *ranks).run(TASK))
+    running = asyncio.create_task(gang_of(tmp_path, *ranks, clock=clock).run(TASK))
     ranks[0].may_end.set()
-    done, _ = await asyncio.wait({running}, timeout=0.05)
-    assert not done
+    await clock.reach(LAST_SECONDS + 600.0)
+    clock.advance(LAST_SECONDS + 599.0)
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert not running.done()
     ranks[1].may_end.set()
     with pytest.raises(RankLost):
         await running

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,17 +26,16 @@ from art_protocol.wire import ErrorDetail, JobReport, TrainConfig
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, Unavailable
-from art_server.jobs import runner as runner_module
 from art_server.jobs.job_row import JobRow, Payload
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
 from art_server.models.checkpoints import Checkpoints
-from art_server.shared import clock
 from art_server.shared.trainer_messages import Batch, Done, Progress, Task, TrainTask
 from art_server.store.history import MetricHistory
 from art_server.store.model_folder import ModelFolder
 from art_server.store.registry import RegisteredModel, Registry
+from tests.fakes.clock import FakeClock
 from tests.fakes.parts import FakeEngine, keep_all
 from tests.makers.new_models import add_model
 from tests.waiting import PATIENCE_SECONDS
@@ -131,11 +129,11 @@ class NoLedger:
 class Server:
     """The parts of a server that jobs need, on a folder that may be a dead server's."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, clock: FakeClock):
         self.folder, self.engine, self.trainer = folder, FakeEngine(), Trainer()
         gate = PauseGate()
         self.registry = Registry(folder)
-        self.queue = JobQueue(self.registry.database)
+        self.queue = JobQueue(self.registry.database, clock=clock)
         self.checkpoints = Checkpoints(
             registry=self.registry,
             queue=self.queue,
@@ -153,6 +151,7 @@ class Server:
             trainer=self.trainer,  # type: ignore[arg-type]
             owner=DeviceOwner(),
             retain=keep_all,
+            clock=clock,
         )
         self._num_actions, self._rested_after = 0, 0
         self._choose, self.runner._choose = self.runner._choose, self._note_rest
@@ -168,6 +167,7 @@ class Server:
     async def settle(self) -> None:
         """Returns when the server trains, has found no job to run since this call, or is dead."""
         self._num_actions += 1
+        self.runner._wake()
         async with asyncio.timeout(SECONDS):
             while (  # noqa: ASYNC110 - the runner has no event for it
                 self.trainer.number is None and self._rested_after < self._num_actions and not self.task.done()
@@ -241,11 +241,7 @@ class Jobs(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="jobs-"))
-        self.patches = pytest.MonkeyPatch()
-        self.now = 1e9
-        self.patches.setattr(clock, "now", lambda: self.now)
-        self.patches.setattr(runner_module, "time", SimpleNamespace(monotonic=lambda: self.now), raising=False)
-        self.patches.setattr(runner_module, "REST_SECONDS", 0.0005)
+        self.clock = FakeClock(stands=True)
         self.loop = asyncio.Runner()
         self.jobs: list[Expected] = []
         self.models: dict[str, Steps] = {}
@@ -255,7 +251,6 @@ class Jobs(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.loop.run(self.server.end())
         self.loop.close()
-        self.patches.undo()
         shutil.rmtree(self.folder)
 
     # --- what is expected ---
@@ -304,12 +299,12 @@ class Jobs(RuleBasedStateMachine):
             job.state, job.target = "running", len(self.models[job.model].jobs) + 1
         for job in self.jobs:
             job.waits, job.num_deaths_here = False, 0
-        self.server = Server(self.folder)
+        self.server = Server(self.folder, self.clock)
 
     @initialize()
     def start(self) -> None:
         async def begin() -> None:
-            self.server = Server(self.folder)
+            self.server = Server(self.folder, self.clock)
 
         self.loop.run(begin())
         for name in MODELS:
@@ -451,7 +446,7 @@ class Jobs(RuleBasedStateMachine):
     @rule()
     def let_time_pass(self) -> None:
         async def wait() -> None:
-            self.now += LATER
+            self.clock.advance(LATER)
 
         for job in self.jobs:
             job.waits = False

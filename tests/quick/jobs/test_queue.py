@@ -13,13 +13,13 @@ from art_protocol.wire import (
     TrainConfig,
 )
 from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavailable
-from art_server.jobs import queue as queue_module
 from art_server.jobs.job_row import JobRow
-from art_server.shared import clock
+from art_server.jobs.queue import FAILED_PAYLOAD_SECONDS
 from art_server.shared.trainer_messages import (
     Batch,
 )
 from art_server.store.server_database import FILE
+from tests.fakes.clock import FakeClock
 from tests.quick.jobs.queued_jobs import GROUP, PAYLOAD, add, number_of, open_queue, request_digest
 from tests.refusals import refused
 
@@ -75,10 +75,9 @@ def test_a_payload_is_the_batch_and_the_trajectories_as_they_are_read_later() ->
 NO_ROOM = ErrorDetail(message="no room", code="trainer_died", retryable=True)
 
 
-def test_a_failed_job_runs_again_as_long_as_its_payload_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = open_queue(tmp_path)
+def test_a_failed_job_runs_again_as_long_as_its_payload_is_there(tmp_path: Path) -> None:
+    clock = FakeClock()
+    queue = open_queue(tmp_path, clock=clock)
     job = add(queue, "k")
 
     def revived() -> JobRow | None:
@@ -91,19 +90,18 @@ def test_a_failed_job_runs_again_as_long_as_its_payload_is_there(
     assert again is not None and (again.job_id, again.state) == (job.job_id, "queued")
     assert queue.batch(job.job_id) == PAYLOAD.batch
     queue.set_failed(job.job_id, NO_ROOM)
-    later = clock.now() + queue_module.FAILED_PAYLOAD_SECONDS + 1
-    monkeypatch.setattr(clock, "now", lambda: later)
+    clock.advance(FAILED_PAYLOAD_SECONDS + 1)
     queue.prune()
     assert revived() is None and queue.get(job.job_id).state == "failed"
     assert add(queue, "k").job_id != job.job_id, "the same request is a new job, and not refused for ever"
 
 
-def test_the_key_of_a_job_that_failed_for_good_stays_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = open_queue(tmp_path)
+def test_the_key_of_a_job_that_failed_for_good_stays_its_own(tmp_path: Path) -> None:
+    clock = FakeClock()
+    queue = open_queue(tmp_path, clock=clock)
     job = add(queue, "k")
     queue.set_failed(job.job_id, ErrorDetail(message="not a number", code="non_finite"))
-    later = clock.now() + queue_module.FAILED_PAYLOAD_SECONDS + 1
-    monkeypatch.setattr(clock, "now", lambda: later)
+    clock.advance(FAILED_PAYLOAD_SECONDS + 1)
     queue.prune()
     assert add(queue, "k").job_id == job.job_id
 
@@ -224,9 +222,8 @@ def test_jobs_are_moved_and_listed_in_their_order(tmp_path: Path) -> None:
     assert queue.jobs(frozenset({"other"}), ("queued",), limit=10) == []
 
 
-def test_only_the_latest_ended_jobs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_module, "MAX_ENDED", 2)
-    queue = open_queue(tmp_path)
+def test_only_the_latest_ended_jobs_are_kept(tmp_path: Path) -> None:
+    queue = open_queue(tmp_path, max_ended=2)
     waits = add(queue)
     ended = [add(queue) for _ in range(4)]
     for job in ended:
@@ -273,7 +270,7 @@ def test_a_project_that_queues_much_waits_for_one_that_queues_little(tmp_path: P
     assert queue.tokens_per_second() == 25.0
     assert queue.set_running(light[0], 1)
     retried = ErrorDetail(message="no room", code="no_disk_space", retryable=True)
-    assert queue.set_waiting(light[0], retried, {"no_disk_space": 1}, clock.now())
+    assert queue.set_waiting(light[0], retried, {"no_disk_space": 1}, 1.0)
     assert next(waiting.job_id for waiting in queue.waiting()) == light[0], "it keeps its time"
     queue.database.close()
     queue = open_queue(tmp_path, shares={"b": 2.0})

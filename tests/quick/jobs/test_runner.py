@@ -14,16 +14,17 @@ import pytest
 from art_protocol.history import read_rows
 from art_protocol.wire import JobEvent
 from art_server.errors import Conflict, StorageFull
-from art_server.jobs import backoff
+from art_server.jobs.runner import REST_SECONDS
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
 from art_server.shared.trainer_messages import TrainTask
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import CheckpointRecord, ModelFolder
+from tests.fakes.clock import FakeClock
 from tests.quick.jobs.job_runner import PROBE, House, running
 from tests.refusals import refused
 from tests.waiting import PATIENCE_SECONDS, until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("quick_retries")]
+pytestmark = pytest.mark.anyio
 
 
 async def test_steps_count_the_optimizers_steps_and_keep_the_best_steps_state(
@@ -76,13 +77,14 @@ async def test_an_error_of_the_environment_leaves_a_job_queued(error: Exception,
 
 
 async def test_an_engine_that_was_given_up_costs_no_job(tmp_path: Path) -> None:
-    async with running(tmp_path, "a") as house:
+    async with running(tmp_path, "a", clock=FakeClock(stands=True)) as house:
         house.engine.state = "failed"
         jobs = [house.add_job("a") for _ in range(3)]
         await until(lambda: house.queue.get(jobs[0]).last_error is not None)
         info = await house.runner.info(jobs[0])
         assert info.state == "queued" and "another try in" in (info.waits_for or "")
         house.engine.state = "ready"
+        await house.clock.end(REST_SECONDS)
         assert await house.wait(*jobs) == ["done"] * 3
 
 
@@ -169,14 +171,14 @@ async def test_a_job_whose_step_was_committed_before_a_kill_ends_the_same_if_the
     house.registry.database.close()
 
 
-async def test_a_trainer_that_dies_again_and_again_ends_a_job_with_half_the_tokens_last(
+async def test_a_trainer_that_dies_again_and_again_ends_a_job_with_few_tokens_last(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b") as house:
         job = house.add_job("a", key="k")
-        house.trainer.events = [TrainerDied("killed")] * 4
+        house.trainer.events = [TrainerDied("killed")] * 6
         assert await house.wait(job) == ["failed"]
-        assert [task.budget_divisor for task in house.trainer.tasks] == [1, 1, 1, 2]
+        assert [task.budget_divisor for task in house.trainer.tasks] == [1, 1, 1, 2, 4, 8]
         error = house.queue.get(job).last_error
         assert error is not None and error.retryable and "killed" in error.message
         model = house.registry.get("p", "a")
@@ -188,7 +190,7 @@ async def test_a_trainer_that_dies_again_and_again_ends_a_job_with_half_the_toke
 async def test_a_repeated_request_does_not_run_a_failed_job_at_another_step(tmp_path: Path) -> None:
     async with running(tmp_path, "a") as house:
         job = house.add_job("a", key="k", expected_step=0)
-        house.trainer.events = [TrainerDied("killed")] * 4
+        house.trainer.events = [TrainerDied("killed")] * 6
         assert await house.wait(job) == ["failed"]
         assert await house.wait(house.add_job("a", key="other")) == ["done"]
         model = house.registry.get("p", "a")
@@ -217,7 +219,7 @@ async def test_a_jobs_own_fault_ends_it_at_once(tmp_path: Path) -> None:
 
 async def test_an_unforeseen_error_is_tried_again_and_then_reported(tmp_path: Path) -> None:
     async with running(tmp_path, "a") as house:
-        house.trainer.events = [KeyError("what")] * 4
+        house.trainer.events = [KeyError("what")] * 6
         job = house.add_job("a")
         assert await house.wait(job) == ["failed"]
         error = house.queue.get(job).last_error
@@ -325,16 +327,14 @@ async def test_a_signal_that_comes_too_late_cancels_no_other_job(tmp_path: Path)
         assert await house.wait(house.add_job("a")) == ["done"]
 
 
-async def test_a_failed_attempt_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_attempt_leaves_no_files(tmp_path: Path) -> None:
     """They could fill the disk for the next attempt."""
-    monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 60.0)
-    monkeypatch.setattr(backoff, "LONGEST_PAUSE_SECONDS", 60.0)
 
     async def fill(task: TrainTask) -> None:
         (Path(task.out_dir) / "part").write_bytes(b"x" * 1000)
         raise TrainerError("no_disk_space", "os error 28", retryable=True)
 
-    async with running(tmp_path, "a") as house:
+    async with running(tmp_path, "a", clock=FakeClock(stands=True)) as house:
         house.trainer.events = [fill]
         job = house.add_job("a")
         await until(lambda: house.queue.get(job).next_attempt_at)

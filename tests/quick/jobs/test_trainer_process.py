@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.jobs import trainer_process as process_module
 from art_server.jobs.trainer_process import (
+    FIRST_PROGRESS_SECONDS,
+    SHORTEST_LIMIT_SECONDS,
+    TIMES_ITS_PACE,
     TrainerDied,
     TrainerError,
     TrainerProcess,
@@ -26,9 +28,11 @@ from art_server.shared.trainer_messages import (
     LayersTask,
     MismatchLimits,
     Progress,
+    Task,
     TrainTask,
     WorkerConfig,
 )
+from tests.fakes.clock import FakeClock
 from tests.fakes.places import HereInstead
 from tests.processes import wait_until_gone
 from tests.waiting import wait_until
@@ -66,18 +70,19 @@ for line in sys.stdin:
     elif order == "full":
         answer(event="failed", code="no_disk_space", message="os error 28", retryable=True)
     elif order == "cancel":
-        signal.signal(signal.SIGUSR1, lambda *_: answer(event="failed", code="cancelled", message="c"))
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         answer(event="progress", phase="waits", completed=0, total=1)
-        signal.pause()
+        signal.sigwait({signal.SIGUSR1})
+        answer(event="failed", code="cancelled", message="c")
     else:
         time.sleep(0.05)
         answer(event="done", metrics={"length": len(line)})
 """
 
 
-def make_trainer(tmp_path: Path, mode: str = "good") -> TrainerProcess:
+def make_trainer(tmp_path: Path, mode: str = "good", **clock: FakeClock) -> TrainerProcess:
     location = HereInstead(lambda _: [sys.executable, "-c", FAKE, mode])
-    trainer = TrainerProcess(location=location, log_path=tmp_path / "logs" / "trainer.log", cache_dir=tmp_path)
+    trainer = TrainerProcess(location=location, log_path=tmp_path / "logs" / "trainer.log", cache_dir=tmp_path, **clock)
     trainer.use(WorkerConfig(base_model="base"))
     return trainer
 
@@ -184,7 +189,7 @@ async def test_answer_that_is_none_ends_the_process(tmp_path: Path) -> None:
     await trainer.stop()
 
 
-async def hang(trainer: TrainerProcess) -> tuple[asyncio.Task, int]:
+async def hang(trainer: TrainerProcess, task: Task | None = None) -> tuple[asyncio.Task, int]:
     """A task that never ends, and the pid of the child that the worker started for it."""
     child: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -192,8 +197,8 @@ async def hang(trainer: TrainerProcess) -> tuple[asyncio.Task, int]:
         if progress.phase.isdigit():
             child.set_result(int(progress.phase))
 
-    task = asyncio.create_task(trainer.run(order("hang"), on_progress))
-    return task, await child
+    running = asyncio.create_task(trainer.run(task or order("hang"), on_progress))
+    return running, await child
 
 
 async def test_cancelled_task_ends_the_process_and_its_children(tmp_path: Path) -> None:
@@ -246,33 +251,46 @@ def test_the_workers_environment_allows_no_statistics_and_names_where_code_is_ke
     assert environment["UNSLOTH_COMPILE_LOCATION"] == str(tmp_path / "data/unsloth")
 
 
-async def test_a_process_that_shows_nothing_for_much_longer_than_its_pace_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_module, "SHORTEST_LIMIT_SECONDS", 0.2)
-    trainer = make_trainer(tmp_path)
+async def test_a_process_that_shows_nothing_for_much_longer_than_its_pace_is_ended(tmp_path: Path) -> None:
+    clock = FakeClock()
+    trainer = make_trainer(tmp_path, clock=clock)
     await trainer.run(order("a"))
     assert not trainer._has_trained, "the first step also compiles kernels"
-    await trainer.run(training("a"))  # the longest pause is that of the process's start
+    waits = asyncio.Event()
+
+    async def on_progress(progress: Progress) -> None:
+        if progress.phase == "waits":
+            waits.set()
+
+    first_step = asyncio.create_task(trainer.run(training("cancel"), on_progress))
+    await waits.wait()
+    await clock.reach(FIRST_PROGRESS_SECONDS)
+    clock.advance(100.0)  # its longest pause
+    trainer.cancel()
+    with pytest.raises(TrainerError, match="cancelled"):
+        await first_step
     first = trainer.pid
-    with pytest.raises(TrainerDied):
-        await trainer.run(training("hang"))
+    hanging, _ = await hang(trainer, training("hang"))
+    await clock.end(TIMES_ITS_PACE * 100.0)
+    with pytest.raises(TrainerDied, match="no progress for 2000 s"):
+        await hanging
     await trainer.run(order("b"))
     assert trainer.pid not in (None, first)
     await trainer.stop()
 
 
-async def test_a_process_that_reads_no_batch_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_reads_no_batch_is_ended(tmp_path: Path) -> None:
     """A stopped process takes as much as the pipe holds."""
-    monkeypatch.setattr(process_module, "SHORTEST_LIMIT_SECONDS", 0.2)
-    monkeypatch.setattr(process_module, "TIMES_ITS_PACE", 0)
-    trainer = make_trainer(tmp_path)
+    clock = FakeClock()
+    trainer = make_trainer(tmp_path, clock=clock)
     await trainer.run(training("a"))
     assert trainer.pid is not None
     os.kill(trainer.pid, signal.SIGSTOP)
     task = TrainTask(lora=LoRAConfig(), in_dir="0", out_dir="a", config=TrainConfig())
+    sending = asyncio.create_task(trainer.run(task, batch=b" " * 4_000_000 + b'{"groups":[]}'))
+    await clock.end(SHORTEST_LIMIT_SECONDS)
     with pytest.raises(TrainerDied):
-        await trainer.run(task, batch=b" " * 4_000_000 + b'{"groups":[]}')
+        await sending
     await trainer.stop()
 
 

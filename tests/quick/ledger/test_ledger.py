@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from art_server.ledger import conversation
-from art_server.ledger import ledger as ledger_module
 from art_server.ledger.candidates import Candidates
 from art_server.ledger.intake import Intake
-from art_server.ledger.ledger import Ledger, Retention
+from art_server.ledger.ledger import RECORD_WAIT_SECONDS, Ledger, Retention
 from art_server.ledger.records import Request
 from art_server.ledger.storage import MAX_EQUAL
 from art_server.process.background import Background
 from art_server.shared.engine_messages import FinishedChoice
 from art_server.shared.kept_set import pack_set
+from tests.fakes.clock import FakeClock
 from tests.quick.ledger.recorded_choices import REQUEST, add, sample
 
 
@@ -136,10 +136,10 @@ def test_a_turn_of_a_frequent_conversation_is_continued_without_reading_all_of_t
 
 
 def test_what_is_too_old_goes(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "l.sqlite", Retention(max_age_seconds=86_400))
+    clock = FakeClock()
+    ledger = Ledger(tmp_path / "l.sqlite", Retention(max_age_seconds=86_400), clock=clock)
     old = add(ledger, 1, [1])
-    with contextlib.closing(sqlite3.connect(tmp_path / "l.sqlite")) as db, db:
-        db.execute("UPDATE records SET created_at = 0")
+    clock.advance(86_401)
     new = add(ledger, 2, [1])
     assert ledger.prune() == 1
     assert ledger.find(old) is None and ledger.find(new) is not None
@@ -155,12 +155,11 @@ def test_the_oldest_go_when_the_file_is_too_large(tmp_path: Path) -> None:
 
 def test_a_prompt_whose_past_is_dropped_stays_whole(tmp_path: Path) -> None:
     """A later turn is stored as what it continues plus what is new; the past may go before it does."""
-    ledger = Ledger(tmp_path / "l.sqlite", Retention(max_age_seconds=86_400))
+    clock = FakeClock()
+    ledger = Ledger(tmp_path / "l.sqlite", Retention(max_age_seconds=86_400), clock=clock)
     parent = add(ledger, 1, [1, 2])
-    with sqlite3.connect(tmp_path / "l.sqlite") as db:
-        db.execute("UPDATE records SET created_at = 0")
+    clock.advance(86_401)
     whole = [1, 2, 7, 8, 9, 10]
-    db.close()
     with ledger.open_request(REQUEST) as opened:
         prompt = ledger._make_prompt(opened, whole)
         prompt.link, prompt.continues = "exact", parent
@@ -315,19 +314,18 @@ def test_sets_that_other_choices_have_too_are_stored_once(tmp_path: Path) -> Non
 
 
 def test_sets_of_dropped_choices_go_and_others_stay(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "l.sqlite", Retention(max_age_seconds=1.0))
+    clock = FakeClock()
+    ledger = Ledger(tmp_path / "l.sqlite", Retention(max_age_seconds=1.0), clock=clock)
     add_sampled(ledger, 1, [LIST])
     add_sampled(ledger, 2, [MASK])
-    # Both are old; MASK is used by a choice of this hour, too.
-    for table, column in (("records", "created_at"), ("kept_sets", "used_at")):
-        ledger._storage.db.execute(f"UPDATE {table} SET {column} = {column} - 8000")
+    clock.advance(8000)  # both are old; MASK is used by a choice of this hour, too
     recent = add_sampled(ledger, 3, [MASK])
     assert num_sets(ledger) == 2
     assert ledger.prune() == 2
     assert num_sets(ledger) == 1
     record = ledger.find(recent)
     assert record is not None and record.sets == [MASK]
-    ledger._storage.db.execute("UPDATE records SET created_at = 0")
+    clock.advance(8000)
     assert ledger.prune() == 1
     assert num_sets(ledger) == 0
 
@@ -341,26 +339,27 @@ def test_figures_of_what_was_sampled_travel_on_the_line() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_answer_waits_once_for_all_of_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_waits_once_for_all_of_its_records(tmp_path: Path) -> None:
     """A thousand choices without records would else wait a thousand times."""
-    monkeypatch.setattr(ledger_module, "RECORD_WAIT_SECONDS", 0.5)
-    ledger = Ledger(tmp_path / "l.sqlite")
+    clock = FakeClock()
+    ledger = Ledger(tmp_path / "l.sqlite", clock=clock)
     with ledger.open_request(REQUEST) as opened:
-        assert await opened.wait(0) is None and opened._waited >= 0.5
+        waiting = asyncio.create_task(opened.wait(0))
+        await clock.end(RECORD_WAIT_SECONDS)
+        assert await waiting is None
         for index in range(1, 1000):
             assert await opened.wait(index) is None
         assert len(opened.lost) == 1000 and "no record came" in opened.lost[999]
 
 
 @pytest.mark.anyio
-async def test_a_record_from_a_machine_whose_network_stalls_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger_module, "RECORD_WAIT_SECONDS", 0.0)
-    ledger = Ledger(tmp_path / "l.sqlite")
+async def test_a_record_from_a_machine_whose_network_stalls_is_waited_for(tmp_path: Path) -> None:
+    clock = FakeClock()
+    ledger = Ledger(tmp_path / "l.sqlite", clock=clock)
     with ledger.open_request(REQUEST, silence_seconds=600.0) as opened:
         waiting = asyncio.create_task(opened.wait(0))
-        await asyncio.wait({waiting}, timeout=0.05)
+        await clock.reach(RECORD_WAIT_SECONDS + 600.0)
+        clock.advance(RECORD_WAIT_SECONDS + 599.0)
         assert ledger.take_prompt(REQUEST.request_id, 0, [1, 2]) is None
         ledger.take_samples([(REQUEST.request_id, 0, 0, sample())])
         record = await waiting

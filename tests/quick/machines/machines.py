@@ -15,7 +15,6 @@ import uvicorn
 import art
 from art_server.app import make_app
 from art_server.engine import command as command_module
-from art_server.engine import engine as engine_module
 from art_server.engine.device.detection import detect
 from art_server.machines.host import Host, Refused
 from art_server.machines.obeying import HostOffer
@@ -25,6 +24,7 @@ from art_server.server import Server, build
 from art_server.settings import ApiKey, ServerConfig
 from art_server.shared.trainer_messages import Done, Progress, Task
 from tests.fakes import forked
+from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
 CHUNK_BYTES = 2**16
@@ -106,6 +106,9 @@ class House:
     url: str
     server: Server
     folder: Path
+    clock: FakeClock
+    """The server's clock."""
+    hosts_clock: FakeClock = field(default_factory=FakeClock)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     def host(
@@ -120,6 +123,7 @@ class House:
             offer=offer,
             folder=folder,
             children=Children(folder, folder / "logs"),
+            clock=self.hosts_clock,
         )
         self.tasks[name] = asyncio.create_task(host.run_forever())
         return self.tasks[name]
@@ -191,11 +195,11 @@ async def house(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) 
     """A server without devices of its own, ready to be joined."""
     monkeypatch.setattr(command_module, "engine_command", fake_command)
     monkeypatch.setattr(place_module, "start_child", forked.start_child)
-    monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.05)
     config = {"engines": 0, "ranks": 0, "api_keys": KEYS, "base_model": "art/tiny", "gap_limit": 0.0, **settings}
-    server = build(ServerConfig(path=folder / "server", **config))
+    clock = FakeClock()
+    server = build(ServerConfig(path=folder / "server", **config), clock=clock)
     async with listening(server) as url:
-        here = House(url, server, folder)
+        here = House(url, server, folder, clock)
         try:
             yield here
         finally:

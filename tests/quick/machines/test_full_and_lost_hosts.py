@@ -1,7 +1,6 @@
 """A machine whose disk is full, that is lost, or that leaves while it joins (`machines.py`)."""
 
 import asyncio
-import time
 from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 import art
 from art_protocol.log_file import LogFile
-from art_server.engine import engine as engine_module
+from art_server.engine.engine import DELIVERY_PAUSE_SECONDS
 from art_server.machines import hosts as hosts_module
 from art_server.machines.joined import JoinedHost
 from art_server.machines.obeying import Machinery
@@ -27,13 +26,12 @@ pytestmark = pytest.mark.anyio
 async def test_an_only_engine_whose_machine_is_full_waits_and_says_for_what(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_module, "DELIVERY_PAUSE_SECONDS", 0.3)
     deliveries: list[float] = []
     put = JoinedHost.put
 
     async def counted(host: JoinedHost, folder: Path, names: Collection[str]) -> tuple[str, str]:
         if host.name == "full":
-            deliveries.append(time.monotonic())
+            deliveries.append(here.clock.monotonic())
         return await put(host, folder, names)
 
     monkeypatch.setattr(JoinedHost, "put", counted)
@@ -53,7 +51,8 @@ async def test_an_only_engine_whose_machine_is_full_waits_and_says_for_what(
             folders.write_text("where no folder can be made")
             waiting = [asyncio.create_task(sample_group(model)) for _ in range(3)]
             await until(lambda: len(deliveries) > 3)
-            assert min(later - earlier for earlier, later in pairwise(deliveries)) >= 0.3, "all requests wait together"
+            pauses = [later - earlier for earlier, later in pairwise(deliveries)]
+            assert min(pauses) >= DELIVERY_PAUSE_SECONDS, "all requests wait together"
             await until(lambda: "the files of 'p/m@0', which cannot be delivered (host full: " in waits_for())
             folders.unlink()
             groups = await asyncio.gather(*waiting)

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import httpx
@@ -15,17 +14,19 @@ import art
 from art_server.cli import UVICORN
 from art_server.engine import engine as engine_module
 from art_server.engine.engine import HANG_SECONDS, AdapterRefused, Engine, NotDelivered
-from art_server.jobs import backoff
-from art_server.jobs import gang as gang_module
+from art_server.jobs.gang import IDLE_SECONDS, LAST_SECONDS
 from art_server.machines import host as host_module
 from art_server.machines import hosts as hosts_module
 from art_server.machines import joined as joined_module
 from art_server.machines import orders
+from art_server.machines.host import NAME_SECONDS
 from art_server.machines.joined import HostProcess
 from art_server.machines.on_host import OnHost
+from art_server.machines.orders import SILENCE_SECONDS
 from art_server.shared.main_memory import main_memory
 from art_server.store.base_models import TINY_DIR
 from art_server.trainer.token_budget import budget_key
+from tests.fakes.clock import FakeClock
 from tests.quick.machines.machines import House, house, house_with_an_engine
 from tests.quick.server.served import sample_group
 from tests.waiting import until
@@ -108,9 +109,7 @@ async def test_a_lost_machine_costs_nothing_but_its_engines(tmp_path: Path, monk
 async def test_a_stall_of_the_network_is_no_death_of_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...]
 ) -> None:
-    """No beat comes for many times as long as idle ranks are waited for."""
-    monkeypatch.setattr(gang_module, "IDLE_SECONDS", 0.1)
-    monkeypatch.setattr(host_module, "BEAT_SECONDS", 0.1)
+    """No beat comes for much longer than idle ranks are waited for."""
     async with house(tmp_path, monkeypatch) as here, here.relay() as network:
         here.host("serves", engines=1)
         for number, num_ranks in enumerate(ranks):
@@ -122,7 +121,8 @@ async def test_a_stall_of_the_network_is_no_death_of_the_ranks(
             groups = [await sample_group(model) for _ in range(2)]
             here.when_training(network.stall)
             job = await model.submit(groups, CONFIG)
-            await until(lambda: network.num_held > 20)
+            stop = here.clock.now() + 10 * (IDLE_SECONDS + SILENCE_SECONDS)
+            await until(lambda: network.num_held > 20 and here.clock.now() > stop)
             network.resume()
             assert (await job).step == 1
         row = here.server.queue.get(job.job_id)
@@ -131,15 +131,14 @@ async def test_a_stall_of_the_network_is_no_death_of_the_ranks(
 
 async def test_a_stall_of_the_network_is_no_hang_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its work counters do not come through, while a request waits, for longer than an engine may compute nothing."""
-    monkeypatch.setattr(engine_module, "HANG_SECONDS", 0.3)
-    monkeypatch.setattr(host_module, "BEAT_SECONDS", 0.1)
     async with house(tmp_path, monkeypatch) as here, here.relay() as network:
         here.host("one", engines=1, through=network)
         await here.ready(1)
         (replica,) = here.server.engine.replicas
         network.stall()
         with here.server.gate.inside("a request"):
-            await until(lambda: network.num_held > 20 or replica.state != "ready")
+            stop = here.clock.now() + 10 * HANG_SECONDS
+            await until(lambda: here.clock.now() > stop or replica.state != "ready")
         network.resume()
         assert replica.state == "ready" and replica.num_starts == 1
 
@@ -149,8 +148,6 @@ async def test_a_lost_machine_is_no_death_of_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     """The attempt is repeated without it, and not counted against the job."""
-    monkeypatch.setattr(OnHost, "silence_seconds", 1.0)
-    monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 0.0)
     async with house(tmp_path, monkeypatch) as here:
         here.host("kept", engines=1, ranks=1)
         here.host("lost", ranks=1)
@@ -166,6 +163,10 @@ async def test_a_lost_machine_is_no_death_of_the_trainer(
                 job = await model.submit(groups, CONFIG)
                 await until(lambda: any(rank.is_running for rank in here.server.trainer.ranks))
                 await here.end("lost")
+            await here.joined(1)
+            while not here.server.queue.get(job.job_id).attempts:
+                here.clock.advance(LAST_SECONDS)  # ends a rank that waits for the lost one
+                await asyncio.sleep(0.1)
             assert (await job).step == 1
         assert set(here.server.queue.get(job.job_id).attempts) == {"connection_lost"}
         assert here.server.trainer.num_ranks == 1
@@ -243,10 +244,13 @@ async def test_a_delivery_that_takes_too_long_costs_the_engine_and_not_the_machi
         host = replica.location.host
         folder = here.server.registry.get("p", "m").folder.checkpoint_dir(0)
         copies = folders_of(tmp_path / "slow")
-        monkeypatch.setattr(engine_module, "LOAD_SECONDS", 0.05)
+        # All of the network stalls, not only the delivery: for less time than that after which the machine is lost.
+        monkeypatch.setattr(engine_module, "LOAD_SECONDS", SILENCE_SECONDS / 2)
         network.stall()
+        loading = asyncio.create_task(replica.try_load("p/m@0-again", folder))
+        await here.clock.end(SILENCE_SECONDS / 2)
         with pytest.raises(NotDelivered, match="they had not arrived"):
-            await replica.try_load("p/m@0-again", folder)
+            await loading
         network.resume()
         await host.free_port()
         await until(lambda: folders_of(tmp_path / "slow") == copies)
@@ -257,18 +261,17 @@ async def test_a_machine_that_is_silent_is_lost_and_joins_anew(tmp_path: Path, m
     """A machine whose server is silent ends its children, and joins anew too."""
     async with house_with_an_engine(tmp_path, monkeypatch) as here:
 
-        async def is_lost_and_joins_anew(module: ModuleType, limit: float) -> None:
+        async def is_lost_and_joins_anew(clock: FakeClock) -> None:
             first = here.server.engine.replicas[0]
             pid = pid_of(first)
-            with monkeypatch.context() as silent:
-                silent.setattr(module, "SILENCE_SECONDS", limit)
-                await until(lambda: first not in here.server.engine.replicas)
+            await clock.end(SILENCE_SECONDS)
+            await until(lambda: first not in here.server.engine.replicas)
             await until(lambda: not Path(f"/proc/{pid}").exists())
             await here.ready(1)
             assert here.server.engine.replicas[0] is not first
 
-        await is_lost_and_joins_anew(joined_module, 0.0)
-        await is_lost_and_joins_anew(host_module, 0.001)
+        await is_lost_and_joins_anew(here.clock)
+        await is_lost_and_joins_anew(here.hosts_clock)
 
 
 async def test_files_pass_for_hosts_only_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +312,6 @@ async def test_a_machine_that_cannot_join_hears_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     async with house(tmp_path, monkeypatch) as here:
-        monkeypatch.setattr(hosts_module, "NAME_SECONDS", 0.0)
         key, own = "joins", host_module.versions()
         match reason:
             case "name":
@@ -324,10 +326,12 @@ async def test_a_machine_that_cannot_join_hears_why(
                 monkeypatch.setattr(joined_module, "base_digests", lambda path: {"model.safetensors": "0" * 64})
             case "address":
                 here.url = "http://127.0.0.1:9"
-                monkeypatch.setattr(host_module, "FIRST_SECONDS", 0.1)
             case _:
                 key = {"key": "other", "scope": "user"}[reason]
-        assert REFUSED[reason] in await here.refusal("one", engines=1, key=key)
+        refusing = asyncio.create_task(here.refusal("one", engines=1, key=key))
+        if reason == "name":
+            await here.clock.end(NAME_SECONDS)
+        assert REFUSED[reason] in await refusing
         await here.ready(1 if reason == "name" else 0)
 
 

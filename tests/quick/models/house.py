@@ -15,6 +15,7 @@ from art_server.app import make_app
 from art_server.jobs.job_row import Payload
 from art_server.server import build
 from art_server.settings import ServerConfig
+from art_server.shared.clock import REAL, Clock
 from art_server.shared.trainer_messages import Batch
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import (
@@ -55,13 +56,16 @@ def commit(folder: ModelFolder, adapter: Path, step: int, **fields: Any) -> None
 class House:
     """A server that runs no process."""
 
-    def __init__(self, root: Path, make_trainer: Callable[..., Any] | None = None, **settings: Any):
+    def __init__(
+        self, root: Path, make_trainer: Callable[..., Any] | None = None, clock: Clock = REAL, **settings: Any
+    ):
         config = ServerConfig(path=root, **settings)
         self.engine = FakeEngine()
         self.engine.base = BaseModel("art/tiny", TINY_DIR)
         engine: Any = self.engine
         trainer: Any = FakeTrainer()
-        self.server = build(config, make_engine=lambda **_: engine, make_trainer=make_trainer or (lambda **_: trainer))
+        make_trainer = make_trainer or (lambda **_: trainer)
+        self.server = build(config, make_engine=lambda **_: engine, make_trainer=make_trainer, clock=clock)
         self.checkpoints, self.uploads = self.server.checkpoints, self.server.uploads
         self.registry = self.server.registry
         self.gate, self.queue = self.server.gate, self.server.queue

@@ -15,6 +15,7 @@ from art_server.errors import Conflict, InvalidInput
 from art_server.models import base_loader
 from art_server.settings import ApiKey
 from art_server.store.base_models import SMALL_FILES, TINY_DIR, BaseModel
+from tests.fakes.clock import FakeClock
 from tests.makers.first_steps import write_first_checkpoint
 from tests.quick.models.house import TINY_LORA, House, add_model, house
 from tests.refusals import refused
@@ -142,12 +143,12 @@ async def test_requests_wait_while_the_base_model_is_being_found(
         return BaseModel("art/tiny", TINY_DIR)
 
     monkeypatch.setattr(base_loader, "find_base_model", find)
-    monkeypatch.setattr(base_loader, "START_SECONDS", 0.01)
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     write_first_checkpoint(str(TINY_DIR), TINY_LORA, 0, adapter)
     add_model(tmp_path, adapter)
-    async with house(tmp_path, wait_limit_seconds=1.0) as here, here.client() as http:
+    clock = FakeClock()
+    async with house(tmp_path, clock=clock) as here, here.client() as http:
         here.add_job(key="known")
         loading = Loading(here)
         loading.loader._file.write_text('{"base_model": "art/tiny"}')
@@ -158,9 +159,10 @@ async def test_requests_wait_while_the_base_model_is_being_found(
             ("/v1/chat/completions", {"json": {"model": "art/tiny", "messages": []}}),
         ]
         for path, options in refused_ones:
-            refused = (await http.post(path, **options)).json()["error"]
+            asking = asyncio.create_task(http.post(path, **options))
+            await clock.end(here.server.config.wait_limit_seconds)
+            refused = (await asking).json()["error"]
             assert (refused["code"], refused["retryable"]) == ("engine_not_ready", True), refused
-        loading.loader._config = loading.loader._config.model_copy(update={"wait_limit_seconds": PATIENCE_SECONDS})
         asked = asyncio.create_task(http.post("/api/models/p/a/train", **train))
         await asyncio.sleep(0)
         may_end.set()

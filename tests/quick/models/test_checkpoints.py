@@ -9,12 +9,13 @@ import pytest
 
 from art_server.errors import NotFound
 from art_server.ledger.records import Request
-from art_server.models import checkpoints as checkpoints_module
+from art_server.models.checkpoints import IN_USE_SECONDS
 from art_server.settings import ApiKey
 from art_server.shared.engine_messages import FinishedChoice
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, ModelFolder
 from art_server.store.registry import Registry
 from art_watch.runs import Runs
+from tests.fakes.clock import FakeClock
 from tests.makers.demo import rows_by_step
 from tests.quick.models.house import House, add_model, commit, house
 from tests.waiting import until
@@ -367,10 +368,11 @@ async def test_a_key_of_a_step_that_is_gone_can_be_used_again(tmp_path: Path, ti
 
 
 async def test_a_rollback_waits_for_requests_and_new_ones_get_the_earlier_step(
-    tmp_path: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_adapter: Path
 ) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=3)
-    async with house(tmp_path) as here:
+    clock = FakeClock()
+    async with house(tmp_path, clock=clock) as here:
         with here.gate.inside("p/a@2"):
             rolling = asyncio.create_task(post(here, "rollback", {"step": 1}))
             await until(lambda: here.registry.resolve("a", "art/tiny", None).step == 1)
@@ -378,9 +380,10 @@ async def test_a_rollback_waits_for_requests_and_new_ones_get_the_earlier_step(
                 here.registry.resolve("a@2", "art/tiny", None)
             assert folder.steps() == [0, 1, 2]
         assert (await rolling).status_code == 200 and folder.steps() == [0, 1]
-        monkeypatch.setattr(checkpoints_module, "IN_USE_SECONDS", 0.05)
         with here.gate.inside("p/a@1"):
-            reply = await post(here, "rollback", {"step": 0})
+            rolling = asyncio.create_task(post(here, "rollback", {"step": 0}))
+            await clock.end(IN_USE_SECONDS)
+            reply = await rolling
         assert (reply.status_code, reply.json()["error"]["code"]) == (409, "in_use")
         assert (folder.steps(), here.registry.get("p", "a").step) == ([0, 1], 1)
         assert here.registry.resolve("a@1", "art/tiny", None).step == 1

@@ -1,21 +1,17 @@
 import asyncio
-import itertools
-from types import SimpleNamespace
 
 import pytest
 
-from art_server.process import background as background_module
-from art_server.process.background import Background, LoopWatch
+from art_server.process.background import BEAT_SECONDS, FIRST_PAUSE_SECONDS, Background, LoopWatch
+from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_work_that_fails_begins_again_and_is_named_until_it_works(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(background_module, "FIRST_PAUSE_SECONDS", 0.02)
-    background, tries = Background(), 0
+async def test_work_that_fails_begins_again_and_is_named_until_it_works() -> None:
+    clock = FakeClock(stands=True)
+    background, tries = Background(clock=clock), 0
     works = asyncio.Event()
 
     async def work() -> None:
@@ -29,8 +25,11 @@ async def test_work_that_fails_begins_again_and_is_named_until_it_works(
         await asyncio.Event().wait()
 
     background.start("pruning", work)
+    await clock.end(FIRST_PAUSE_SECONDS)
+    await clock.end(2 * FIRST_PAUSE_SECONDS)
     await works.wait()
     assert background.faults == {"pruning": "OSError: no room"} and tries == 3
+    await clock.end(8 * FIRST_PAUSE_SECONDS)  # twice the pause that the next failure would have
     await until(lambda: not background.faults)
     assert background.num_faults == {"pruning": 2}
     await background.stop()
@@ -49,15 +48,13 @@ async def test_work_that_returns_is_over() -> None:
     await background.stop("once")
 
 
-async def test_a_blocked_event_loop_is_measured_and_logged(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each beat comes a second later than the one before it."""
-    clock = SimpleNamespace(monotonic=itertools.count(0.0, 1.0).__next__)
-    monkeypatch.setattr(background_module, "time", clock)
-    watch, background = LoopWatch(), Background()
+async def test_a_blocked_event_loop_is_measured_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock(stands=True)
+    watch, background = LoopWatch(clock=clock), Background()
     background.start("loop watch", watch.run)
+    await clock.end(BEAT_SECONDS)
+    clock.advance(1.0)  # before the loop gets to the beat's end
     await until(lambda: watch.longest_stall_seconds)
-    assert watch.longest_stall_seconds == 1.0 - background_module.BEAT_SECONDS
+    assert watch.longest_stall_seconds == pytest.approx(1.0)
     await background.stop()
     assert any("was blocked" in record.message for record in caplog.records)

@@ -12,6 +12,7 @@ import art
 from art_server.app import make_app
 from art_server.server import build
 from art_server.settings import ServerConfig
+from art_server.shared.clock import REAL, Clock
 from art_server.shared.same_policy import mismatch_limits
 from tests.fakes.parts import FakeEngine, FakeTrainer
 
@@ -19,21 +20,21 @@ from tests.fakes.parts import FakeEngine, FakeTrainer
 class Served:
     """A server, its address and its fakes."""
 
-    def __init__(self, config: ServerConfig):
+    def __init__(self, config: ServerConfig, clock: Clock = REAL):
         self.engine, self.trainer = FakeEngine(), FakeTrainer()
         self.engine.mismatch_limits = mismatch_limits(("float32", "float32"))
         engine: Any = self.engine
         trainer: Any = self.trainer
-        self.server = build(config, make_engine=lambda **_: engine, make_trainer=lambda **_: trainer)
+        self.server = build(config, make_engine=lambda **_: engine, make_trainer=lambda **_: trainer, clock=clock)
         self.engine.vllm.take_samples = self.server.ledger.take_samples
         self.app = make_app(self.server, inference_port=None)
         self.url = ""
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, **settings: Any) -> AsyncIterator[Served]:
+async def serving(folder: Path, clock: Clock = REAL, **settings: Any) -> AsyncIterator[Served]:
     """A server that answers at its `url`."""
-    served = Served(ServerConfig(path=folder, **settings))
+    served = Served(ServerConfig(path=folder, **settings), clock)
     await served.engine.listen()
     server = uvicorn.Server(uvicorn.Config(served.app, port=0, log_level="warning"))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]

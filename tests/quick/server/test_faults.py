@@ -51,7 +51,6 @@ def filled(disk: Path) -> Iterator[None]:
 
 
 @pytest.mark.anyio
-@pytest.mark.usefixtures("quick_retries")
 async def test_a_job_waits_for_room_and_is_done(small_disk: Path) -> None:
     async with running(small_disk, "a") as house:
         model = house.registry.get("p", "a")

@@ -11,6 +11,7 @@ import pytest
 
 import art
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
+from tests.fakes.clock import FakeClock
 from tests.quick.server.served import Served, sample_group, serving
 from tests.refusals import refused
 from tests.waiting import until
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    async with serving(tmp_path / "server") as served:
+    async with serving(tmp_path / "server", FakeClock()) as served:
         yield served
 
 
@@ -122,9 +123,8 @@ async def test_a_killed_program_asks_for_its_job_again_and_trains_it_once(
 
 
 async def test_a_job_whose_trainer_died_is_run_again_at_the_next_start_only_at_its_step(
-    served: Served, model: art.TrainableModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    served: Served, model: art.TrainableModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("art_server.jobs.backoff.FIRST_PAUSE_SECONDS", 0.0)
     served.trainer.events = [TrainerDied("killed")] * 6
     with refused(art.ArtJobError, "trainer_died"):
         await start(model, mended, 1)

@@ -18,11 +18,13 @@ from aiohttp import web
 
 from art_protocol.log_file import LogFile
 from art_server.engine.device.plan import MemoryPlan
+from art_server.engine.engine import SLEEP_SECONDS
 from art_server.jobs.trainer_process import TrainerDied
 from art_server.process.place import Counters, Endpoint, Here, PlaceFailed, Program
 from art_server.settings import Handover
 from art_server.shared.trainer_messages import Done, LoadTask, Progress, TrainTask
 from art_server.shared.work_counters import WorkCounter, read_work
+from tests.fakes.clock import FakeClock
 from tests.fakes.vllm import FakeVllm
 
 
@@ -75,8 +77,9 @@ class FakeProcess(FakeVllm):
         self.name = f"engine {self.pid}"
         self.gave_up: set[str] = set()
         self._ended = asyncio.Event()
-        self._go_on = asyncio.Event()
-        self._go_on.set()
+        self.computes = asyncio.Event()
+        """Set while the engine samples."""
+        self.computes.set()
         self._socket = socket
         self._loop = asyncio.get_running_loop()
         self._listening: asyncio.Server | None = None
@@ -107,7 +110,7 @@ class FakeProcess(FakeVllm):
         return Endpoint("http://engine", self._socket)
 
     def counters(self) -> Counters:
-        return Counters(read_work(self.work_file), 0.0, time.monotonic())
+        return Counters(self.world.read_work(self.work_file), 0.0, self.world.seconds())
 
     async def end(self) -> None:
         self.kill()
@@ -171,11 +174,11 @@ class FakeProcess(FakeVllm):
     async def _complete(self, request: web.Request) -> web.Response:
         ended = asyncio.create_task(self._ended.wait())
         while self.returncode is None:  # a step of the engine; repeated after a pause
-            go_on = asyncio.create_task(self._go_on.wait())
+            go_on = asyncio.create_task(self.computes.wait())
             await asyncio.wait({go_on, ended}, return_when="FIRST_COMPLETED")
             go_on.cancel()
             await asyncio.sleep(0.001)
-            if self._go_on.is_set():
+            if self.computes.is_set():
                 break
         ended.cancel()
         if self.returncode is not None:
@@ -202,11 +205,12 @@ class FakeProcess(FakeVllm):
         if failure == "refuse":
             return web.json_response({"message": "CUDA error"}, status=500)
         if failure == "hang":
+            self.world.clock.advance(SLEEP_SECONDS)  # the longest of the limits
             await self._ended.wait()
             raise ConnectionResetError
         if route in ("pause", "sleep"):
             self.is_paused = True
-            self._go_on.clear()
+            self.computes.clear()
         if route == "sleep":
             self._give_up("weights", "kv")
         if route == "wake_up":
@@ -220,7 +224,7 @@ class FakeProcess(FakeVllm):
                 self.gave_up.discard(part)
         if route == "resume" or (route == "wake_up" and not self.gave_up):
             self.is_paused = False
-            self._go_on.set()
+            self.computes.set()
         return web.json_response({})
 
     def _give_up(self, *parts: str) -> None:
@@ -307,6 +311,8 @@ class World:
     plan: MemoryPlan
     happens: dict[str, list[str]] = field(default_factory=dict)
     """For each phase, the event at its first, second... time: "", "kill engine", "refuse", "hang", "die", "slow"."""
+    clock: FakeClock = field(default_factory=FakeClock)
+    """The server's clock."""
 
     def __post_init__(self) -> None:
         self.device = FakeDevice(self.plan.handover)
@@ -316,6 +322,13 @@ class World:
         self.seen: list[str] = []
         self.num_trainer_deaths = self.num_sampled = 0
         self._tasks: set[asyncio.Task[Any]] = set()
+
+    def seconds(self) -> float:
+        """The clock of the device's machine."""
+        return time.monotonic()
+
+    def read_work(self, file: Path) -> bytes:
+        return read_work(file)
 
     async def reach(self, phase: str) -> str:
         """Called when a phase begins; runs and returns its planned event."""

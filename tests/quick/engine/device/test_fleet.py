@@ -16,15 +16,19 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from art_protocol.wire import JobReport, TrainConfig
-from art_server.engine import engine as engine_module
 from art_server.engine.device.owner import AllDevices, DeviceOwner
 from art_server.engine.device.plan import make_memory_plan
-from art_server.engine.engine import AdapterRefused, Engine, EngineDied, PolicyDiffers
+from art_server.engine.engine import (
+    LOAD_SECONDS,
+    MAX_FAILED_STARTS,
+    AdapterRefused,
+    Engine,
+    EngineDied,
+    PolicyDiffers,
+)
 from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Unavailable
-from art_server.jobs import backoff
-from art_server.jobs import runner as runner_module
 from art_server.jobs.job_row import Payload
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
@@ -35,6 +39,7 @@ from art_server.settings import ServerConfig
 from art_server.shared.trainer_messages import Batch
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.registry import Registry
+from tests.fakes.clock import FakeClock
 from tests.fakes.parts import keep_all
 from tests.makers.new_models import add_model
 from tests.quick.engine.device.cards import card, demand
@@ -48,21 +53,11 @@ SECONDS = PATIENCE_SECONDS
 MODELS = ("a", "b")
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.01)
-    monkeypatch.setattr(engine_module, "READY_POLL_SECONDS", 0.005)
-    monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(backoff, "LONGEST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(runner_module, "REST_SECONDS", 0.01)
-    yield
-
-
-def make_world(happens: dict[str, list[str]] | None = None) -> World:
+def make_world(happens: dict[str, list[str]], clock: FakeClock) -> World:
     """A card of its own for a replica that sleeps during a step."""
     plan = make_memory_plan(card("24 GB"), replace(demand("8B"), num_engines=2))
     assert plan.handover == "sleep"
-    return World(plan, happens or {})
+    return World(plan, happens, clock)
 
 
 class House:
@@ -70,18 +65,23 @@ class House:
 
     def __init__(self, worlds: tuple[World, World], folder: Path):
         self.worlds, self.folder = worlds, folder
+        self.clock = worlds[0].clock
         owners = [DeviceOwner() for _ in worlds]
-        self.owner, self.gate, self.background = AllDevices(owners), PauseGate(), Background()
+        self.owner, self.gate, self.background = (
+            AllDevices(owners),
+            PauseGate(clock=self.clock),
+            Background(clock=self.clock),
+        )
         shared = {"progress": StartProgress(), "changed": asyncio.Condition()}
         self.replicas = [
             self._replica(number, world, owner, shared)
             for number, (world, owner) in enumerate(zip(worlds, owners, strict=True))
         ]
-        self.fleet = Fleet(replicas=self.replicas, config=ServerConfig(path=folder), **shared)
+        self.fleet = Fleet(replicas=self.replicas, config=ServerConfig(path=folder), clock=self.clock, **shared)
         self.registry = Registry(folder)
         for name in MODELS:
             add_model(self.registry, name, write=write_adapter)
-        self.queue = JobQueue(self.registry.database)
+        self.queue = JobQueue(self.registry.database, clock=self.clock)
         self.trainer: Any = TrainerOnDevice(worlds[0], "leave")
         self.runner = JobRunner(
             queue=self.queue,
@@ -91,6 +91,7 @@ class House:
             trainer=self.trainer,
             owner=self.owner,
             retain=keep_all,
+            clock=self.clock,
         )
 
     def _replica(self, number: int, world: World, owner: DeviceOwner, shared: dict[str, Any]) -> Engine:
@@ -102,6 +103,7 @@ class House:
             is_busy=lambda: self.gate.num_inside > 0,
             background=self.background,
             name=f"engine-{number}",
+            clock=self.clock,
             **shared,
         )
 
@@ -174,7 +176,8 @@ class House:
 async def running(folder: Path, *happens: dict[str, list[str]]) -> AsyncIterator[House]:
     """Two replicas, to which something happens."""
     planned = [*happens, {}, {}][:2]
-    house = House((make_world(planned[0]), make_world(planned[1])), folder)
+    clock = FakeClock()
+    house = House((make_world(planned[0], clock), make_world(planned[1], clock)), folder)
     house.start()
     try:
         async with asyncio.timeout(SECONDS):
@@ -306,9 +309,7 @@ async def test_a_replica_that_starts_meanwhile_is_not_ready_without_the_step(pha
         assert house.replicas[1].holds("p/a@0") and house.replicas[1].holds("p/b@0")
 
 
-async def test_a_replica_that_does_not_answer_is_killed_and_the_step_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replica_that_does_not_answer_is_killed_and_the_step_serves(tmp_path: Path) -> None:
     async with running(tmp_path) as house:
         await house.all_ready()
         world, reach = house.worlds[1], house.worlds[1].reach
@@ -316,13 +317,13 @@ async def test_a_replica_that_does_not_answer_is_killed_and_the_step_serves(
         async def hang(phase: str) -> str:
             if phase == "adapter loads":
                 world.reach = reach  # type: ignore[method-assign]
+                await until(lambda: house.replicas[0].holds("p/a@0"))
+                house.clock.advance(LOAD_SECONDS)
                 await asyncio.Event().wait()
             return await reach(phase)
 
         world.reach = hang  # type: ignore[method-assign]
-        monkeypatch.setattr(engine_module, "LOAD_SECONDS", 0.3)
         await house.fleet.load_adapter(*house.step(), SECONDS)
-        monkeypatch.setattr(engine_module, "LOAD_SECONDS", SECONDS)
         assert house.replicas[0].holds("p/a@0")
         await house.all_ready()
         assert house.replicas[1].num_starts == 2 and house.replicas[1].holds("p/a@0")
@@ -330,9 +331,8 @@ async def test_a_replica_that_does_not_answer_is_killed_and_the_step_serves(
 
 @pytest.mark.parametrize("comes", ["a step", "a request"])
 async def test_a_replica_whose_machine_is_full_says_so_and_serves_once_there_is_room(
-    comes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    comes: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(engine_module, "DELIVERY_PAUSE_SECONDS", 0.01)
     async with running(tmp_path) as house:
         await house.all_ready()
         full, location = house.replicas[1], house.location(1)
@@ -346,7 +346,7 @@ async def test_a_replica_whose_machine_is_full_says_so_and_serves_once_there_is_
             reason = "an adapter's files cannot be delivered (host h: No space left on device)"
             assert full.detail == f"It is being restarted because {reason}."
         tries = location.num_deliveries
-        await until(lambda: location.num_deliveries > tries + engine_module.MAX_FAILED_STARTS or full.state == "failed")
+        await until(lambda: location.num_deliveries > tries + MAX_FAILED_STARTS or full.state == "failed")
         assert (full.state, full.num_starts) == ("starting", 2)
         assert full.detail == f"It waits because {reason}; they are sent again every 10 s."
         assert await house.ask("a") == ("p/a@0", "engine-0")
@@ -356,10 +356,7 @@ async def test_a_replica_whose_machine_is_full_says_so_and_serves_once_there_is_
 
 
 @pytest.mark.parametrize("outcome", ["refused", "unloaded"])
-async def test_what_could_not_be_delivered_once_is_not_said_of_a_later_load(
-    outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_module, "DELIVERY_PAUSE_SECONDS", 0.01)
+async def test_what_could_not_be_delivered_once_is_not_said_of_a_later_load(outcome: str, tmp_path: Path) -> None:
     async with running(tmp_path) as house:
         await house.all_ready()
         replica, location = house.replicas[0], house.location(0)
@@ -463,7 +460,7 @@ async def test_requests_wait_while_every_replica_starts(tmp_path: Path) -> None:
 
 
 async def test_one_replica_that_cannot_start_leaves_the_other(tmp_path: Path) -> None:
-    async with running(tmp_path, {}, {"engine starts": ["kill engine"] * engine_module.MAX_FAILED_STARTS}) as house:
+    async with running(tmp_path, {}, {"engine starts": ["kill engine"] * MAX_FAILED_STARTS}) as house:
         await until(lambda: house.replicas[1].state == "failed" and house.replicas[0].state == "ready")
         assert house.fleet.state == "ready" and house.fleet.detail is None
         assert await house.ask("a") == ("p/a@0", "engine-0")

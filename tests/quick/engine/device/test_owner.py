@@ -5,11 +5,9 @@ runner on a fake device (`fake_device.py`)."""
 import asyncio
 import contextlib
 import errno
-import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -18,22 +16,19 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from art_protocol.wire import JobReport, TrainConfig
-from art_server.engine import engine as engine_module
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.device.plan import make_memory_plan
-from art_server.engine.engine import AdapterRefused, Engine, EngineDied
+from art_server.engine.engine import LOAD_SECONDS, MAX_FAILED_STARTS, AdapterRefused, Engine, EngineDied
 from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Unavailable
-from art_server.jobs import backoff
-from art_server.jobs import runner as runner_module
+from art_server.jobs.backoff import MAX_DOUBTFUL
 from art_server.jobs.job_row import Payload
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
 from art_server.ledger.intake import RecordReceiver
 from art_server.ledger.ledger import Ledger
 from art_server.models.checkpoints import Checkpoints
-from art_server.process import background as background_module
 from art_server.process.background import Background
 from art_server.process.progress import StartProgress
 from art_server.settings import ServerConfig
@@ -43,7 +38,6 @@ from art_server.store.registry import Registry
 from tests.contracts import check_engine, check_vllm
 from tests.fakes.parts import keep_all
 from tests.makers.new_models import add_model
-from tests.quick.engine.device import fake_device
 from tests.quick.engine.device.cards import card, demand
 from tests.quick.engine.device.fake_device import (
     Clash,
@@ -69,26 +63,8 @@ CASES = {
 }
 """A model and a card for each way to share the card; in the last case the trainer has a second card."""
 
-CONTROLS = ("PAUSE_SECONDS", "SLEEP_SECONDS", "WAKE_SECONDS")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.01)
-    for name in CONTROLS:
-        monkeypatch.setattr(engine_module, name, SECONDS)
-    monkeypatch.setattr(engine_module, "READY_POLL_SECONDS", 0.005)
-    monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(backoff, "LONGEST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(backoff, "MAX_DOUBTFUL", 2)
-    monkeypatch.setattr(runner_module, "REST_SECONDS", 0.01)
-    yield
-
 
 def make_world(case: str, happens: dict[str, list[str]]) -> World:
-    seconds = 0.3 if "hang" in itertools.chain(*happens.values()) else SECONDS
-    for name in CONTROLS:  # the fixture resets them
-        setattr(engine_module, name, seconds)
     model, on = CASES[case]
     own = card(on) if case == "own" else None
     plan = make_memory_plan(card(on), replace(demand(model), training_card=own))
@@ -102,8 +78,8 @@ class House:
     def __init__(self, world: World, folder: Path):
         self.world = world
         config = ServerConfig(path=folder)
-        self.owner, self.gate = DeviceOwner(), PauseGate()
-        self.background = Background()
+        self.owner, self.gate = DeviceOwner(), PauseGate(clock=world.clock)
+        self.background = Background(clock=world.clock)
         shared: dict[str, Any] = {"progress": StartProgress(), "changed": asyncio.Condition()}
         self.engine = Engine(
             location=OnFakeDevice(world),
@@ -113,15 +89,16 @@ class House:
             is_busy=lambda: self.gate.num_inside > 0,
             background=self.background,
             name="engine",
+            clock=world.clock,
             **shared,
         )
-        self.fleet = Fleet(replicas=[self.engine], config=config, **shared)
+        self.fleet = Fleet(replicas=[self.engine], config=config, clock=world.clock, **shared)
         between = "stay" if world.plan.is_base_resident else "leave"
         self.trainer: Any = TrainerOnDevice(world, between)
         self.registry = Registry(folder)
         for name in MODELS:
             add_model(self.registry, name, write=write_adapter)
-        self.queue = JobQueue(self.registry.database)
+        self.queue = JobQueue(self.registry.database, clock=world.clock)
         self.runner = JobRunner(
             queue=self.queue,
             registry=self.registry,
@@ -130,6 +107,7 @@ class House:
             trainer=self.trainer,
             owner=self.owner if world.plan.training_card is None else None,
             retain=keep_all,
+            clock=world.clock,
         )
 
     def start(self) -> None:
@@ -188,15 +166,15 @@ class House:
 
 
 class Watch:
-    """The clock by which an engine is watched: five seconds from one look at its work to the next."""
+    """Of an engine: five seconds pass on its machine from one look at its work to the next."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, world: World) -> None:
         self.num_looks = 0
         self.is_working = False
         """The engine computes something before each look."""
-        self._read = fake_device.read_work
-        patch.setattr(fake_device, "time", SimpleNamespace(monotonic=lambda: 5.0 * self.num_looks))
-        patch.setattr(fake_device, "read_work", self._look)
+        self._read = world.read_work
+        world.seconds = lambda: 5.0 * self.num_looks  # type: ignore[method-assign]
+        world.read_work = self._look  # type: ignore[method-assign]
 
     def _look(self, file: Path) -> bytes:
         self.num_looks += 1
@@ -230,7 +208,7 @@ async def play(world: World, folder: Path, num_jobs: int = 3) -> House:
             model = house.registry.get("p", name)
             assert await house.ask(name) == model.adapter_name(model.step)
         done = [house.queue.get(job).state for job in jobs]
-        if world.num_trainer_deaths <= backoff.MAX_DOUBTFUL:
+        if world.num_trainer_deaths <= MAX_DOUBTFUL:
             assert done == ["done"] * num_jobs, [house.queue.get(job).last_error for job in jobs]
             steps = {name: house.registry.get("p", name).step for name in MODELS}
             assert steps == {"a": (num_jobs + 1) // 2, "b": num_jobs // 2}
@@ -260,13 +238,10 @@ async def test_an_engine_that_dies_during_a_step_waits_for_the_device(case: str,
     assert world.seen.count("engine starts") == 4
 
 
-async def test_an_engine_that_works_is_not_hung_and_one_that_does_not_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_works_is_not_hung_and_one_that_does_not_is(tmp_path: Path) -> None:
     """No request ends meanwhile in either case."""
-    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 10 * engine_module.HANG_SECONDS)  # the fake would sample a token
-    watch = Watch(monkeypatch)
     world = make_world("none", {})
+    watch = Watch(world)
     async with running(world, tmp_path) as house:
         assert await house.ask("a") == "p/a@0"
         with house.gate.inside("p/a@0"):
@@ -274,6 +249,8 @@ async def test_an_engine_that_works_is_not_hung_and_one_that_does_not_is(
             await until(lambda: watch.num_looks > before + 30)
             assert world.seen.count("engine starts") == 1
             watch.is_working = False
+            assert world.process is not None
+            world.process.computes.clear()
             await until(lambda: world.seen.count("engine starts") == 2)
     assert_right(world)
 
@@ -291,9 +268,7 @@ async def test_a_single_engine_gets_every_request_without_its_key(tmp_path: Path
         assert house.engine.num_requests == 0 and house.engine.holds("p/a@0")
 
 
-async def test_a_single_engine_that_does_not_load_an_adapter_in_time_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_single_engine_that_does_not_load_an_adapter_in_time_is_asked_again(tmp_path: Path) -> None:
     """Of several it would be ended, so that the step serves from the others."""
     world = make_world("none", {})
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
@@ -303,11 +278,11 @@ async def test_a_single_engine_that_does_not_load_an_adapter_in_time_is_asked_ag
         async def hang_once(phase: str) -> str:
             if phase == "adapter loads":
                 world.reach = reach  # type: ignore[method-assign]
+                world.clock.advance(LOAD_SECONDS)
                 await asyncio.Event().wait()
             return await reach(phase)
 
         world.reach = hang_once  # type: ignore[method-assign]
-        monkeypatch.setattr(engine_module, "LOAD_SECONDS", 0.3)
         folder = house.registry.get("p", "a").folder.checkpoint_dir(0)
         await house.fleet.load_adapter("p/a@0", folder, SECONDS)
         assert house.engine.holds("p/a@0") and house.engine.num_starts == 1
@@ -316,7 +291,6 @@ async def test_a_single_engine_that_does_not_load_an_adapter_in_time_is_asked_ag
 async def test_a_request_whose_adapter_cannot_be_delivered_waits_until_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "DELIVERY_PAUSE_SECONDS", 0.01)
     world = make_world("none", {})
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
         await house.fleet.wait_ready(SECONDS)
@@ -335,11 +309,8 @@ async def test_a_request_whose_adapter_cannot_be_delivered_waits_until_the_limit
 
 
 @pytest.mark.parametrize("is_left", [True, False])
-async def test_an_engine_that_restarts_while_its_machine_is_full_waits_for_room(
-    is_left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_restarts_while_its_machine_is_full_waits_for_room(is_left: bool, tmp_path: Path) -> None:
     """It also serves if nobody needs the adapter any more."""
-    monkeypatch.setattr(engine_module, "DELIVERY_PAUSE_SECONDS", 0.01)
     world = make_world("none", {})
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
         assert await house.ask("a") == "p/a@0"
@@ -348,9 +319,7 @@ async def test_an_engine_that_restarts_while_its_machine_is_full_waits_for_room(
         location.is_full = True
         tries = location.num_deliveries
         world.process.kill()
-        await until(
-            lambda: location.num_deliveries > tries + engine_module.MAX_FAILED_STARTS or house.engine.state == "failed"
-        )
+        await until(lambda: location.num_deliveries > tries + MAX_FAILED_STARTS or house.engine.state == "failed")
         assert house.engine.state == "starting"
         assert "cannot be delivered (host h: No space left on device)" in (house.fleet.start_waited_for or "")
         if is_left:
@@ -407,7 +376,6 @@ async def test_a_trainer_with_a_device_of_its_own_stops_nobody(tmp_path: Path) -
 async def test_a_disk_without_room_delays_an_engines_restart_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_module, "FIRST_PAUSE_SECONDS", 0.01)
     world = make_world("none", {})
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
         assert await house.ask("a") == "p/a@0"
@@ -513,12 +481,10 @@ async def test_a_caller_that_leaves_during_a_load_leaves_no_trace(tmp_path: Path
     assert_right(world)
 
 
-async def test_a_request_whose_client_does_not_read_is_no_hung_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_whose_client_does_not_read_is_no_hung_engine(tmp_path: Path) -> None:
     """It is asked for a token now and then."""
-    watch = Watch(monkeypatch)
     world = make_world("none", {})
+    watch = Watch(world)
     async with running(world, tmp_path) as house:
         assert await house.ask("a") == "p/a@0"
         with house.gate.inside("p/a@0"):
@@ -578,11 +544,11 @@ def test_all_orders(case: str, happens: dict[str, list[str]], tmp_path_factory: 
 
 
 async def test_an_engine_wakes_whole_when_a_job_fails(tmp_path: Path) -> None:
-    world = make_world("sleep", {"trains": ["die"] * 5})
+    world = make_world("sleep", {"trains": ["die"] * (2 * MAX_DOUBTFUL + 1)})
     house = await play(world, tmp_path)
     assert_right(world)
     assert world.seen.count("engine starts") == 1
-    assert house.registry.get("p", "a").step == 1, "of two jobs one has failed"
+    assert sum(house.registry.get("p", name).step for name in MODELS) == 2, "of three jobs one has failed"
 
 
 @pytest.mark.parametrize("path", ["refuse", "hang"])
