@@ -19,7 +19,7 @@ from art_protocol.wire import JobReport, TrainConfig
 from art_server.engine import engine as engine_module
 from art_server.engine.device.owner import AllDevices, DeviceOwner
 from art_server.engine.device.plan import make_memory_plan
-from art_server.engine.engine import AdapterRefused, Engine, EngineDied, PolicyDiffers
+from art_server.engine.engine import AdapterRefused, Engine, EngineDied, NotDelivered, PolicyDiffers
 from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Unavailable
@@ -365,7 +365,7 @@ async def test_what_could_not_be_delivered_once_is_not_said_of_a_later_load(
         replica, location = house.replicas[0], house.location(0)
         name, folder = house.step()
         location.is_full = True
-        with contextlib.suppress(Unavailable):
+        with pytest.raises(NotDelivered):
             await replica.try_load(name, folder)
         location.is_full = False
         if outcome == "refused":
