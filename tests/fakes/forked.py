@@ -142,12 +142,12 @@ def main(path: str) -> None:
                     for _, other in running.values():
                         other.close()
                     listening.close()
-                    connection.close()
+                    os.setsid()
+                    with contextlib.suppress(BrokenPipeError), connection:
+                        connection.sendall(b"%d\n" % os.getpid())  # whoever knows the process may kill its session
                     become(json.loads(content), *descriptors)
                 for handed_on in descriptors:
                     os.close(handed_on)
-                with contextlib.suppress(BrokenPipeError):
-                    connection.sendall(b"%d\n" % pid)
                 running[os.pidfd_open(pid)] = (pid, connection)
             else:
                 pid, connection = running.pop(descriptor)
@@ -161,7 +161,6 @@ def become(message: dict[str, object], pipe: int, log: int) -> NoReturn:
     """Becomes the program of a message."""
     code = 1
     try:
-        os.setsid()
         for descriptor, number in ((pipe, 0), (pipe, 1), (log, 2)):
             os.dup2(descriptor, number)
         os.close(pipe)

@@ -1,7 +1,6 @@
 """Keys: names, expiry, and what strangers see; how many choices one request may ask for."""
 
 import asyncio
-import contextlib
 import errno
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,7 +13,8 @@ from fastapi import FastAPI
 import art
 from art_protocol.wire import Health
 from art_server.api.openai.routes import check_choices, num_choices
-from art_server.errors import BadRequest, Unavailable
+from art_server.engine.engine import NotDelivered
+from art_server.errors import BadRequest
 from art_server.settings import ApiKey
 from art_server.store.model_folder import ADAPTER_FILE
 from tests.asgi_client import client
@@ -123,7 +123,7 @@ async def test_a_key_for_one_project_sees_no_name_of_another_s_model_whose_files
 
     monkeypatch.setattr(engine.location, "deliver", deliver)
     (folder / ADAPTER_FILE).touch()
-    with contextlib.suppress(Unavailable):
+    with pytest.raises(NotDelivered):
         await engine.try_load("p/run@0", folder)
     again = asyncio.create_task(engine.try_load("p/run@0", folder))
     await asyncio.sleep(0)

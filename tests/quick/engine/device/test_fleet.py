@@ -24,6 +24,7 @@ from art_server.engine.engine import (
     AdapterRefused,
     Engine,
     EngineDied,
+    NotDelivered,
     PolicyDiffers,
 )
 from art_server.engine.fleet import Fleet
@@ -362,7 +363,7 @@ async def test_what_could_not_be_delivered_once_is_not_said_of_a_later_load(outc
         replica, location = house.replicas[0], house.location(0)
         name, folder = house.step()
         location.is_full = True
-        with contextlib.suppress(Unavailable):
+        with pytest.raises(NotDelivered):
             await replica.try_load(name, folder)
         location.is_full = False
         if outcome == "refused":
