@@ -293,7 +293,7 @@ class JobRunner:
             model = self._registry.of_number(job.model)
             if model is None:
                 raise self._registry.unknown(job.project, job.name)
-            await self._registry.verify(model)
+            await self._registry.prepare(model)
             attempt = Attempt(
                 job,
                 model,
