@@ -83,7 +83,7 @@ def read_jobs(root: Path, folder: ModelFolder, registered_at: float) -> list[Job
     # Without a write-ahead log nobody writes the table, and SQLite needs no files beside it.
     mode = "mode=ro" if file.with_name(f"{file.name}-wal").exists() else "immutable=1"
     query = (
-        f"SELECT {COLUMNS} FROM {JOBS} WHERE project = ? AND name = ? AND registered_at = ? AND NOT is_deleted"
+        f"SELECT {COLUMNS} FROM {JOBS} WHERE project = ? AND folder = ? AND registered_at = ? AND NOT is_deleted"
         " ORDER BY number DESC LIMIT ?"
     )
     values = (folder.project, folder.name, registered_at, MAX_JOBS)

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Annotated, cast, get_args
 
@@ -185,10 +186,12 @@ async def session(
         for (owner, number), count in answers.items()
         if number is not None and (caller.projects is None or owner in caller.projects)
     }
-    names = await asyncio.to_thread(lambda: [registry.table.name_of(number) for number in others])
+    other_models: Counter[str] = Counter()
+    for number, count in others.items():
+        other_models[await asyncio.to_thread(registry.table.name_of, number)] += count
     return reply.model_copy(
         update={
-            "other_models": dict(zip(names, others.values(), strict=True)),
+            "other_models": dict(other_models),
             "num_base_answers": answers.get((caller.owner, None), 0),
             "unknown_models": refused_names.of_session(caller.owner, session),
         }

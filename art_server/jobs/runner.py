@@ -119,12 +119,17 @@ class JobRunner:
             report,
             metrics,
             expected_step=expected_step,
-            newest_step=model.folder.newest_step,
+            newest_step=functools.partial(self._newest_step, model.number),
         )
         logger.info("job %s accepted: %d trajectories for %s", job.job_id, report.num_trajectories, model.id)
         self._report(job, model)
         self._wake()
         return job
+
+    def _newest_step(self, number: int) -> int | None:
+        """The newest step of a model, which may have been renamed since its request came; None if the model is deleted."""
+        model = self._registry.of_number(number)
+        return None if model is None else model.folder.newest_step()
 
     async def is_repeated(self, model: RegisteredModel, key: str) -> bool:
         """Whether an earlier request with this idempotency key made a job."""
@@ -143,7 +148,8 @@ class JobRunner:
         error = None if job is None else job.last_error
         if job is None or job.state != "failed" or error is None or not error.retryable:
             return job
-        revived = await asyncio.to_thread(self._queue.revive, model.number, key, model.folder.newest_step)
+        newest_step = functools.partial(self._newest_step, model.number)
+        revived = await asyncio.to_thread(self._queue.revive, model.number, key, newest_step)
         if revived is None:  # another request was faster, or the key was forgotten
             return await asyncio.to_thread(self._queue.find_key, model.number, key, body_digest)
         logger.info("job %s is queued again: its request was repeated", revived.job_id)
@@ -289,7 +295,7 @@ class JobRunner:
             if model is None:
                 reason = f"the job's model, '{job.model_id}', was deleted, or no step of it can be read"
                 raise NotFound(reason, code="unknown_model", param="name")
-            await self._registry.verify(model)
+            await self._registry.prepare(model)
             attempt = Attempt(
                 job,
                 model,

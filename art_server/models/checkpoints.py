@@ -140,12 +140,11 @@ class Checkpoints:
                 raise model_exists(f"{request.project}/{request.name}")
             step = source.step if request.step is None else request.step
             folder = self._registry.folder(request.project, request.name)
-            await asyncio.to_thread(self._fork, source, step, folder)
-            model = await asyncio.to_thread(self._registry.add, folder, folder.read())
+            model = await asyncio.to_thread(self._fork, source, step, folder)
         logger.info("%s was forked from %s", model.id, source.adapter_name(step))
         return model
 
-    def _fork(self, source: RegisteredModel, step: int, folder: ModelFolder) -> None:
+    def _fork(self, source: RegisteredModel, step: int, folder: ModelFolder) -> RegisteredModel:
         content = self._incoming / uuid.uuid4().hex
         try:
             description = describe_step(source.folder, source.record, step)
@@ -154,6 +153,11 @@ class Checkpoints:
             names = {"project": folder.project, "name": folder.name, "created_at": self._clock.now()}
             record = source.record.model_copy(update=names)
             create_model(folder, record, self._engine.log_path, content, description.record())
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(files.remove_folder, folder.path)  # a repeated request may create it
+                model = self._registry.add(folder, record)
+                on_failure.pop_all()
+            return model
         finally:
             shutil.rmtree(content, ignore_errors=True)
 
@@ -175,10 +179,13 @@ class Checkpoints:
                     await self._wait_unused(model, later)
                     self._unload(model, later)
                     self._engine.forget_prompts()
+                    # Before the commit: a server that dies in between has only forgotten who sampled what. Before the queue is
+                    # held: the ledger reads all of its records.
+                    await asyncio.to_thread(self._ledger.forget_steps, model.number, step)
                     await self._while_idle(model, lambda: self._set_aside(model, step, later))
                 finally:
                     if model.step == step:  # a job in between may have made a newer step
-                        model.step = min(before, model.folder.steps()[-1])
+                        model.step = min(before, model.steps()[-1])
         logger.info("%s was rolled back; set aside: steps %s", model.adapter_name(step), later)
 
     async def _wait_unused(self, model: RegisteredModel, steps: list[int]) -> None:
@@ -269,16 +276,11 @@ class Checkpoints:
                 code="step_moved",
                 param="step",
             )
-        # Before the commit: a server that dies in between has only forgotten who sampled what.
-        self._ledger.forget_steps(model.number, after=step)
         with self._registry.database.changes("the rollback"):
             self._queue.forget_keys(model.number, after=step)
             model.history.roll_back(step)
             self._registry.table.roll_back(model.number, step)
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(setattr, model, "is_verified", False)  # the model's next use tries again
-            self._registry.settle(model.number)
-            on_failure.pop_all()
+        self._registry.set_later_aside(model, step)
 
     def _move_to_trash(self, model: RegisteredModel) -> Path:
         trash = model.folder.move_to_trash()
@@ -332,7 +334,7 @@ def list_checkpoints(model: RegisteredModel) -> CheckpointList:
     """The kept steps of a model. Blocking: reads the steps' descriptions and the history."""
     folder = model.folder
     best = model.history.best_step()
-    steps = [step for step in folder.steps() if step not in model.deleting]
+    steps = [step for step in folder.steps() if model.has(step)]
     values = model.history.values(steps)
     infos: list[CheckpointInfo] = []
     for step in steps:

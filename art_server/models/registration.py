@@ -74,7 +74,7 @@ class Registration:
             async with self._registry.models_lock:
                 if self._registry.find(request.project, request.name) is model:
                     record = model.record.model_copy(update={"always_logprobs": True})
-                    await asyncio.to_thread(folder.create, record, self._engine.log_path)
+                    await asyncio.to_thread(model.folder.create, record, self._engine.log_path)
                     model.record = record
         return self.info(model).model_copy(update={"notes": list(base.facts.notes)})
 

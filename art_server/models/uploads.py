@@ -88,7 +88,7 @@ class Uploads:
 
     async def _store(self, project: str, name: str, description: Description, content: Path) -> RegisteredModel:
         model = self._registry.find(project, name)
-        folder = self._registry.folder(project, name)
+        folder = self._registry.folder(project, name) if model is None else model.folder
         log = self._engine.log_path
         await asyncio.to_thread(place_checkpoint, folder, description, content, log)
         if model is None:

@@ -56,19 +56,27 @@ class HistoryTable:
         return self._database.select(query, *values)
 
     def ranking(self, model: int) -> Ranking:
-        """See `MetricHistory.ranking`."""
+        """See `MetricHistory.ranking`. Waits for no change of the database, because the event loop calls this."""
         known = self._rankings.get(model)
-        if known is None:
-            with self._database.lock:  # which a change of the rows holds
-                known = None, []
-                for metric in BEST_METRICS:
-                    query, values = means_of(model, metric)
-                    steps = [step for step, _ in self.select(query, *values)]
-                    if steps:
-                        known = metric, steps
-                        break
-                self._rankings[model] = known
-        return known
+        if known is not None:
+            return known
+        # While another thread holds the lock, it may be changing the rows: then the ranking is not kept.
+        is_kept = self._database.lock.acquire(blocking=False)
+        try:
+            ranking = self._compute_ranking(model)
+            if is_kept:
+                self._rankings[model] = ranking
+        finally:
+            if is_kept:
+                self._database.lock.release()
+        return ranking
+
+    def _compute_ranking(self, model: int) -> Ranking:
+        for metric in BEST_METRICS:
+            query, values = means_of(model, metric)
+            if steps := [step for step, _ in self.select(query, *values)]:
+                return metric, steps
+        return None, []
 
     @contextlib.contextmanager
     def changes(self, model: int) -> Iterator[None]:

@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,12 +120,10 @@ class ModelFolder:
         return record.model_copy(update={"project": self.project, "name": self.name})
 
     def rename(self, name: str) -> "ModelFolder":
-        """Gives the folder another name in its project; does nothing if there is a folder of this name, or none to rename.
-        model.json keeps the name that was registered."""
+        """Gives the folder another name in its project, which no folder has. model.json keeps the name that was registered."""
         renamed = ModelFolder(self.path.parents[2], self.project, name)
-        if self.path.exists() and not renamed.path.exists():
-            os.rename(self.path, renamed.path)
-            files.sync(renamed.path.parent)
+        os.rename(self.path, renamed.path)
+        files.sync(renamed.path.parent)
         return renamed
 
     def read_about(self) -> About:
@@ -214,11 +212,11 @@ class ModelFolder:
             return f"{DESCRIPTION_FILE} is that of step {record.step}"
         return content_fault(folder, record.files)
 
-    def newest_faults(self) -> dict[int, str]:
-        """The faults of the steps that are newer than the newest whole step, by step, newest first. The files of a whole step
-        match their digests."""
+    def newest_faults(self, steps: Sequence[int]) -> dict[int, str]:
+        """The faults of those of `steps`, oldest first, that are newer than the newest whole step, by step, newest first. The
+        files of a whole step match their digests."""
         faults: dict[int, str] = {}
-        for step in reversed(self.steps()):
+        for step in reversed(steps):
             if (fault := self.fault(step)) is None:
                 break
             faults[step] = fault

@@ -4,7 +4,10 @@
 "PROJECT/NAME@12" step 12, "PROJECT/NAME@best" the best step, and the base model's name the base model without an adapter.
 
 A new step is served from one assignment on, after its checkpoint is complete and the engine has loaded it, or will
-load it at its next start (`JobRunner._serve`).
+load it at its next start (`Attempt._serve`).
+
+A model's row is what the model is. Its folder follows a rename and a rollback after the commit; while the folder cannot (a full
+disk), requests for inference see the model as the row says, and jobs and changes of the model are refused.
 """
 
 import asyncio
@@ -12,7 +15,7 @@ import contextlib
 import difflib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +24,7 @@ from art_server.errors import Conflict, InvalidInput, NotFound, ServerError
 from art_server.store import files
 from art_server.store.history import BEST_METRICS, HistoryTable, MetricHistory
 from art_server.store.model_folder import ModelFolder, ModelRecord, list_model_folders
-from art_server.store.model_table import ModelTable
+from art_server.store.model_table import ModelRow, ModelTable
 from art_server.store.server_database import open_server_database
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,8 @@ class RegisteredModel:
     """Steps that are being deleted. No request resolves to them, so none loads them again."""
     is_leaving: bool = False
     """The model is being deleted. No request for inference resolves to it."""
+    rolled_back_to: int | None = None
+    """The step of a rollback that the folder has yet to follow; None: the folder has no later steps than the model."""
     is_verified: bool = True
     """False from the server's start until the first use (`Registry.verify`): the files of the newest step may be broken."""
     verify_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -59,6 +64,15 @@ class RegisteredModel:
         """The engine's name for the adapter of a step."""
         return f"{self.id}@{step}"
 
+    def has(self, step: int) -> bool:
+        """Whether a step of the folder is a step of the model: it is not being deleted, and no rollback has removed it."""
+        return step not in self.deleting and (self.rolled_back_to is None or step <= self.rolled_back_to)
+
+    def steps(self) -> list[int]:
+        """The steps in the folder that no rollback has removed, oldest first."""
+        last = self.rolled_back_to
+        return [step for step in self.folder.steps() if last is None or step <= last]
+
     def best_step(self) -> int:
         """The best kept step that is not being deleted.
 
@@ -66,7 +80,7 @@ class RegisteredModel:
             NotFound: the history has no metric to judge by, or none for a kept step.
         """
         for step in self.history.ranking()[1]:
-            if step not in self.deleting and self.folder.checkpoint_dir(step).exists():
+            if self.has(step) and self.folder.checkpoint_dir(step).exists():
                 return step
         raise NotFound(
             f"model '{self.id}' has no best step: no kept step has {' or '.join(BEST_METRICS)} in the history. Log a "
@@ -159,48 +173,84 @@ class Registry:
             files.clear_temporary(models_dir)
             files.clear_graves(models_dir)
         for row in self.table.rows():
-            self.settle(row.model)
+            with logged(f"the folder of {row.project}/{row.name} cannot follow a change of the model"):
+                self._follow(row)
         with self.database.changes("the models"):
             self._find_models()
+
+    def _follow(self, row: ModelRow) -> None:
+        """Makes a model's folder follow the model's row, which a rename or a rollback has changed. After a crash a second call
+        does the rest."""
+        is_moving = row.folder != row.name
+        if not is_moving and row.rolled_back_to is None:
+            return
+        for name in (row.folder, row.name):  # a killed server may have moved the folder already
+            folder = ModelFolder(self._root, row.project, name)
+            if folder.exists() and folder.read().created_at == row.registered_at:
+                break
+        else:
+            return  # other models' folders have these names
+        if is_moving:
+            if folder.name != row.name:
+                folder = folder.rename(row.name)
+            self.table.note_moved(row.model)
+        if row.rolled_back_to is not None:
+            folder.roll_back(row.rolled_back_to)
+            self.table.note_set_aside(row.model)
 
     def _find_models(self) -> None:
         """Finds the folders of all models. A folder gets a new number if its model is in no row: an earlier version or `art
         import` made the folder, or a person copied the folder to this path."""
-        rows = {(row.project, row.name): row for row in self.table.rows()}
+        rows = self.table.rows_by_folder()
         for folder in list_model_folders(self._root):
             folder.clear_temporary()
             files.clear_graves(folder.checkpoints_dir)
-            if (newest := folder.newest_step()) is None:
+            if folder.newest_step() is None:
                 logger.error(NOTHING_WHOLE, folder.model_id)
                 continue
-            record, row = folder.read(), rows.get((folder.project, folder.name))
-            if row is not None and row.registered_at == record.created_at:
-                number = row.model
-            else:
-                number = self.table.add(record)
+            record = folder.read()
+            row = rows.get((folder.project, folder.name, record.created_at))
+            self._add(folder, record, row).is_verified = False
+
+    def _add(self, folder: ModelFolder, record: ModelRecord, row: ModelRow | None) -> RegisteredModel:
+        """Adds the model of a folder; without `row` as a new model. Within `Database.changes`."""
+        number = self.table.add(record) if row is None else row.model
+        if row is None or row.rolled_back_to is None:  # otherwise the file still has the metrics of the later steps
             self._history.import_missing(number, folder)
-            model = self._models[folder.project, folder.name] = self._make_model(number, folder, record, newest)
-            model.is_verified = False
+        name = record.name if row is None else row.name
+        record = record.model_copy(update={"name": name})
+        model = RegisteredModel(number, folder, record, 0, self._history.of(number, folder))
+        model.rolled_back_to = None if row is None else row.rolled_back_to
+        model.step = max(model.steps(), default=0)
+        self._models[record.project, name] = model
+        return model
 
-    def settle(self, number: int) -> None:
-        """Makes a model's folder follow the model's row, which a rename or a rollback has changed. Changes nothing if the
-        folder is as the row says; after a crash a second call does the rest."""
-        row = self.table.read(number)
-        if row.folder == row.name and row.rolled_back_to is None:
-            return
-        folder = ModelFolder(self._root, row.project, row.folder)
-        if row.folder != row.name:
-            folder = folder.rename(row.name)
-        if row.rolled_back_to is not None:
-            folder.roll_back(row.rolled_back_to)
-        self.table.settle(number)
+    def set_later_aside(self, model: RegisteredModel, step: int) -> None:
+        """Makes a model's folder follow a rollback to `step` (blocking). If the disk refuses, the next job or change of the model
+        tries again."""
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(setattr, model, "rolled_back_to", step)
+            model.folder.roll_back(step)
+            self.table.note_set_aside(model.number)
+            on_failure.pop_all()
+        model.rolled_back_to = None
 
-    def _make_model(self, number: int, folder: ModelFolder, record: ModelRecord, step: int) -> RegisteredModel:
-        return RegisteredModel(number, folder, record, step, self._history.of(number, folder))
+    async def prepare(self, model: RegisteredModel) -> None:
+        """Verifies a model before a job or a change, and sets the steps aside that a rollback could not.
+
+        Raises:
+            NotFound: no step is whole.
+            StorageFull, OSError: the disk refuses. Inference continues.
+        """
+        await self.verify(model)
+        async with model.verify_lock:
+            if model.rolled_back_to is not None:
+                await asyncio.to_thread(self.set_later_aside, model, model.rolled_back_to)
 
     async def verify(self, model: RegisteredModel) -> None:
         """Compares the files of a model's newest step with their digests, at the model's first use after the start: a start
-        does not wait for the disk to read all models. Broken steps are set aside, and the step before them serves.
+        does not wait for the disk to read all models. Broken steps are set aside, and the step before them serves. This is
+        enough for inference.
 
         Raises:
             NotFound: no step is whole; the model is not served from here on.
@@ -210,10 +260,8 @@ class Registry:
         async with model.verify_lock:
             if model.is_verified:
                 return
-            # Ends a rollback that an error of the disk has broken off (`Checkpoints.roll_back`).
-            await asyncio.to_thread(self.settle, model.number)
-            faults = await asyncio.to_thread(model.folder.newest_faults)
-            newest = max((step for step in model.folder.steps() if step not in faults), default=None)
+            faults = await asyncio.to_thread(model.folder.newest_faults, model.steps())
+            newest = max((step for step in model.steps() if step not in faults), default=None)
             if faults and newest is not None:
                 await asyncio.to_thread(self._forget_steps, model.number, newest)
             await asyncio.to_thread(model.folder.set_broken_aside, faults)
@@ -246,11 +294,11 @@ class Registry:
         return next((model for model in models if model.number == number), None)
 
     async def find_whole(self, project: str, name: str) -> RegisteredModel | None:
-        """As `find`, verified; None also for a model without a whole step."""
+        """As `find`, prepared; None also for a model without a whole step."""
         model = self.find(project, name)
         with contextlib.suppress(NotFound):
             if model is not None:
-                await self.verify(model)
+                await self.prepare(model)
         return self.find(project, name)
 
     def get(self, project: str, name: str) -> RegisteredModel:
@@ -277,13 +325,13 @@ class Registry:
         )
 
     async def get_whole(self, project: str, name: str) -> RegisteredModel:
-        """As `get`, verified.
+        """As `get`, prepared.
 
         Raises:
             NotFound: no model of this name is registered, or no step of it is whole.
         """
         model = self.get(project, name)
-        await self.verify(model)
+        await self.prepare(model)
         return model
 
     def history_of(self, folder: ModelFolder) -> MetricHistory | None:
@@ -296,42 +344,53 @@ class Registry:
 
         Raises:
             InvalidInput: a name is not valid.
-            Conflict: the folder of another model differs by case only.
+            Conflict: the folder is another model's, or differs from another model's by case only.
         """
         folder = ModelFolder(self._root, check_name(project, "project"), check_name(name, "name"))
-        check_case([model.folder for model in list(self._models.values())], folder)
+        models = list(self._models.values())
+        check_case([model.folder for model in models], folder)
+        for model in models:
+            if model.folder.path == folder.path and model.id != folder.model_id:
+                raise Conflict(
+                    f"the folder of model '{model.id}' still has the name '{name}', because the disk refused to move it: the "
+                    "next start of the server moves it. Use another name until then",
+                    code="model_exists",
+                    param="name",
+                )
         return folder
 
     def add(self, folder: ModelFolder, record: ModelRecord) -> RegisteredModel:
-        """Registers a model whose folder holds model.json and a checkpoint, under a new number (blocking)."""
-        step = folder.newest_step()
-        assert step is not None, "the first checkpoint must be written before"
+        """Registers a model whose folder holds model.json and a checkpoint (blocking). The number is new, but for a model whose
+        checkpoints were all set aside, and which got a checkpoint again."""
+        newest = folder.newest_step()
+        assert newest is not None, "the first checkpoint must be written before"
+        row = self.table.rows_by_folder().get((record.project, folder.name, record.created_at))
+        if row is not None:
+            self._forget_steps(row.model, newest)
         with self.database.changes("the model"):
-            number = self.table.add(record)
-            self._history.import_missing(number, folder)
-        model = self._models[record.project, record.name] = self._make_model(number, folder, record, step)
-        return model
+            return self._add(folder, record, row)
 
     def rename(self, model: RegisteredModel, name: str) -> RegisteredModel:
         """Gives a model another name in its project. The commit of the model's row is the rename: if the server dies before it
-        has moved the folder, the next server moves the folder."""
-        self.table.rename(model.number, name)
-        try:
-            folder = model.folder.rename(name)
-        except OSError:
-            self.table.rename(model.number, model.record.name)
-            raise
+        has moved the folder, or the disk refuses, the next server moves the folder."""
+        self.table.rename(model.number, name, model.folder.name)
+        with logged(f"{model.id} has the name {name} now, but its folder cannot follow before the next start"):
+            model.folder.rename(name)
+            self.table.note_moved(model.number)
         record = model.record.model_copy(update={"name": name})
-        renamed = self._models[record.project, name] = self._make_model(model.number, folder, record, model.step)
+        named = ModelFolder(self._root, record.project, name)
+        folder = named if named.exists() else model.folder
         del self._models[record.project, model.record.name]
-        with contextlib.suppress(ServerError):  # the next start does it
-            self.table.settle(model.number)
+        renamed = RegisteredModel(model.number, folder, record, model.step, self._history.of(model.number, folder))
+        self._models[record.project, name] = renamed
         return renamed
 
     def remove(self, model: RegisteredModel) -> None:
-        """Deletes a model whose folder is gone."""
+        """Deletes a model whose folder is gone. A row without a folder is no model, so the row may stay if the database is
+        locked."""
         self._models.pop((model.record.project, model.record.name), None)
-        self.table.delete(model.number)
+        with logged(f"the row of {model.id}, which was deleted, stays"):
+            self.table.delete(model.number)
 
     def resolve(
         self,
@@ -375,6 +434,15 @@ class Registry:
         return ResolvedModel(model, kept_step(model, step_text) if step_text else model.step)
 
 
+@contextlib.contextmanager
+def logged(what: str) -> Iterator[None]:
+    """Logs an error of the disk or the database instead of raising it."""
+    try:
+        yield
+    except (OSError, ServerError) as error:
+        logger.error("%s: %s", what, error)
+
+
 def kept_step(model: RegisteredModel, text: str) -> int:
     """The kept step whose number `text` is; for "best" the best step.
 
@@ -389,7 +457,7 @@ def kept_step(model: RegisteredModel, text: str) -> int:
             code="unknown_step",
             param="model",
         )
-    if int(text) in model.deleting:
+    if not model.has(int(text)):
         raise model.folder.unknown_step(int(text))
     return model.folder.read_checkpoint(int(text)).step
 

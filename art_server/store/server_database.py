@@ -1,20 +1,23 @@
 """The server's database, `PATH/.server/server.sqlite`: models, their metrics and the table of jobs.
 
-A model has a number, the column `model`. The number is given at the registration, stays when the model is renamed, and is never
-used again. Metrics, jobs and the records of the ledger refer to the number.
+A model has a number, the column `model`. The number is given at the registration and stays when the model is renamed. Metrics,
+jobs and the records of the ledger refer to the number. It is random, so it is never used again, also if this file is lost or
+replaced by an older backup, while the ledger keeps its records.
 
-An earlier server kept jobs in `jobs.sqlite` and metrics in `history.sqlite`. The first start takes the jobs over in the
-transaction that makes the tables, and then sets both files aside. The metrics are read from each model's history.jsonl.
+An earlier server kept jobs in `jobs.sqlite` and metrics in `history.sqlite`. A start that finds such files takes the jobs over in
+one transaction, and then sets both files aside. The metrics are read from each model's history.jsonl.
 """
 
 import contextlib
 import os
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 from art_server.store import files
-from art_server.store.database import Database, column_names, open_database, transaction, unread_version
+from art_server.store.database import Database, column_names, open_database, unread_version
 from art_server.store.model_folder import list_model_folders
+from art_server.store.model_table import ModelTable, insert_model
 
 FILE = "server.sqlite"
 VERSION = 1
@@ -22,7 +25,7 @@ VERSION = 1
 SCHEMA = (
     """
     CREATE TABLE models (
-        model INTEGER PRIMARY KEY AUTOINCREMENT,
+        model INTEGER PRIMARY KEY,              -- random (`insert_model`)
         project TEXT NOT NULL,
         name TEXT NOT NULL,
         registered_at REAL NOT NULL,            -- as in its model.json
@@ -92,9 +95,11 @@ EARLIER_VERSIONS = (2, 3)
 """Of the table of jobs; 2 is that of commit 72080d0."""
 MODEL_OF_JOB = """
     SELECT model FROM models WHERE models.project = earlier.jobs.project AND models.name = earlier.jobs.name
-    AND (is_deleted OR registered_at <= created_at) ORDER BY is_deleted LIMIT 1
+    AND (is_deleted OR registered_at <= created_at OR state IN ('queued', 'running') OR idempotency_key IS NOT NULL)
+    ORDER BY is_deleted LIMIT 1
 """
-"""The number of an earlier job's model."""
+"""The number of an earlier job's model. A deleted model had no job that had not ended, and its jobs no keys; of other jobs the
+times say whether the model of their name was registered later."""
 
 
 def open_server_database(root: Path | None) -> Database:
@@ -102,70 +107,77 @@ def open_server_database(root: Path | None) -> Database:
 
     Raises:
         UsageError: another version wrote the file, or the table of jobs of an earlier server.
+        StorageFull: the disk is full, read-only or broken.
+        Unavailable: another program locks the file.
     """
     if root is None:
-        connection = open_database(None, "", is_durable=False)
-        make_tables(connection, None)
-        return Database(connection, None)
+        database = Database(open_database(None, "", is_durable=False), None)
+        make_tables(database)
+        return database
     server_dir = root / ".server"
-    connection = open_database(server_dir / FILE, "", is_durable=True)
+    database = Database(open_database(server_dir / FILE, "", is_durable=True), server_dir / FILE)
     with contextlib.ExitStack() as on_failure:
-        on_failure.callback(connection.close)
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version == 0:
-            make_tables(connection, root)
-        elif version != VERSION:
+        on_failure.callback(database.close)
+        ((version,),) = database.select("PRAGMA user_version")
+        if version not in (0, VERSION):
             raise unread_version(FILE)
+        with attached_jobs(database.connection, server_dir / JOBS_FILE) as has_jobs, database.changes("the tables"):
+            if version == 0:
+                make_tables(database)
+            if has_jobs:
+                take_jobs(database, root)
         set_aside(server_dir)
         on_failure.pop_all()
-    return Database(connection, server_dir / FILE)
+    return database
 
 
-def make_tables(connection: sqlite3.Connection, root: Path | None) -> None:
-    """Makes the tables in one transaction, with the jobs of an earlier server under `root`."""
-    has_jobs = root is not None and attach_jobs(connection, root / ".server" / JOBS_FILE)
-    with transaction(connection):
+def make_tables(database: Database) -> None:
+    with database.changes("the tables") as connection:
         for statement in SCHEMA:
             connection.execute(statement)
-        if root is not None and has_jobs:
-            take_jobs(connection, root)
         # A number in the file's header, so it is a part of the transaction.
         connection.execute(f"PRAGMA user_version={VERSION}")
-    if has_jobs:
-        connection.execute("DETACH earlier")  # its log becomes a part of the file
 
 
-def attach_jobs(connection: sqlite3.Connection, file: Path) -> bool:
-    """Opens an earlier server's table of jobs as `earlier`; returns whether there is one.
+@contextlib.contextmanager
+def attached_jobs(connection: sqlite3.Connection, file: Path) -> Iterator[bool]:
+    """Inside the block an earlier server's table of jobs is open as `earlier`; yields whether there is one.
 
     Raises:
         UsageError: the table has another version.
     """
     if not file.exists():
-        return False
+        yield False
+        return
     connection.execute("ATTACH ? AS earlier", (str(file),))
-    (version,) = connection.execute("PRAGMA earlier.user_version").fetchone()
-    has_jobs = bool(column_names(connection, "jobs", "earlier"))
-    if version not in EARLIER_VERSIONS and (version or has_jobs):
-        raise unread_version("the table of jobs")
-    return has_jobs
+    try:
+        (version,) = connection.execute("PRAGMA earlier.user_version").fetchone()
+        has_jobs = bool(column_names(connection, "jobs", "earlier"))
+        if version not in EARLIER_VERSIONS and (version or has_jobs):
+            raise unread_version("the table of jobs")
+        yield has_jobs
+    finally:
+        connection.execute("DETACH earlier")  # its log becomes a part of the file
 
 
-def take_jobs(connection: sqlite3.Connection, root: Path) -> None:
-    """Copies an earlier server's jobs, in one transaction with the models that they name: those under `root`, and deleted
-    models."""
-    columns = column_names(connection, "jobs", "earlier") & column_names(connection, "jobs")
+def take_jobs(database: Database, root: Path) -> None:
+    """Copies an earlier server's jobs behind the jobs that are there, in one transaction with the models that they name: those
+    under `root`, and deleted models. Jobs that are there already are left out: a killed server has copied them."""
+    table, connection = ModelTable(database), database.connection
+    rows = table.rows_by_folder()
     for folder in list_model_folders(root):
-        with contextlib.suppress(OSError, ValueError):  # a model.json that cannot be read
-            row = (folder.project, folder.name, folder.name, folder.read().created_at)
-            connection.execute("INSERT INTO models (project, name, folder, registered_at) VALUES (?, ?, ?, ?)", row)
-    connection.execute(
-        "INSERT INTO models (project, name, folder, registered_at, is_deleted)"
-        " SELECT DISTINCT project, name, name, 0, 1 FROM earlier.jobs WHERE NOT EXISTS (" + MODEL_OF_JOB + ")"
-    )
+        if folder.newest_step() is not None:
+            record = folder.read()
+            if (folder.project, folder.name, record.created_at) not in rows:
+                table.add(record)
+    deleted = f"SELECT DISTINCT project, name FROM earlier.jobs WHERE NOT EXISTS ({MODEL_OF_JOB})"
+    for project, name in connection.execute(deleted).fetchall():
+        insert_model(connection, project, name, is_deleted=True)
+    columns = column_names(connection, "jobs", "earlier") & column_names(connection, "jobs") - {"number", "place"}
     names = ", ".join(sorted(columns))
     connection.execute(
-        f"INSERT INTO jobs (model, {names}) SELECT ({MODEL_OF_JOB}), {names} FROM earlier.jobs ORDER BY number"
+        f"INSERT OR IGNORE INTO jobs (model, number, place, {names}) SELECT ({MODEL_OF_JOB}), number + last, place + last,"
+        f" {names} FROM earlier.jobs, (SELECT COALESCE(MAX(number), 0) AS last FROM main.jobs) ORDER BY number"
     )
 
 
@@ -175,5 +187,8 @@ def set_aside(server_dir: Path) -> None:
     existing = [name for name in names if (server_dir / name).exists()]
     if existing:
         files.sync(server_dir)  # with the new database's entry
+    prefix = "earlier-"
+    while any((server_dir / f"{prefix}{name}").exists() for name in existing):  # the earlier version was started again
+        prefix += "earlier-"
     for name in existing:
-        os.replace(server_dir / name, server_dir / f"earlier-{name}")
+        os.replace(server_dir / name, server_dir / f"{prefix}{name}")

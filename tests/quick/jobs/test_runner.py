@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from art_protocol.history import read_rows
-from art_protocol.wire import JobEvent
+from art_protocol.history import pack_rows, read_rows
+from art_protocol.wire import JobEvent, JobReport, TrainConfig
 from art_server.errors import Conflict, StorageFull
+from art_server.jobs.job_row import Payload
 from art_server.jobs.runner import REST_SECONDS
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
-from art_server.shared.trainer_messages import TrainTask
+from art_server.shared.trainer_messages import Batch, TrainTask
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import CheckpointRecord, ModelFolder
 from tests.fakes.clock import FakeClock
@@ -197,6 +198,20 @@ async def test_a_repeated_request_does_not_run_a_failed_job_at_another_step(tmp_
         with refused(Conflict, "step_moved", "expected_step"):
             await house.runner.find_repeated(model, "k", "digest")
         assert house.state(job) == "failed" and model.step == 1
+
+
+async def test_a_model_that_is_renamed_while_a_request_comes_is_at_its_step(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as house:
+        assert await house.wait(house.add_job("a")) == ["done"]
+        model = house.registry.get("p", "a")
+        house.registry.rename(model, "b")
+        payload = Payload.make(Batch(groups=[]), pack_rows([{"trajectories": []}]))
+        request = ("k", "digest", TrainConfig(), payload, JobReport(), {})
+        with refused(Conflict, "step_moved", "expected_step"):
+            await house.runner.add_job(model, *request, expected_step=0)
+        job = await house.runner.add_job(model, *request, expected_step=1)
+        assert await house.wait(job.job_id) == ["done"]
+        assert house.registry.get("p", "b").step == 2
 
 
 async def test_only_deaths_of_the_trainer_lower_the_tokens(tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
 """Checkpoints over the server's routes: listed, pruned, forked, rolled back, deleted, and what each is refused for."""
 
 import asyncio
+import contextlib
 import shutil
+import sqlite3
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,13 @@ from art_server.settings import ApiKey
 from art_server.shared.engine_messages import FinishedChoice
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, ModelFolder
 from art_server.store.registry import Registry
+from art_server.store.server_database import FILE
 from art_watch.runs import Runs
 from tests.fakes.clock import FakeClock
 from tests.makers.demo import rows_by_step
 from tests.quick.models.house import House, add_model, commit, house
-from tests.waiting import until
+from tests.refusals import refused
+from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = pytest.mark.anyio
 
@@ -216,6 +222,24 @@ async def test_a_fork_that_cannot_be_made_makes_nothing(tmp_path: Path, tiny_ada
         assert [model.id for model in here.registry.all()] == ["p/a"]
         names = {entry.name for entry in (tmp_path / "p" / "models").iterdir()}
         assert names == {"a", "leftover"}
+
+
+@contextlib.contextmanager
+def locked_database(root: Path) -> Iterator[None]:
+    """Inside the block another program locks the server's database."""
+    with contextlib.closing(sqlite3.connect(root / ".server" / FILE, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+
+
+async def test_a_fork_that_a_locked_database_refused_can_be_repeated(tmp_path: Path, tiny_adapter: Path) -> None:
+    add_model(tmp_path, tiny_adapter)
+    async with house(tmp_path) as here:
+        body = {"name": "b", "project": "p"}
+        with locked_database(tmp_path):
+            reply = await post(here, "fork", body)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "database_locked")
+        assert (await post(here, "fork", body)).status_code == 200
 
 
 async def test_a_key_forks_between_its_own_projects_only(tmp_path: Path, tiny_adapter: Path) -> None:
@@ -453,8 +477,34 @@ async def test_a_rollback_whose_folder_cannot_follow_is_completed_before_the_nex
             patched.setattr(ModelFolder, "roll_back", fill)
             assert (await post(here, "rollback", {"step": 1})).status_code >= 500
             assert folder.steps() == [0, 1, 2]
+            model = here.registry.get("p", "a")
+            await here.registry.verify(model)
+            assert here.registry.resolve("p/a", "art/tiny", None).step == 1, "inference goes on"
+            with refused(NotFound, "unknown_step", "model"):
+                here.registry.resolve("p/a@2", "art/tiny", None)
         model = await here.registry.get_whole("p", "a")
         assert (model.step, folder.steps()) == (1, [0, 1])
+
+
+async def test_the_ledger_forgets_steps_while_jobs_are_accepted(
+    tmp_path: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_model(tmp_path, tiny_adapter, steps=3)
+    add_model(tmp_path, tiny_adapter, name="b")
+    async with house(tmp_path) as here:
+        forget, has_added = here.server.ledger.forget_steps, threading.Event()
+
+        def add_job() -> None:
+            here.add_job("b")
+            has_added.set()
+
+        def forget_meanwhile(model: int, after: int) -> None:
+            threading.Thread(target=add_job).start()
+            assert has_added.wait(PATIENCE_SECONDS)
+            forget(model, after)
+
+        monkeypatch.setattr(here.server.ledger, "forget_steps", forget_meanwhile)
+        assert (await post(here, "rollback", {"step": 1})).status_code == 200
 
 
 # --- deleting a model ---------------------------------------------------------------------------------------------
@@ -529,6 +579,17 @@ async def test_a_deleted_model_is_gone(tmp_path: Path, tiny_adapter: Path) -> No
         assert here.engine.loaded_adapters() == ["p/b@0"] and here.engine.asked[-1] == "forget"
         assert (await http.get(MODEL)).status_code == 404
         assert [entry.name for entry in (tmp_path / "p" / "models").iterdir()] == ["b"]
+
+
+async def test_a_model_is_deleted_with_its_files_also_if_the_database_is_locked(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    add_model(tmp_path, tiny_adapter)
+    async with house(tmp_path) as here, here.client() as http:
+        with locked_database(tmp_path):
+            assert (await http.delete(MODEL)).status_code == 200
+        assert (await http.get(MODEL)).status_code == 404
+        assert [*(tmp_path / "p" / "models").iterdir()] == []
 
 
 async def test_of_two_deletions_at_once_one_finds_nothing(tmp_path: Path, tiny_adapter: Path) -> None:

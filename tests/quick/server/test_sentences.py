@@ -28,7 +28,7 @@ from art_server.store.registry import Registry, check_lora, check_name, check_ra
 from tests.makers.new_models import add_model
 from tests.makers.resolving import LIMITS, bare, choice, resolve, sources
 from tests.quick.engine.device.cards import card, demand
-from tests.quick.jobs.queued_jobs import add, open_queue, request_digest
+from tests.quick.jobs.queued_jobs import add, number_of, open_queue, request_digest
 
 GPUS = tuple(Gpu(index, f"GPU-{index}", "NVIDIA L4", 24 << 30, (7, 5)) for index in (0, 1))
 THIRD = Gpu(2, "GPU-2", "NVIDIA L4", 24 << 30, (7, 5))
@@ -178,7 +178,7 @@ SENTENCES: list[tuple[str, Callable[[Path], Any], str]] = [
     ),
     (
         "key_reused",
-        lambda root: queue(root).find_key(1, "k", request_digest(b"y")),
+        lambda root: (jobs := queue(root)).find_key(number_of(jobs), "k", request_digest(b"y")),
         "this idempotency key was used for another train request: use a new key for new trajectories",
     ),
     (

@@ -1,3 +1,4 @@
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from art_server.jobs.attempt import step_metrics
 from art_server.store.registry import Registry, check_lora, check_name
 from tests.quick.store.model_folders import commit, make_model
 from tests.refusals import refused
+from tests.waiting import PATIENCE_SECONDS
 
 
 def test_a_name_resolves_to_the_step_that_serves(tmp_path: Path) -> None:
@@ -148,6 +150,30 @@ def test_best_names_the_best_step_after_each_log(tmp_path: Path) -> None:
     assert best(registry) == registry.resolve("a@best", "base", None).step == 2
     history.add(2, {"val/reward": 0.3})
     assert best(registry) == 1
+
+
+def test_best_waits_for_no_change_and_is_never_older_than_the_last_one(tmp_path: Path) -> None:
+    make_model(tmp_path, "p", "a", steps=3)
+    registry = Registry(tmp_path)
+    history = registry.get("p", "a").history
+    history.add(1, {"val/reward": 0.5})
+    may_end, has_begun = threading.Event(), threading.Event()
+
+    def change() -> None:
+        with registry.database.changes("a test"):
+            history.add(2, {"val/reward": 0.7})
+            has_begun.set()
+            may_end.wait(PATIENCE_SECONDS)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    assert has_begun.wait(PATIENCE_SECONDS)
+    assert best(registry) == 1, "nothing is committed"
+    assert thread.is_alive()
+    may_end.set()
+    thread.join()
+    assert best(registry) == 2
+    registry.database.close()
 
 
 def test_best_is_a_kept_step_that_is_not_being_deleted(tmp_path: Path) -> None:

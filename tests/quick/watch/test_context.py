@@ -5,6 +5,7 @@ from pathlib import Path
 
 from art_protocol.wire import Difference, Dropped, ErrorDetail, JobReport
 from art_server.store.model_folder import ModelFolder
+from art_server.store.model_table import ModelTable
 from art_server.store.server_database import FILE
 from art_watch.context import DEAD, SUBMITTED, TOKENS, context, idle, read_jobs
 from art_watch.runs import Runs
@@ -92,6 +93,16 @@ def test_jobs_are_read_while_a_server_writes_them_and_not_changed(tmp_path: Path
     queue = open_queue(tmp_path)
     assert len(read_jobs(tmp_path, folder, 0.0)) == 2
     queue.database.close()
+
+
+def test_jobs_of_a_model_whose_folder_has_yet_to_follow_a_rename_are_read(tmp_path: Path) -> None:
+    (folder,) = make_demo(tmp_path, runs=1, steps=2, rollouts=8)
+    queue = open_queue(tmp_path)
+    table = ModelTable(queue.database)
+    (row,) = table.rows()
+    table.rename(row.model, "other", folder.name)
+    queue.database.close()
+    assert len(read_jobs(tmp_path, folder, 0.0)) == 2
 
 
 def test_a_folder_without_a_table_of_jobs_has_the_rest(tmp_path: Path) -> None:

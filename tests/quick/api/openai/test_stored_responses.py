@@ -185,7 +185,8 @@ async def test_responses_are_deleted_with_their_records(served: Served, tmp_path
     first = await respond(served, {"input": QUESTION})
     second = await respond(served, {"input": [RESULT], "previous_response_id": first["id"]})
     with contextlib.closing(Ledger(tmp_path / ".server" / "ledger.sqlite", Retention(max_bytes=1))) as ledger:
-        assert ledger.find_response("p", 1, second["id"]) == [
+        model = served.server.registry.get("p", "a").number
+        assert ledger.find_response("p", model, second["id"]) == [
             asked(QUESTION), *answered(1), RESULT, *answered(2)
         ]  # fmt: skip
         assert ledger.prune() == 2
