@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from art_protocol.wire import LoRAConfig
+from art_server.shared.clock import REAL
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import RegisteredModel, Registry
 
@@ -18,7 +19,8 @@ def add_model(
 ) -> RegisteredModel:
     """`write` makes the files of its checkpoint."""
     folder = registry.folder(project, name)
-    record = ModelRecord(name=name, project=project, base_model=base_model, lora=LoRAConfig())
+    # The time of the registration tells a model from an earlier one of its name.
+    record = ModelRecord(name=name, project=project, base_model=base_model, lora=LoRAConfig(), created_at=REAL.now())
     first = folder.new_checkpoint_dir()
     write(first)
     folder.commit_checkpoint(first, CheckpointRecord(step=0, optimizer_steps=0))
