@@ -97,6 +97,7 @@ class Attempt:
         if is_on_base(self._engine, model):
             notes = await self._serve(step)
         else:
+            # Only a committed step comes here (`JobRunner._choose`): another base model has been loaded since.
             model.step = step
         await self._finish(step, notes)
 
@@ -146,6 +147,7 @@ class Attempt:
                 self.model.folder.checkpoint_dir(step),
                 ENGINE_WAIT_SECONDS,
             )
+        # A kind of AdapterRefused, and the only kind that forbids the training.
         except PolicyDiffers:
             raise
         except AdapterRefused:  # training can start from a step that the engine refuses
@@ -169,6 +171,7 @@ class Attempt:
             await self._enter("check layers")
             longest = self._engine.max_seq_length
             kinds = await self._layers.score(self._trainer, self.model.record.lora, limits, longest, folder)
+        # Outside the turn: a paused vLLM scores nothing (`Engine.load_paused`).
         return await self._layers.compare(self._engine, base, limits, folder, kinds, ENGINE_WAIT_SECONDS)
 
     async def _train(self, step: int, lost: dict[str, str]) -> None:
@@ -209,6 +212,7 @@ class Attempt:
             await run_whole(self.model.folder.commit_checkpoint, temporary, record)
             if self._owner is not None:
                 await self._enter("load")
+                # The slots of vLLM's adapters are in the memory that its sleep released.
                 await self._engine.wake_weights()
                 await self._engine.load_adapter(
                     self.model.adapter_name(step),
@@ -239,6 +243,7 @@ class Attempt:
 
         async def on_progress(progress: Progress) -> None:
             nonlocal waking
+            # The process ignores the signal until it has begun the task (`trainer/worker.py`).
             if self.is_cancelled:
                 self._trainer.cancel()
             if progress.phase == "save" and waking is None:
@@ -249,6 +254,7 @@ class Attempt:
         try:
             return await self._trainer.run(task, on_progress, batch)
         finally:
+            # `wake_weights` counts as done once it has begun: `resume` would wake the KV cache before the weights.
             if waking is not None:
                 await waking
 
@@ -260,10 +266,12 @@ class Attempt:
         notes: list[str] = []
         try:
             await self._engine.load_adapter(name, self.model.folder.checkpoint_dir(step), ENGINE_WAIT_SECONDS)
+        # Before Unavailable, which is its base class.
         except AdapterRefused as error:
             notes = [f"step {step} is saved but does not serve: {error.message}. Step {self.model.step} still serves"]
         except Unavailable as error:
             notes = [f"step {step} is saved and serves once the engine is ready: {error.message}"]
+            # `Fleet.reach` has the engine load it at the first request.
             self.model.step = step
         else:
             self.model.step = step
@@ -291,6 +299,7 @@ class Attempt:
         metrics |= {f"time/job_{phase}_s": seconds for phase, seconds in self._seconds.items() if phase != "queued"}
         all_notes = [*job.report.notes, *record.notes, *notes]
         report = job.report.model_copy(update={"notes": all_notes})
+        # All of this before `set_done`, which deletes the payload: a server that is killed in between does it again.
         await asyncio.to_thread(model.folder.write_lines, "train", step, lines)
         await asyncio.to_thread(model.folder.keep_tokens, step)
         await asyncio.to_thread(self._write_record, record)
@@ -325,6 +334,7 @@ def has_committed(model: RegisteredModel | None, job: JobRow) -> bool:
     step = job.target_step
     if model is None or step is None or step not in model.folder.steps():
         return False
+    # A failed job that is queued again keeps its step's number, which another job may have used since.
     return model.folder.read_checkpoint(step).job_id == job.job_id
 
 
@@ -359,4 +369,5 @@ async def run_whole(change: Callable[..., object], *arguments: object) -> None:
 
 def seed_of(model: RegisteredModel, step: int) -> int:
     """The seed of the job that makes the step."""
+    # Not `hash`, which Python seeds anew in each process: the job may be tried again after a restart.
     return zlib.crc32(model.adapter_name(step).encode())

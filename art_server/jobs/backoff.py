@@ -28,6 +28,7 @@ def pause_after(error: ErrorDetail, attempts: Mapping[str, int], *, is_committed
     is_at_fault = num_doubtful > MAX_DOUBTFUL if is_doubtful else not error.retryable
     if is_at_fault and not is_committed:
         return None
+    # A job whose step is committed has no last attempt, and a float times 2**1024 is an OverflowError.
     doublings = min(sum(attempts.values()) - 1, 10)
     return min(FIRST_PAUSE_SECONDS * 2**doublings, LONGEST_PAUSE_SECONDS)
 

@@ -108,6 +108,7 @@ def logprob_values(choice: dict[str, Any]) -> list[float] | None:
 
 def id_list(value: Any) -> list[int] | None:
     """`value` if it is a list of integers, else None."""
+    # Not `isinstance`: JSON's true is an int in Python.
     if isinstance(value, list) and all(type(item) is int for item in value):
         return value
     return None

@@ -159,6 +159,7 @@ class Gang:
 
     async def _prepare(self) -> None:
         """Sets where the ranks meet, if they have not met."""
+        # torch's process group takes no process in place of one that has ended.
         if self._have_met and not self._all_run():
             await self.stop()
         if self._have_met:
@@ -168,6 +169,7 @@ class Gang:
             self._use(await self._open_address(server_addresses[0]))
         else:
             assert self._meeting is not None, "several ranks need a file to meet in"
+            # torch's FileStore would find what the ranks of an earlier meeting wrote into the file.
             self._meeting.unlink(missing_ok=True)
         self._have_met = True
 
@@ -241,6 +243,7 @@ class Gang:
         suspect: Idleness | None = None
         while True:
             await self._clock.sleep(IDLE_SECONDS / 5)
+            # The trainer numbers the mini-batches in the phase's name, such as "train 2 of 3".
             if not self._phase.startswith(COMPUTING) or not self._all_run():
                 self._idleness = Idleness()
             passed = self._idleness.seconds([rank.usage() for rank in self.ranks])
@@ -290,6 +293,7 @@ class Gang:
         has_failed = any(run.cancelled() or run.exception() for run in runs)
         errors: list[BaseException] = []
         for run in (watch, *runs):
+            # The watch may raise in the moment in which the last rank is done.
             if run is watch and (watch.cancelled() or not has_failed):
                 continue
             if run.cancelled():

@@ -34,6 +34,7 @@ class Payload:
         """Encodes one group at a time, because a call of a JSON library blocks all other threads."""
         shared = batch.model_copy(update={"groups": []}).model_dump_json().encode()
         trained = b",".join(group.model_dump_json().encode() for group in batch.groups)
+        # pydantic writes no white space, and no other field of a batch can contain this text: they are numbers and base64.
         start, end = shared.split(b'"groups":[]')
         num_tokens = sum(count_unshared(group) for group in batch.groups)
         content = start + b'"groups":[' + trained + b"]" + end

@@ -257,6 +257,7 @@ class JobQueue:
         """Lets the keys of a model's ended jobs whose step is later than `after` name new jobs, because these steps are
         deleted."""
         self._rows(
+            # Python writes a tuple of texts as SQL writes a list.
             f"UPDATE jobs SET idempotency_key = NULL WHERE model = ? AND state IN {ENDED} AND target_step > ?",
             model,
             after,
@@ -297,6 +298,7 @@ class JobQueue:
         """Writes the progress of a running job. A power loss may undo the write."""
         values = {"phase": phase, "completed": completed, "total": total}
         with self._lock:
+            # SQLite refuses this inside a transaction. None is open here: whoever opens one holds the lock.
             self._db.execute("PRAGMA synchronous=NORMAL")
             try:
                 self._update(job_id, values, ("running",))

@@ -155,6 +155,7 @@ class JobSpans:
                 open_job.span.set({"art.step": job.target_step, **made_by(job)})
             open_job.span.end(error)
             del self._open[job.job_id]
+        # The trainer numbers the mini-batches in the phase's name, "train 2 of 3" (`trainer/job.py`).
         elif (phase := job.phase.partition(" ")[0]) != open_job.phase:
             open_job.end_phase(error if phase == "queued" else None)
             open_job.phase = phase

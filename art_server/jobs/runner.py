@@ -266,6 +266,7 @@ class JobRunner:
     async def run_forever(self) -> None:
         """Runs jobs as they arrive. Jobs that an earlier server did not finish come first."""
         if not self._more_trainers:
+            # It never returns. A TaskGroup would wrap an error in an ExceptionGroup, and `/health` shows the error's name.
             await self._run_with(self._trainer)
         async with asyncio.TaskGroup() as gangs:
             for trainer in (self._trainer, *self._more_trainers):
@@ -273,6 +274,7 @@ class JobRunner:
 
     async def _run_with(self, trainer: Gang) -> None:
         while True:
+            # Before the queue is read: a change during the reading sets this event, and `_wake` puts another one in its place.
             changed = self._changed
             async with self._lock:
                 job = await self._choose()

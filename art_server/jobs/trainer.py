@@ -59,6 +59,7 @@ class ServerTrainer(Gang):
             base_model=str(path),
             trainer=self._config.trainer,
             dtype=self._config.number_types(self._device)[1],
+            # Each rank sees only its own card (`assignment.py:device_environment`).
             device="cpu" if self._device == "cpu" else "cuda:0",
             between_steps=_between_steps(plan),
             max_seq_length=self._config.max_seq_length,
@@ -77,6 +78,7 @@ class ServerTrainer(Gang):
             return None
         cores = len(self._config.train_devices)
         num = len(self._own) * self._config.gangs
+        # By default torch starts a thread for each core, in each of the ranks.
         if num > 1:
             cores = max(1, (cores or os.cpu_count() or 1) // num)
         return cores or None

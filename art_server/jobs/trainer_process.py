@@ -320,6 +320,7 @@ class TrainerProcess:
             await process.end()
 
     async def _ensure_started(self) -> None:
+        # It ended by itself: `Children.end` kills what is left of its session, and takes it from the list.
         if self._process is not None and self._process.returncode is not None:
             await self.stop()
         if self._is_ready:
@@ -337,6 +338,7 @@ class TrainerProcess:
 
     async def _receive(self, process: Process) -> Ready | Progress | Learned | Done | Failed:
         line = await process.read_line()
+        # asyncio's readline returns a line without its end only when the stream has ended.
         if not line.endswith(b"\n"):
             status = await process.wait()
             raise TrainerDied(

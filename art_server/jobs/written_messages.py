@@ -63,7 +63,9 @@ def _message(message: Message, where: str, schemas: dict[str, Any]) -> Message:
         if isinstance(message.get(field), str):
             copied[field] = message[field]
     if role == "function":
+        # OpenAI's older form has no ids: this is the one that `calls_of` gives its call.
         copied.setdefault("tool_call_id", "call_0")
+    # vLLM's chat messages have tools in this role (0.32, renderers/chat_utils.py).
     if role == "developer" and isinstance(message.get("tools"), list):
         copied["tools"] = message["tools"]
     content = _content(message.get("content"), f"{where}.content")
