@@ -75,6 +75,7 @@ class EngineProgram:
     async def prepare(self) -> Command:
         """Listens for vLLM's records, writes the file of its work counters, and returns vLLM's command."""
         socket_path, work_file = self.run_dir / SOCKET_NAME, self.run_dir / WORK_NAME
+        # A killed vLLM leaves its socket, and bind(2) fails at a path that exists.
         socket_path.unlink(missing_ok=True)
         make_file(work_file)
         await self.receiver.listen(self.run_dir / RECORDS_NAME)
@@ -154,6 +155,7 @@ def engine_command(
         "max-loras": str(config.max_loras),
         "max-cpu-loras": str(max(MIN_CPU_LORAS, config.max_loras)),
         "dtype": config.number_types(device, has_delta_rule=facts.has_delta_rule)[0],
+        # By default vLLM takes a request's missing parameters, such as top_p, from the model's generation_config.json.
         "generation-config": "vllm",
     }
     if has_other_format(base.path):
@@ -174,11 +176,13 @@ def engine_command(
         if plan.handover != "none":
             switches.append("enable-sleep-mode")
     apply_requested(config.engine_args, arguments, switches)
+    # With the parser alone vLLM refuses a request whose tool_choice is "auto" (0.32, renderers/online_renderer.py).
     if "tool-call-parser" in arguments:
         switches.append("enable-auto-tool-choice")
     flags: list[str] = []
     for key, value in arguments.items():
         flags += [f"--{key}", value]
+    # By default vLLM applies adapters to the experts, too, which ours do not change.
     if facts.is_mixture:
         flags += ["--lora-target-modules", *facts.layers.last_names]
     return [
@@ -223,6 +227,7 @@ def engine_environment(
     environment = {key: value for key, value in inherited.items() if key != "ART_API_KEY"}
     environment.update(
         VLLM_ALLOW_RUNTIME_LORA_UPDATING="True",
+        # vLLM has its routes for sleep, pause and the prefix cache in this mode only.
         VLLM_SERVER_DEV_MODE="1",
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
@@ -254,6 +259,7 @@ def _set_cpu_variables(environment: dict[str, str], config: ServerConfig, base: 
     environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gb)
     cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
     takes_all = weight_bytes(base.path) > LARGE_BYTES and len(cores) <= FEW_CORES
+    # With several ranks vLLM wants a list of cores for each of them.
     if "tensor_parallel_size" not in config.engine_args and (takes_all or config.serve_devices):
         bound = ",".join(map(str, config.serve_devices or cores))
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)

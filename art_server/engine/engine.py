@@ -67,6 +67,7 @@ PAUSE_SECONDS, WAKE_SECONDS = 30.0, 120.0
 SLEEP_SECONDS = 300.0
 """Limit for vLLM's sleep. The first sleep allocates locked main memory for all weights, at about 2 GiB a second (vllm #48337)."""
 PAUSE: dict[Handover, str] = {
+    # By default vLLM empties its prefix cache here, also with mode=keep (0.32, v1/engine/core.py). The base stays the same.
     "none": "/pause?mode=keep&clear_cache=false",
     "sleep": "/sleep?level=1&mode=keep",
 }
@@ -230,6 +231,7 @@ class Engine:
     async def stop(self) -> None:
         """Ends vLLM. The engine can be started again, with another base model."""
         self.was_killed |= bool(self.location.lost)  # its requests are not to blame for a lost machine
+        # Before the process is ended: the supervisor would start another one.
         await self._background.stop(self._supervisor)
         await self._set_state("none")  # nobody uses an engine that ends
         await self._end_process()
@@ -398,6 +400,7 @@ class Engine:
             await self._http.close()
         # aiohttp, because httpx takes more than half of the server's time for a request.
         if endpoint.socket is None:
+            # aiohttp would hold back all requests above 100, and vLLM would not have them in its batch.
             connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0)
         else:
             connector = aiohttp.UnixConnector(str(endpoint.socket), limit=0)
@@ -531,6 +534,7 @@ class Engine:
         exited = asyncio.create_task(self._process.wait())
         try:
             while True:
+                # `asyncio.wait` leaves the task running when the pause ends; awaited alone, the task would be cancelled.
                 async with self._clock.at_most(HEALTH_SECONDS):
                     await asyncio.wait({exited})
                 if exited.done():
@@ -605,6 +609,7 @@ class Engine:
         """Freezes vLLM and releases the memory that the plan's handover names; requests in flight continue after
         `resume`. The caller holds the device."""
         await self._tidy()
+        # Before the request: `_watch` takes a vLLM for hung that computes nothing while requests wait.
         self._paused, self._has_weights = True, self._handover != "sleep"
         limit = SLEEP_SECONDS if self._handover == "sleep" else PAUSE_SECONDS
         await self._post_control(PAUSE[self._handover], limit)
@@ -649,6 +654,7 @@ class Engine:
         """Tries once to have a paused vLLM load an adapter, for a caller that holds the device. A refusal raises nothing. The
         adapter serves after `try_load`, because a paused vLLM cannot score the adapter's probe."""
         if self.state == "ready":
+            # `NotDelivered` is a TimeoutError, so it is one of LOST.
             with contextlib.suppress(*LOST, AdapterRefused):
                 await self._load(name, path)
 
@@ -749,6 +755,7 @@ class Engine:
 
     async def _score(self, name: str, token_ids: list[int]) -> list[float]:
         """The log-probability of each token but the first."""
+        # With 0 vLLM returns the log-probabilities of the prompt's own tokens. It samples one token at least.
         body = {"model": name, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0}
         # A first turn: the ledger has no tokens for it.
         headers = {"x-request-id": new_request_id(is_first_turn=True)}
@@ -780,6 +787,7 @@ class Engine:
                 await self.location.forget(folder)
         if self._has_stale_prompts and self.state == "ready":
             self._has_stale_prompts = False
+            # Without this parameter vLLM keeps the cache while any request runs (0.32, v1/core/sched/scheduler.py).
             await self._post_control("/reset_prefix_cache?reset_running_requests=true", PAUSE_SECONDS)
 
     async def tidy(self) -> None:

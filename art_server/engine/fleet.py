@@ -62,6 +62,7 @@ class Fleet:
         self._clock = clock
         self._router = Router()
         self._new_number = itertools.count().__next__
+        # No number is used twice: the router still knows the keys of a replica that has left.
         self._numbers: dict[Engine, int] = {}
         """The number of each replica, by which the router knows the replica."""
         for replica in replicas:
@@ -181,6 +182,7 @@ class Fleet:
             if not self.replicas:
                 raise Unavailable(NO_REPLICA, code="engine_not_ready")
             # A replica in this state raises the error with the reason.
+            # No replica is ready, so this one raises at once.
             await next(replica for replica in self.replicas if replica.state == state).wait_ready(0.0)
 
     # --- requests ---

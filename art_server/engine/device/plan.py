@@ -281,6 +281,7 @@ def _utilization(card: Card, demand: Demand, need: _Need, handover: Handover, is
         elif is_resident:
             taken += need.trainer
     utilization = min(MAX_UTILIZATION, (card.total - taken) / card.total)
+    # Rounded down: vLLM does not start if less memory is free than its share (`failures.py`).
     return max(0.0, int(utilization * 1000) / 1000)
 
 

@@ -34,6 +34,7 @@ def read_adapter_config(model: PreTrainedModel, layers: Layers) -> dict[str, Any
         different = sorted({*shapes.items()} ^ {*expected.items()})
         raise ValueError(f"its adapter would have other tensors, such as {different[:2]}, or another order of them")
     config = adapted.peft_config["default"]
+    # As PEFT's own `save_pretrained` of a model writes it.
     config.inference_mode = True
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)

@@ -98,4 +98,5 @@ def weight_shape(module: torch.nn.Module) -> tuple[int, ...]:
     """The shape of a layer's weights, outputs first; empty without weights."""
     weight = getattr(module, "weight", None)
     shape = tuple(weight.shape) if isinstance(weight, torch.Tensor) else ()
+    # transformers' Conv1D, of GPT-2, keeps its weights with the inputs first.
     return shape[::-1] if isinstance(module, Conv1D) else shape

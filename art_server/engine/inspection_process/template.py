@@ -31,6 +31,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
     },
 }
+# The id has nine characters: Mistral's templates refuse any other length.
 RESULT = {"role": "tool", "tool_call_id": "call12345", "name": "look", "content": "result"}
 
 
