@@ -183,6 +183,7 @@ class Host:
         headers = {"authorization": f"Bearer {self.token}"}
         async with aiohttp.ClientSession(self.url, timeout=timeout, headers=headers) as session:
             try:
+                # aiohttp's limit of 4 MiB is less than a rank's line with a large batch.
                 connection = await session.ws_connect(JOIN, max_msg_size=0)
             except aiohttp.WSServerHandshakeError as error:
                 if error.status in (401, 403, 404):
@@ -197,6 +198,7 @@ class Host:
         # The server connects to this port before it admits the host (`Hosts._find_fault`).
         with contextlib.closing(listen(address)) as trial:
             await connection.send_str(self._greeting(address, trial.getsockname()[1]).model_dump_json())
+            # The server first tries the port, and may wait until the host's name is free (`Hosts._find_fault`).
             limit = REACH_SECONDS + NAME_SECONDS + REPLY_SECONDS
             answer = FROM_SERVER.validate_json(await connection.receive_str(timeout=limit))
         if isinstance(answer, Refusal):

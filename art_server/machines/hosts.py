@@ -115,11 +115,13 @@ class Hosts:
         try:
             async with self._clock.timeout(REPLY_SECONDS):
                 greeting = Greeting.model_validate_json(await connection.receive_text())
+        # starlette raises a RuntimeError for a connection that had ended before the call.
         except (WebSocketDisconnect, RuntimeError):
             return
         except (TimeoutError, ValidationError):
             await refuse(connection, "it is another version of art-server than the server: install the same on both")
             return
+        # ASGI lets a server leave this out.
         server = connection.scope.get("server") or ("127.0.0.1", 0)
         host = JoinedHost(
             greeting=greeting,
@@ -200,6 +202,7 @@ class Hosts:
             self._fleet.progress.note(f"host {greeting.name} joined from {greeting.address} with {offers}")
             yield
         finally:
+            # First: a lost host gets no order, so the end of its engines waits for no reply (`HostProcess.end`).
             host.lose("the server ends")
             self._trainer.remove(ranks)
             self._devices.leave(greeting)

@@ -107,6 +107,7 @@ class HostProcess:
         """Kills the process with all processes that it spawned. A host whose connection is lost does so itself."""
         if self.returncode is None:
             with contextlib.suppress(HostLost, OrderFailed):
+                # The host waits for END_SECONDS itself, until the session is empty (`Children.end`).
                 await self.host.order(End(child=self.name), END_SECONDS + REPLY_SECONDS)
         self.host.processes.pop(self.name, None)
         self.note_end(KILLED)
@@ -288,6 +289,7 @@ class JoinedHost:
         if base.name not in self._bases:
             self._bases[base.name] = asyncio.create_task(self._use_base(base))
         try:
+            # Other engines and ranks wait for the same task, which a cancelled caller would cancel.
             await asyncio.shield(self._bases[base.name])
         except OrderFailed as error:
             self.dismiss(str(error))

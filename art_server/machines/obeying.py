@@ -102,6 +102,7 @@ class Relay(Receiver):
     async def read(self, reader: asyncio.StreamReader, write: Callable[[bytes], None]) -> None:
         """Returns when one side closes. The other side is then closed, too, and vLLM ends itself."""
         with contextlib.suppress(aiohttp.ClientError, OSError):
+            # The ledger's answer has a whole prompt, which may be longer than aiohttp's limit of 4 MiB.
             async with self._session.ws_connect(f"{RECORDS}/{self._child}", max_msg_size=0) as connection:
                 up = asyncio.create_task(send_up(reader, connection))
                 try:
@@ -148,6 +149,7 @@ class Machinery:
         child = self._children.get(order.child) if isinstance(order, Write | Cancel) else None
         if isinstance(order, Write):
             if child is not None:
+                # Without a task: a rank reads its lines in the server's order.
                 child.process.write(order.line.encode())
         elif isinstance(order, Cancel):
             if child is not None:
@@ -237,9 +239,11 @@ class Machinery:
         log = LogFile(self._folder / "logs" / f"engine-{order.slot}.log")
         relay = Relay(self._session, order.child)
         async with contextlib.AsyncExitStack() as undo:
+            # In the system's temporary folder, because a socket's path has at most 107 characters (unix(7)).
             run_dir = Path(tempfile.mkdtemp(prefix="art-"))
             undo.callback(shutil.rmtree, run_dir, ignore_errors=True)
             undo.push_async_callback(relay.close)
+            # vLLM inherits the descriptor: the port stays bound when this process closes its own.
             with contextlib.closing(listen(self._address)) as port:
                 program = EngineProgram(
                     config=settings,
@@ -324,6 +328,7 @@ class Machinery:
             for name, digest in order.files.items():
                 file = temporary / check_path(name)
                 file.parent.mkdir(exist_ok=True)
+                # All engines and ranks of this machine get the same file at once: one fetches it, and the others link it.
                 async with self._fetching.setdefault(digest, asyncio.Lock()):
                     if not self._link(digest, file):
                         await self._fetch(digest, file)
