@@ -66,6 +66,7 @@ def open_port(host: str, port: int, flag: str) -> socket.socket:
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         opened.bind((host, port))
+        # uvicorn's own default.
         opened.listen(2048)
     except OSError as error:
         opened.close()
@@ -130,6 +131,7 @@ def run(config: ServerConfig) -> None:
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=listeners))
             while not serving.done():
+                # The kernel gives a process whose parent has ended another parent.
                 is_orphan = config.exit_with_parent and os.getppid() != parent
                 if is_orphan or parts.fatal is not None:
                     server.should_exit = True

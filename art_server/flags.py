@@ -146,6 +146,7 @@ def read_key(line: str) -> ApiKey:
         return ApiKey.model_validate({"key": key, **lists, **options})
     except ValidationError as error:
         problem = error.errors()[0]
+        # pydantic's error shows its input, which has the key.
         raise ValueError(f"{problem['loc'][0]}: {problem['msg']}") from None
 
 

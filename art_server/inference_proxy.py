@@ -220,7 +220,9 @@ class Proxy:
             if inference.model is not None:
                 await self._registry.verify(inference.model)
             await self._gate.wait_open(limit)
+            # Behind the gate, because the step that closed it may be the newest now.
             self.resolve(inference)
+            # Nothing is awaited since `resolve`: in between the step could be deleted (`Checkpoints._delete_steps`).
             stack.enter_context(self._gate.inside(inference.adapter))
             folder = None
             if inference.model is not None and inference.step is not None:
@@ -300,6 +302,7 @@ def engine_body(inference: InferenceRequest) -> dict[str, Any]:
     if is_bare and inference.model is not None and inference.model.record.always_logprobs:
         body["logprobs"] = True
     if inference.api == "responses":
+        # vLLM's Responses take their id from the body, not from the header.
         body["request_id"] = f"{RESPONSE_PREFIX}{inference.request_id}"
     return body
 

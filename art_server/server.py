@@ -95,6 +95,7 @@ class Server:
 
     async def stop(self) -> None:
         """Ends both processes and all background tasks, and releases the folder."""
+        # First, because it would start trainer and engine again.
         await self.background.stop("job runner")
         await self.base.stop()
         if self.hosts is not None:
@@ -183,6 +184,7 @@ def build(
     reports = Reports(config.trackers, config.log_dir)
     retention = Retention(config.ledger_max_age_days * 86400.0, int(config.ledger_max_gb * 2**30))
 
+    # `Registry` calls this after the start only, when ledger and queue exist.
     def forget_steps(model: int, after: int) -> None:
         ledger.forget_steps(model, after)
         queue.forget_keys(model, after)

@@ -153,6 +153,7 @@ def engine_command(
         "max-model-len": str(seq_length(config, base, device) or "auto"),
         "max-lora-rank": str(config.max_lora_rank),
         "max-loras": str(config.max_loras),
+        # vLLM refuses a number below max-loras.
         "max-cpu-loras": str(max(MIN_CPU_LORAS, config.max_loras)),
         "dtype": config.number_types(device, has_delta_rule=facts.has_delta_rule)[0],
         # By default vLLM takes a request's missing parameters, such as top_p, from the model's generation_config.json.

@@ -78,6 +78,7 @@ class Fleet:
 
     async def stop(self) -> None:
         """Ends vLLM in all replicas. They can be started again, with another base model."""
+        # First: a host that joins meanwhile starts no engine (`Hosts._offered_devices`).
         self.base = None
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
 

@@ -210,6 +210,7 @@ class Checkpoints:
         """
         async with self.changed(model.id):
             trash = await self._leave(model, self._move_to_trash)
+            # A server that is killed here leaves the rest to the next start (`files.clear_graves`).
             await asyncio.to_thread(shutil.rmtree, trash)
         logger.info("%s was deleted", model.id)
 

@@ -41,6 +41,7 @@ class Background:
             try:
                 # If it runs for longer than its last pause, it counts as working.
                 async with self._clock.at_most(2 * pause):
+                    # `wait` leaves the work running when the limit cancels it.
                     await asyncio.wait({running})
                 if not running.done():
                     self.clear_fault(name)

@@ -56,6 +56,7 @@ def _session(leader: int) -> list[int]:
 def _is_zombie(process: Path) -> bool:
     """Whether a process has ended, and only its parent does not know yet. Such a process holds no memory."""
     try:
+        # The process's name, in brackets, may contain spaces and brackets (proc(5)).
         return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True

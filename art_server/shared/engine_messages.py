@@ -89,6 +89,7 @@ class CutText(str):
 def whole_characters(text: str) -> str:
     r"""JSON in which each half of a surrogate pair, as a character or as an escape, is U+FFFD: `"a\ud83c"` -> `"a\ufffd"`."""
     if not text.isascii():
+        # In UTF-16 two halves that stand side by side become their character.
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if "\\u" not in text:
         return text

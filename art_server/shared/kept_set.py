@@ -10,6 +10,7 @@ LIST, MASK = b"i", b"m"
 
 def pack_set(token_ids: np.ndarray, num_vocabulary: int) -> bytes:
     """The set of token ids in the shorter form. Equal sets give equal bytes."""
+    # The shorter form: 32 bits for each id, or one for each token of the vocabulary.
     if len(token_ids) * 32 <= num_vocabulary:
         return LIST + np.sort(token_ids).astype("<i4").tobytes()
     is_kept_V = np.zeros(num_vocabulary, dtype=bool)

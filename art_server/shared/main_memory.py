@@ -11,6 +11,7 @@ def main_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/sel
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with contextlib.suppress(OSError):
         for line in own.read_text().splitlines():
+            # cgroups(7): the hierarchy of version 2 has no controllers' names; in version 1 memory has its own.
             _, controllers, path = line.split(":", 2)
             if controllers not in ("", "memory"):
                 continue

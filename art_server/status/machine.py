@@ -22,6 +22,7 @@ def memory(root: Path, leaders: Mapping[str, int | None]) -> dict[str, Any]:
     for entry in entries:
         if entry.name.isdigit():
             with contextlib.suppress(OSError, ValueError):  # it has ended
+                # Each child leads its own session, and all that it spawned is in it (`start_child`).
                 name = names.get(os.getsid(int(entry.name)))
                 if name is not None and int(entry.name) != os.getpid():
                     resident[name] += resident_bytes(entry)
@@ -31,6 +32,7 @@ def memory(root: Path, leaders: Mapping[str, int | None]) -> dict[str, Any]:
 
 
 def resident_bytes(process: Path) -> int:
+    # The second number is the resident memory, in pages (proc(5)).
     return int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -100,8 +100,10 @@ class Status:
             activities.add("starting")
             return frozenset(activities)
         phase = self._runner.phase
+        # The phases of `jobs/attempt.py` and of the trainer's `Progress`.
         if phase is not None and phase not in ("queued", "engine"):
             activities.add("swap" if phase in ("save", "load", "finish") else "training")
+        # Requests that a step froze stay inside the gate.
         if gate.num_inside and gate.model is None:
             activities.add("rollouts")
         return frozenset(activities)
