@@ -95,7 +95,7 @@ class Server:
 
     async def stop(self) -> None:
         """Ends both processes and all background tasks, and releases the folder."""
-        # First, because it would start trainer and engine again.
+        # First, because it would start the trainer again.
         await self.background.stop("job runner")
         await self.base.stop()
         if self.hosts is not None:

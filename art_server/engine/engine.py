@@ -477,6 +477,7 @@ class Engine:
 
     async def _read_seq_length(self) -> int:
         async with self.http.get("/v1/models") as response:
+            # vLLM lists the base model before its adapters.
             return int((await response.json())["data"][0]["max_model_len"])
 
     async def is_alive(self) -> bool:
