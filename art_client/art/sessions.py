@@ -78,6 +78,7 @@ class Rollout:
         """The model's OpenAI client, bound to this session even outside the scope."""
         headers = {SESSION_HEADER: self.session}
         if self._span is not None and self._span.link is not None:
+            # 01: sampled (W3C trace context). A span that is not sampled has no link.
             headers["traceparent"] = f"00-{self._span.link}-01"
         return self.model.openai_client().with_options(default_headers=headers)
 
