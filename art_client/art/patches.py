@@ -33,6 +33,7 @@ from art.scopes import current_scope, entered, headers_for
 _PATCHED_METHODS = [
     ("httpx", "Client", "send"),
     ("httpx", "AsyncClient", "send"),
+    # openai 3 sends its requests with httpx2.
     ("httpx2", "Client", "send"),
     ("httpx2", "AsyncClient", "send"),
     ("aiohttp", "ClientRequest", "send"),

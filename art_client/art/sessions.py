@@ -56,6 +56,7 @@ class Rollout:
         self.model = model
         self._span = tracing.start_rollout(model.get_inference_name())
         link = self._span.link if self._span is not None else None
+        # With a span's link as its name, the server's spans of the requests are this span's children (`tracking.link_of`).
         self.session = session or link or uuid.uuid4().hex
         self._token: Token[Scope | None] | None = None
 

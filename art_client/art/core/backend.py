@@ -181,6 +181,7 @@ class Backend:
 
             build = functools.partial(build_train_request, groups, config, expected_step)
             key = idempotency_key or link or uuid.uuid4().hex
+            # With a span's link as its key, the job's span on the server is this span's child (`tracking.link_of`).
             result = call.result(await self._request_job(model, build, key, take))
         await self._reporting.trained(_names(model), groups, result)
         return result
