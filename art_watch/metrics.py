@@ -68,6 +68,7 @@ async def engine_metrics(replicas: Sequence[Engine]) -> bytes:
     texts = await asyncio.gather(*(replica.metrics() for replica in replicas))
     if len(texts) == 1:
         return texts[0]
+    # In Prometheus' format all samples of a name are one family.
     merged: dict[str, Metric] = {}
     for replica, text in zip(replicas, texts, strict=True):
         for own in text_string_to_metric_families(text.decode()):
@@ -83,6 +84,7 @@ def exposition(figures: MetricsSnapshot, health: Health, pending: Pending, model
 
 
 def families_text(families: Sequence[Metric]) -> bytes:
+    # `auto_describe` would collect once more, to refuse names that another collector of the registry has.
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Families(families))
     return generate_latest(registry)
@@ -127,6 +129,7 @@ def job_families(figures: MetricsSnapshot, pending: Pending) -> Iterator[Metric]
     age = max((clock.now() - oldest for _, oldest in pending.values()), default=0.0)
     yield gauge("art_queue_oldest_seconds", "Age of the oldest job that has not ended.", age)
     totals = figures.totals
+    # prometheus_client adds "_total" to the names of counters.
     ended = CounterMetricFamily("art_jobs", "Ended jobs.", labels=["outcome"])
     for outcome in ENDED:
         ended.add_metric([outcome], totals.jobs[outcome])

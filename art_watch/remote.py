@@ -19,6 +19,7 @@ def open_client(url: str, timeout: httpx.Timeout | float) -> httpx.Client:
     if not address.startswith(("http://", "https://")):
         raise UsageError(f"--url '{url}' must begin with http:// or https://")
     key = os.environ.get(KEY_VARIABLE, "").strip()
+    # httpx encodes headers as ASCII, and its error about a control character would contain the key.
     if not (key.isascii() and key.isprintable()):
         raise UsageError(f"{KEY_VARIABLE} has characters that no key has: set it again")
     headers = {"authorization": f"Bearer {key}"} if key else {}

@@ -104,6 +104,7 @@ def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) 
     trajectory = trajectories[index]
     numbers = [finite_number(sibling.get("reward")) for sibling in trajectories]
     rewards = [number for number in numbers if number is not None]
+    # Keys are texts, because the file may have values that no dictionary takes as keys.
     turns = {f"{turn.get('history')} {turn.get('entry')}": turn for turn in _list(trajectory, "turns")}
     histories: list[Row] = []
     for history_index, history in enumerate(_histories(trajectory)):
@@ -139,6 +140,7 @@ def entry_row(entry: Row, trace: Row | None) -> Row:
     row: Row = {
         "role": str(message.get("role", "?")),
         "text": plain_text(message.get("content")),
+        # vLLM 0.32 writes thinking as `reasoning`, and calls `reasoning_content` the deprecated name.
         "reasoning": plain_text(message.get("reasoning_content") or message.get("reasoning")),
         "tool_calls": [{"name": call.get("name"), "arguments": call.get("arguments")} for call in calls],
         "name": message.get("name"),

@@ -63,6 +63,7 @@ class LiveJobs(Protocol):
     async def jobs(self, projects: frozenset[str] | None, states: Sequence[JobState], limit: int) -> list[JobInfo]: ...
 
 
+# Dependencies are `async`, because FastAPI runs others in threads.
 async def _runs(request: Request) -> Runs:
     return request.app.state.runs
 
@@ -238,6 +239,7 @@ async def marks(runs: Runs, live: Live | None, caller: Caller) -> dict[str, Any]
     current: dict[str, Any] = {"models": await asyncio.to_thread(runs.marks, caller.projects)}
     if live is not None:
         jobs = await live.runner.jobs(caller.projects, PENDING, MAX_JOBS)
+        # The text of `waits_for` counts seconds down, and would be a change at each look.
         current["jobs"] = [[job.job_id, job.state, job.waits_for is not None] for job in jobs]
         health = live.status.health(names_model=False)
         current["engine"] = health.engine

@@ -98,6 +98,7 @@ def tree(folder: ModelFolder, step: int, group: int) -> Row:
             )
         leaves = [(rollout, span) for rollout, sequences in enumerate(trajectories) for span in sequences]
         tokens = [record.column("token_ids", *span).tolist() for _, span in leaves]
+        # The trainer writes NaN for tokens that it does not train.
         is_trained = [np.isfinite(record.column("trainer_logprobs", *span)) for _, span in leaves]
         nodes = _grow(tokens)
         for node in nodes:

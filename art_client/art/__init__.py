@@ -167,6 +167,7 @@ if not TYPE_CHECKING:  # with `__getattr__` a type checker would accept every mi
             return getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)
         module = f"{__name__}.{name}"
         if importlib.util.find_spec(module) is None:
+            # Python expects this error of a module's `__getattr__`: `hasattr` and `from art import NAME` answer no other.
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return importlib.import_module(module)
 

@@ -71,6 +71,7 @@ def _encode(
     for index, group in enumerate(groups):
         path = f"groups[{index}]"
         try:
+            # Pydantic would warn of a field that the program has set to another type. The line's validation names the field.
             dumped = group.model_dump(mode="json", warnings=False, context={REDUCE: reduce})
             lines.append(_line(TrajectoryGroupBody, dumped, path))
         except (PydanticSerializationError, OverflowError) as error:

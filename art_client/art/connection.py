@@ -129,6 +129,7 @@ class Connection:
                         outage.end()
                         if event.event == "accepted":
                             job_id = event.job_id
+                        # The event "accepted" has no number: it is no row of the table of jobs (`JobRunner.follow`).
                         if event.number is not None:
                             number = event.number
                         if event.waits_for is not None:
@@ -136,6 +137,7 @@ class Connection:
                         on_event(event)
                         if event.event in until:
                             return event
+                # A server that shuts down closes its streams, and its successor continues the job.
                 raise _LostConnectionError(f"art-server at {self.base_url} ended the event stream before the job ended")
             except ArtError as error:
                 if not error.retryable:
@@ -173,6 +175,7 @@ class Connection:
             ArtError: the request fails, or reading the body in the `async with` block fails.
         """
         url = f"{self.base_url}{path}"
+        # httpcore writes a body of bytes in one call, so `write` limits the upload of a whole train request.
         timeout = httpx.Timeout(timeout_seconds, connect=10.0, write=600.0)
         try:
             async with self._http().stream(method, url, content=body, headers=headers, timeout=timeout) as response:

@@ -47,6 +47,7 @@ class contained:
         if error is None or isinstance(error, Exception) or _is_end_of_program(error):
             return
         if _has(error, asyncio.CancelledError):
+            # A cancellation from outside is counted on the task. A CancelledError that the code raised by itself is not.
             if self._task is None or self._task.cancelling():
                 return
             raise RuntimeError(f"{self._what} was cancelled, but not by its gather") from error
@@ -111,6 +112,7 @@ class _TaskFactory:
         if _is_contained.get() and isinstance(coroutine, Coroutine):
             coroutine = _WithoutExit(coroutine)
         if self._before is None:
+            # As asyncio's `create_task` does in a loop without a factory.
             return asyncio.Task(coroutine, loop=loop, **options)
         return self._before(loop, coroutine, **options)
 

@@ -170,6 +170,7 @@ async def _score(texts: Sequence[Text], teacher: Model, max_concurrent: int) -> 
         bar.update()
         return logprobs
 
+    # The teacher may be a model of the same server, whose answers would become a part of the rollout's session.
     with no_capture(), tqdm(total=len(texts), desc="teacher", unit="text") as bar:
         return dict(zip(texts, await run_all(map(score, texts)), strict=True))
 
@@ -238,8 +239,10 @@ async def _prompt_logprobs(client: Any, name: str, prompt: Sequence[int]) -> lis
         completion = await client.completions.create(
             model=name,
             prompt=list(prompt),
+            # vLLM samples at least one token.
             max_tokens=1,
             temperature=0.0,
+            # No alternatives: each prompt token with its own log-probability.
             extra_body={"prompt_logprobs": 0},
         )
     except OpenAIError as error:
@@ -253,6 +256,7 @@ async def _prompt_logprobs(client: Any, name: str, prompt: Sequence[int]) -> lis
 
 
 def _logprob_of(entry: dict[str, Any], token: int) -> float | None:
+    # vLLM's keys are token ids, and keys of JSON are texts.
     value: Any = entry.get(str(token))
     logprob = cast("dict[str, Any]", value).get("logprob") if isinstance(value, dict) else None
     return float(logprob) if isinstance(logprob, int | float) else None

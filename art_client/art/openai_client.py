@@ -36,10 +36,12 @@ class InferenceClient(AsyncOpenAI):
 
     @property
     def default_headers(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # `openai` reads this property for each request, in the context of the caller.
         return {**headers_for(str(self.base_url)), **super().default_headers}
 
     async def post(self, path: str, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.seeds is not None and path in SAMPLING_PATHS:
+            # `openai` leaves arguments that the caller has not set out of the body.
             kwargs["body"] = {"seed": next(self.seeds), **kwargs["body"]}
         server = str(self.base_url).rstrip("/").removesuffix("/v1")
         with waiting_for(server, self.api_key).call("a request"):
@@ -56,6 +58,7 @@ class InferenceClient(AsyncOpenAI):
         copied.seeds = self.seeds
         return copied
 
+    # In `openai` this name is bound to the base class's `copy`.
     with_options = copy  # pyright: ignore[reportAssignmentType]
 
 

@@ -78,6 +78,7 @@ def watch(request: Any, response: Any) -> None:
     if not request.url.path.endswith("/chat/completions") or is_registered(str(request.url)):
         return
     answer = ProviderResponse(request, response)
+    # httpx's other ways of reading a response all read these.
     if not response.is_stream_consumed:
         response.aiter_raw = answer.tee(response.aiter_raw)
         response.iter_raw = answer.tee_sync(response.iter_raw)
@@ -95,6 +96,7 @@ def histories(answers: Iterable[ProviderResponse]) -> list[History]:
                 roles = [message["role"] for message in (*request["messages"], choice["message"])]
                 if roles[-1] != "assistant":
                     raise ValueError(f"a choice of role {roles[-1]!r}")
+                # Without `finish_reason` an entry counts as a message (`entries.is_choice`).
                 complete = {"index": 0, "finish_reason": "stop", "logprobs": None} | choice
                 _add(conversations, request["messages"], request.get("tools"), complete)
     valid_histories: list[History] = []
@@ -164,6 +166,7 @@ def _extend(message: Fields, delta: Fields) -> None:
                     calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
                 call: Fields = calls[part["index"]]
                 function: Fields = part.get("function") or {}
+                # OpenAI sends a call's id and name once, and its arguments in pieces.
                 call["id"] = part.get("id") or call.get("id")
                 call["function"]["name"] = function.get("name") or call["function"]["name"]
                 call["function"]["arguments"] += function.get("arguments") or ""

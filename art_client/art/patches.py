@@ -33,6 +33,7 @@ from art.scopes import current_scope, entered, headers_for
 _PATCHED_METHODS = [
     ("httpx", "Client", "send"),
     ("httpx", "AsyncClient", "send"),
+    # openai 3 sends its requests with httpx2.
     ("httpx2", "Client", "send"),
     ("httpx2", "AsyncClient", "send"),
     ("aiohttp", "ClientRequest", "send"),
@@ -87,7 +88,9 @@ def _full_url(connection: http.client.HTTPConnection, url: str) -> str:
     if "://" in url:
         return url
     tunnel: Any = connection
+    # After `set_tunnel`, `host` and `port` are the proxy's. http.client has no public names for the target.
     host, port = (tunnel._tunnel_host, tunnel._tunnel_port) if tunnel._tunnel_host else (tunnel.host, tunnel.port)
+    # A connection does not keep its scheme. The default port is an attribute of its class, also in urllib3.
     scheme = "https" if connection.default_port == HTTPS_PORT else "http"
     if ":" in host:  # an IPv6 address
         host = f"[{host}]"

@@ -177,6 +177,7 @@ class PipelineTrainer(Generic[S, C]):
                 await self._train_job(job)
             except (ArtStatusError, ArtJobError, ValueError) as error:
                 await self._settle_refused(error)
+        # After the job, which may have made a step.
         self._step = await self._model.get_step()
         num_undone = await asyncio.to_thread(file.undo_after, self._step)
         if num_undone:

@@ -44,10 +44,12 @@ class PipelineFile:
         self.path = file
         self._lock = threading.Lock()
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # SQLite would make a file that others can read, and gives the mode of this file to its journal.
         file.touch(mode=0o600)
         self._db = sqlite3.connect(file, timeout=0, isolation_level=None, check_same_thread=False)
         with contextlib.ExitStack() as undo:
             undo.callback(self._db.close)
+            # The lock of the first transaction is then held until the connection is closed.
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             with self._transaction() as db:
                 ((version,),) = db.execute("PRAGMA user_version").fetchall()
@@ -56,6 +58,7 @@ class PipelineFile:
                     raise ArtError(
                         f"{file} was written by another version of art: use that version, or delete the file"
                     )
+                # Not `executescript`, which first commits the transaction.
                 for statement in changes.split(";"):
                     db.execute(statement)
                 if version == 0:

@@ -56,6 +56,7 @@ class Rollout:
         self.model = model
         self._span = tracing.start_rollout(model.get_inference_name())
         link = self._span.link if self._span is not None else None
+        # With a span's link as its name, the server's spans of the requests are this span's children (`tracking.link_of`).
         self.session = session or link or uuid.uuid4().hex
         self._token: Token[Scope | None] | None = None
 
@@ -78,6 +79,7 @@ class Rollout:
         """The model's OpenAI client, bound to this session even outside the scope."""
         headers = {SESSION_HEADER: self.session}
         if self._span is not None and self._span.link is not None:
+            # 01: sampled (W3C trace context). A span that is not sampled has no link.
             headers["traceparent"] = f"00-{self._span.link}-01"
         return self.model.openai_client().with_options(default_headers=headers)
 

@@ -52,7 +52,9 @@ def _is_own(frame: TracebackType) -> bool:
     package = frame.tb_frame.f_globals.get("__name__", "").partition(".")[0]
     parts = file.replace("\\", "/").split("/")
     return not (
+        # By name: in a checkout these packages are outside of site-packages.
         package in ("art", "art_protocol")
+        # Python has parts of the standard library as frozen modules, without files.
         or file.startswith((STANDARD_LIBRARY, "<frozen "))
         or not PACKAGES.isdisjoint(parts)
     )

@@ -50,6 +50,7 @@ REDUCE = "reduce entries"
 class WithNumbers(BaseModel):
     """Base of records with numbers that programs set: NumPy and torch scalars are dumped as Python's numbers."""
 
+    # Pydantic checks these names in this class, and the fields are in its subclasses.
     @field_serializer("reward", "turn_rewards", "turn_advantages", "metrics", "metadata", check_fields=False)
     def _dump_numbers(self, value: Any) -> Any:
         return _to_plain(value)
@@ -58,6 +59,7 @@ class WithNumbers(BaseModel):
 class History(Strict, Displayed, WithNumbers):
     """One conversation: a sub-agent's, or the part after a context reset."""
 
+    # Pydantic's default makes null of NaN and infinity, and the error about a reward would name None.
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     _other_names: ClassVar[Mapping[str, str]] = {

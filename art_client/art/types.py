@@ -115,9 +115,11 @@ class TrainSFTConfig(Displayed, Strict):
         return wire.TrainConfig(
             objective="likelihood",
             learning_rate=self.learning_rate,
+            # The server counts groups, and `sft.as_group` puts each trajectory into a group of its own.
             batch_size=2 if self.batch_size == "auto" else self.batch_size,
             passes=self.epochs,
             max_grad_norm=self.max_grad_norm,
+            # Cross-entropy is of the model's own distribution, also for choices that were sampled at another temperature.
             sampling="raw",
             allow_training_without_logprobs=True,
         )

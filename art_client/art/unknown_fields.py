@@ -93,6 +93,7 @@ class Strict(BaseModel):
         if not isinstance(data, dict):
             return data
         fields = cast("dict[str, Any]", data)
+        # `art.finetune` has a subclass that keeps the fields of NVIDIA's toolkit.
         if fields.keys() <= cls.model_fields.keys() or cls.model_config.get("extra") == "allow":
             return fields
         fields = {cls._renamed.get(name, name): value for name, value in fields.items()}

@@ -41,6 +41,7 @@ _MEANING: dict[tuple[str, str | bool], dict[str, Any]] = {
     ("precalculate_logprobs", False): ART_RATIO,
     ("precalculate_logprobs", True): {"ratio_to": "start", "correction": "off"},
     ("kl_penalty_source", "current_learner"): {},  # one optimizer step: the learner is the sampler
+    # With kl_in="advantage", the KL is computed from the sampler's log-probabilities.
     ("kl_penalty_source", "sample"): {},
 }
 

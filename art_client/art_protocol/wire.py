@@ -114,6 +114,7 @@ class RegisterRequest(Body):
     """A Hugging Face id, a folder on the server, "art/tiny" or "smollm2"."""
     lora: LoRAConfig | None = None
     """None: the registered model's configuration, or the defaults for a new model."""
+    # Left out if empty: an older server refuses fields that it does not know.
     engine_args: dict[str, Any] = Field(default={}, exclude_if=operator.not_)
     """Requested engine arguments: vLLM's arguments that `--engine-arg` takes, and `max_seq_length`. They have an effect if
     this call starts the engine. The server's flags take precedence."""

@@ -79,6 +79,7 @@ def running_address(path: Path) -> str | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         descriptor = os.open(path / ".server" / "lock", os.O_RDONLY | os.O_CLOEXEC)
         try:
+            # Shared: two commands that look at the same time do not take each other for a server, which locks exclusively.
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return str(json.loads((path / ".server" / "address.json").read_bytes())["url"])

@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser()
     if not (sys.argv[1:] if arguments is None else arguments):
         return parser.print_help()
+    # art-server parses the flags of `art run`, `--help` among them.
     command, flags = parser.parse_known_args(arguments)
     if command.command == "run":
         from art_server import cli
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the program that reads the output has ended, such as `head`
+        # Python flushes stdout once more at its exit, and would report the same error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (UsageError, ServerError, OSError) as error:

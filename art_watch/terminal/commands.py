@@ -57,6 +57,7 @@ def run_view(flags: argparse.Namespace) -> None:
     from art_server.cli import open_port
     from art_watch import view
 
+    # For a port that is in use, this error has the remedy. uvicorn would log the error and exit.
     open_port("127.0.0.1", flags.port, "--port").close()
     view.view(flags.dir, flags.port, opens_browser=not flags.no_browser)
 

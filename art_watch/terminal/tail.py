@@ -74,6 +74,7 @@ class Tail:
 
 
 def job_event(job: Row) -> Row:
+    # A job has no time of its newest change.
     at = job["finished_at"] or (job["created_at"] if job["state"] == "queued" else time.time())
     model = f"{job['project']}/{job['name']}"
     kept = {name: job[name] for name in JOB_FIELDS}

@@ -137,6 +137,7 @@ class Backend:
             ArtConnectionError: no server answers.
         """
         if isinstance(model, TrainableModel):
+            # A wrong address fails here at once. Later calls wait for a server that does not answer.
             await self._connection.request("GET", "/health", reconnect_seconds=0)
             with self._connection.waiting.call(f"registering '{model.name}'"):
                 info = await self._call(
@@ -180,6 +181,7 @@ class Backend:
 
             build = functools.partial(build_train_request, groups, config, expected_step)
             key = idempotency_key or link or uuid.uuid4().hex
+            # With a span's link as its key, the job's span on the server is this span's child (`tracking.link_of`).
             result = call.result(await self._request_job(model, build, key, take))
         await self._reporting.trained(_names(model), groups, result)
         return result
@@ -229,6 +231,7 @@ class Backend:
                 if error.code != "records_missing" or not missing:
                     raise
                 logger.info("train: %d choices are sent with their tokens", len(missing))
+                # The first body's digest: a program that repeats its call with this key sends that body again.
                 headers.setdefault(DIGEST_HEADER, hashlib.sha256(body).hexdigest())
                 whole |= missing
 
@@ -238,6 +241,7 @@ class Backend:
 
     async def _prepare_backend_for_training(self, model: TrainableModel) -> tuple[str, str]:
         """The base URL and API key for inference on the model."""
+        # `openai` makes no client without a key.
         return f"{self.base_url}/v1", self._connection.api_key or "default"
 
     async def _get_step(self, model: Model) -> int:
@@ -272,6 +276,7 @@ class Backend:
         entries: list[Any] = list(trajectories)  # Any: trajectories, exceptions or groups
         body = await asyncio.to_thread(build_log_request, entries, split, metrics or {}, step)
         path = f"{_model_path(model)}/log"
+        # The server would tell its trackers twice, and a repeated call without a step may meet a newer step.
         reply = await self._call(LogReply, "POST", path, body, is_repeatable=False)
         await self._reporting.logged(_names(model), entries, split, reply)
         return reply.metrics
@@ -295,6 +300,7 @@ class Backend:
     async def _fork(self, model: Model, name: str, project: str, step: int | None) -> ModelInfo:
         request = ForkRequest(name=name, project=project, step=step)
         path = f"{_model_path(model)}/fork"
+        # The server would refuse the repeated request, because the new model exists.
         return await self._call(ModelInfo, "POST", path, request, is_repeatable=False)
 
     async def _roll_back(self, model: Model, step: int) -> None:
@@ -304,6 +310,7 @@ class Backend:
 
     async def _delete(self, model: Model) -> None:
         path = _model_path(model)
+        # The server would answer a repeated request with "unknown_model".
         await self._call(ModelInfo, "DELETE", path, is_repeatable=False)
         self._models = [registered for registered in self._models if _model_path(registered) != path]
         self._steps.pop(self._model_inference_name(model), None)

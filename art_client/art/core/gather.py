@@ -234,6 +234,7 @@ async def _run_one(pool: RolloutPool, rollout: Awaitable[object]) -> Trajectory 
 
 
 def _to_trajectories(result: object) -> Trajectory | list[Trajectory]:
+    # A trajectory is iterable itself, as every pydantic model: it yields its fields.
     if isinstance(result, (Trajectory, BaseException)) or not isinstance(result, Iterable):
         return to_trajectory(result)
     return [to_trajectory(entry) for entry in cast(Iterable[object], result)]

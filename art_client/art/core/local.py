@@ -50,6 +50,7 @@ class LocalBackend(Backend):
     ) -> None:
         self._path = Path(path or ".art").absolute()
         self._log_dir = self._path / "logs"
+        # The server chooses a free port. Its address replaces this one in `_wait_until_ready`.
         super().__init__("http://127.0.0.1:0", trackers=trackers, on_step=on_step)
         self._server_args = list(server_args)
         self._start_timeout_seconds = start_timeout_seconds
@@ -96,6 +97,7 @@ class LocalBackend(Backend):
         return str(self._path)
 
     def _command(self) -> list[str]:
+        # "-u": Python keeps output to a file in a buffer, and a killed server's last lines would not be in the log.
         return [sys.executable, "-u", "-m", "art_server.cli"]
 
     def _launch(self) -> subprocess.Popen[bytes]:
@@ -107,6 +109,7 @@ class LocalBackend(Backend):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                # The server compares this id with its parent's: a program that ended during the server's start is noticed, too.
                 env={**os.environ, "ART_PARENT_PID": str(os.getpid())},
                 start_new_session=True,  # Ctrl-C reaches only the program, which then stops the server
             )

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
     from typing_extensions import TypeVar
 
+    # The TypeVar of `typing` has a default only from Python 3.13 on.
     ConfigT = TypeVar("ConfigT", default=Any)
 else:
     from typing import TypeVar

@@ -250,6 +250,7 @@ def main() -> None:
     def fail(sentence: str) -> NoReturn:
         answers.write(sentence.encode())
         answers.flush()
+        # Also in the timer's thread, where `sys.exit` would end that thread alone.
         os._exit(CANNOT)
 
     late = f"--cluster {placing.address}: no Ray answered there within {CONNECT_SECONDS:.0f} s: check address and token"
@@ -261,6 +262,7 @@ def main() -> None:
         connect(placing)
         timer.cancel()
         asyncio.run(PlacedHosts(placing, reachable(placing.url)).keep())
+    # `keep` raises a group, because of its TaskGroup. `except*` takes a bare exception, too.
     except* Impossible as group:
         fail(str(group.exceptions[0]))
 

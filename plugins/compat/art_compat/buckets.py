@@ -168,6 +168,7 @@ class Buckets(core.Backend):
         key = self._connection.api_key
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", COMMAND, *arguments, "--url", self._connection.base_url),
+            # `art` reads its key from this variable only. Other users can see a process's arguments.
             env=os.environ | ({"ART_API_KEY": key} if key else {}),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

@@ -67,6 +67,7 @@ class Model(core.Model[ConfigT], Generic[ConfigT]):
         trajectories, metrics = trajectories or (), metrics or {}
         summed = {key: value for key, value in metrics.items() if key.startswith(SUMMED) and "/cum/" not in key}
         if self._metrics is not None or summed:
+            # ART counts costs in the contexts "train" and "eval".
             builder = self.metrics_builder({"val": "eval", "test": "eval"}.get(split, split))
             collected, undo = builder.take(summed)
             with contextlib.ExitStack() as on_failure:

@@ -36,6 +36,7 @@ class MlflowRun:
             runs = [self._client.create_run(experiment, tags=tags, run_name=record.name)]
         self._id = runs[0].info.run_id
         self._parameters = set(runs[0].data.params)
+        # An earlier program has ended the run (`close`).
         self._client.update_run(self._id, status="RUNNING")
 
     def log(self, record: StepRecord) -> None:

@@ -18,6 +18,7 @@ class TensorBoardRun:
     def log(self, record: StepRecord) -> None:
         for name, value in record.metrics.items():
             self._writer.add_scalar(name, value, record.step)
+        # TensorBoard's writer keeps events for up to two minutes.
         self._writer.flush()
 
     def close(self) -> None:

@@ -36,6 +36,7 @@ class _RandomIds:
     with the same seed would then have equal idempotency keys and session names."""
 
     def generate_span_id(self) -> int:
+        # 0 is OpenTelemetry's invalid id.
         return secrets.randbits(64) or 1
 
     def generate_trace_id(self) -> int:
@@ -60,7 +61,9 @@ class Tracing:
         resources = import_library("opentelemetry.sdk.resources", "otlp")
         self._warning = OneWarning("otlp")
         resource = resources.Resource.create({"service.name": service})
+        # Once more, because `create` prefers its argument to OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES.
         named = resource.merge(resources.OTELResourceDetector().detect())
+        # The program or server closes the tracer, with a limit. The provider's own shutdown at the exit has none.
         provider = sdk.TracerProvider(resource=named, shutdown_on_exit=False, id_generator=_RandomIds())
         exporter: Any = import_library(EXPORTER, "otlp").OTLPSpanExporter()
         failure = export.SpanExportResult.FAILURE
@@ -131,6 +134,7 @@ class Tracing:
 
     def _context(self, link: str) -> Any:
         trace, span = (int(part, 16) for part in link.split("-"))
+        # 1: sampled. A span that is not sampled has no link.
         return self.api.SpanContext(trace, span, is_remote=True, trace_flags=self.api.TraceFlags(1))
 
 
@@ -165,6 +169,7 @@ class OpenTelemetrySpan:
         self.span.end()
 
     def __enter__(self) -> Self:
+        # An exception's message can contain text of a conversation.
         current = self._current = self._tracing.api.use_span(self.span, record_exception=False)
         current.__enter__()
         return self
@@ -176,6 +181,7 @@ class OpenTelemetrySpan:
         traceback: TracebackType | None,
     ) -> None:
         assert self._current is not None, "a span is left after it was entered"
+        # Without the error, whose message OpenTelemetry would write into the span's status.
         self._current.__exit__(None, None, None)
         self.end(None if kind is None else kind.__name__)
 

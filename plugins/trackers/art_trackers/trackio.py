@@ -39,6 +39,7 @@ def _open(record: StepRecord) -> Any:
         name=record.name,
         config=dict(record.config),
         resume="allow",
+        # In a notebook Trackio would show its dashboard at each opening of a run.
         embed=False,
         auto_log_gpu=False,
         auto_log_cpu=False,

@@ -51,11 +51,13 @@ class WandbRun:
                 finish_timeout=FINISH_SECONDS,
             ),
         )
+        # W&B's own step must always rise, and a log call may be about an earlier step.
         self._run.define_metric("*", step_metric="training_step")
         where = self._run.dir if self._run.offline else self._run.url
         logger.info("tracker wandb: %s/%s is at %s", record.project, record.name, where)
 
     def log(self, record: StepRecord) -> None:
+        # W&B refuses to change a value otherwise, and the next train call may have another configuration.
         self._run.config.update(dict(record.config), allow_val_change=True)
         values: dict[str, Any] = {"training_step": record.step, **record.metrics}
         if rows := list(record.rollouts()):

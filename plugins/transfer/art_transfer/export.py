@@ -57,9 +57,11 @@ def write_merged(content: Path, description: Description, folder: Path) -> None:
         )
     dtype = config.get_text_config().dtype or torch.float32
     model = PeftModel.from_pretrained(load_base(str(base.path), dtype, torch.device("cpu")), content)
+    # `safe_merge`: PEFT checks the merged weights for NaN.
     model.merge_and_unload(safe_merge=True).save_pretrained(folder)
     for pattern in SMALL_FILES:
         for file in base.path.glob(pattern):
+            # These describe files of weights that the new folder does not have.
             is_of_weights = file.name.endswith(".index.json") or file.name == OTHER_CONFIG
             if not is_of_weights and not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)

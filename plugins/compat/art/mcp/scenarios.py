@@ -159,6 +159,7 @@ async def _ask(model: Model, prompt: str) -> str:
     request = {
         "model": model.inference_model_name,
         "messages": [{"role": "user", "content": prompt}],
+        # OpenAI's o-series refuses the older name, `max_tokens`.
         "max_completion_tokens": MAX_TOKENS,
     }
     try:
@@ -176,6 +177,7 @@ async def _ask(model: Model, prompt: str) -> str:
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    # OpenAI's strict schemas have both in each object.
     strict = {"required": list(properties), "additionalProperties": False}
     return {"type": "object", "properties": properties, **strict}
 

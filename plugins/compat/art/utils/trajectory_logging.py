@@ -30,6 +30,7 @@ def deserialize_trajectory_groups(serialized: str) -> list[TrajectoryGroup]:
     Raises:
         ValueError: a line is not JSON, or its trajectories are invalid.
     """
+    # Not `splitlines`, which also cuts at U+2028 in a text.
     rows = [read_row(line) for line in serialized.split("\n") if line.strip()]
     return [_to_group(row) for row in rows]
 

@@ -25,6 +25,7 @@ class InProcessHarness(vf.Harness[InProcessConfig]):
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
     SUPPORTS_RESUME = True
+    # verifiers would warn of a harness in the subprocess runtime whose model runs code on this machine.
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 

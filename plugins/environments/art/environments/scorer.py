@@ -39,6 +39,7 @@ def serve(program: ProgramConnection) -> None:
         while True:
             generator, settings, entry, answer = program.recv()
             try:
+                # Settings as bytes: `lru_cache` takes arguments with a hash only.
                 dataset = load_dataset(generator, pickle.dumps(settings))
             except Exception as error:
                 reply: str | float = f"{type(error).__name__}: {error}"

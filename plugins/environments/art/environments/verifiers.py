@@ -161,6 +161,7 @@ class VerifiersEnvironment:
         return [
             (trace.agent.name, await _to_trajectory(model, trace))
             for trace in episode.traces
+            # An environment marks agents such as judges as not trainable, and an agent may be configured with another model.
             if trace.agent.trainable and trace.agent.config.model == name
         ]
 
@@ -206,6 +207,7 @@ def _with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
     """The configuration with a harness and a runtime for the agents that have none."""
     taskset, environment = raw.get("taskset") or {}, raw.get("id") or ""
     identity = taskset.get("id", "") if isinstance(taskset, Mapping) else taskset.id
+    # A taskset that brings its own harness is also the id of this harness.
     has_harness = default_harness_id(identity) == identity
     for name, field in env_config_type(identity, environment).model_fields.items():
         default = field.default
@@ -215,6 +217,7 @@ def _with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
         settings = agent.model_dump(exclude_unset=True) if isinstance(agent, AgentConfig) else dict(agent)
         if default.harness is None and not has_harness:
             settings.setdefault("harness", {"id": OWN_HARNESS})
+        # verifiers' default is a sandbox in Prime Intellect's cloud.
         if isinstance(default.runtime, PrimeConfig):
             settings.setdefault("runtime", SubprocessConfig().model_dump())
         raw[name] = settings

@@ -150,6 +150,7 @@ def _target(kind: Kind, type_name: str) -> tuple[str, str] | None:
 
 def _entries() -> dict[str, str]:
     """The entry points of all installed packages."""
+    # An entry point may name extras in brackets behind its object.
     return {entry_point.name: entry_point.value.split("[")[0].strip() for entry_point in entry_points(group=GROUP)}
 
 

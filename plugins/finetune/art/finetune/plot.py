@@ -14,6 +14,7 @@ MEAN, TRAINED, VALIDATION = "#b3541e", "#2d7d5a", "#8a3f8f"
 
 def draw(state: State) -> bytes:
     """The plot as a PNG file."""
+    # Not of pyplot, which keeps each figure in memory until the figure is closed.
     figure: Any = Figure(figsize=(9, 5.25), layout="constrained")  # Any: matplotlib declares options as unknown
     axes = figure.subplots()
     means = {row.epoch: row.avg_reward for row in state.epochs if row.avg_reward is not None}

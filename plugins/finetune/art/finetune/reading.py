@@ -328,6 +328,7 @@ class _Reader:
         if node.id == "scalar":
             if node.tag not in TEXT_TAGS:
                 return self._yaml.constructor.construct_object(node)
+            # In ruamel.yaml only a text without quotes, and not in a block, has no style.
             return Quoted(node.value) if node.style else node.value  # a date stays a text too
         if node.tag not in COLLECTION_TAGS:
             self._yaml.constructor.construct_undefined(node)

@@ -243,6 +243,7 @@ class BackendSection(Section):
             raise ValueError("url stands in place of ip and port: leave one of the two out")
         if self.port is not None and self.ip is None:
             raise ValueError("ip is missing: add the address of the server, such as localhost")
+        # Raises for names that the server would refuse.
         art.TrainableModel(name=self.name, project=self.project, base_model=self.base_model)
         return self
 

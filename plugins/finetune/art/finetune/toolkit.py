@@ -41,6 +41,7 @@ def _names(kind: Kind) -> list[str]:
         return []
     registry = _registry()
     registered = registry.get_registered_functions() if kind == "workflow" else registry.get_registered_evaluators()
+    # A file may name a component alone or with its package, `package/name`.
     return sorted({name for info in registered for name in (info.local_name, info.full_type)})
 
 
@@ -105,6 +106,7 @@ async def building(
     async with WorkflowEvalBuilder.from_config(checked) as builder:
         workflow = None
         if has_workflow:
+            # 0: no limit, because the gather call limits the rollouts.
             workflow = _workflow(await SessionManager.create(checked, builder, max_concurrency=0))
         yield workflow, {name: _evaluator(name, builder.get_evaluator(name)) for name in evaluators}
 
@@ -124,6 +126,7 @@ def _workflow(sessions: Any) -> Workflow:
 
     async def play(call: Call) -> Any:
         async with (
+            # A workflow that the toolkit builds for each user needs an id. Each rollout gets a workflow of its own.
             sessions.session(user_id=uuid.uuid4().hex) as session,
             session.run(call.row.question) as runner,
         ):

@@ -116,6 +116,7 @@ class ArtTrainer(Part):
         run = self.context
         rewards = [[trajectory.reward for trajectory in group] for group in groups]
         chosen = curriculum.choose(run.curriculum, rewards, epoch, f"{run.seed}/{epoch}")
+        # A trajectory whose siblings have failed has nothing to be compared with.
         least = min(2, run.config.builder.num_generations)
         chosen = [chosen_group for chosen_group in chosen if len(chosen_group.trajectories) >= least]
         return chosen if _have_signal(_parts_of(groups, chosen)) else []
@@ -124,6 +125,7 @@ class ArtTrainer(Part):
         """The step that is trained on the epoch; None if the epoch has nothing to train."""
         if not epoch.chosen:
             return None
+        # Before the call: the next start of a killed run then repeats it, even if the model has moved (`_begin`).
         self.context.folder.save(is_submitted=True)
         # Loads matplotlib for the plot, which takes half a second, while this process waits for the job.
         threading.Thread(target=importlib.import_module, args=("art.finetune.plot",)).start()
@@ -191,6 +193,7 @@ class ArtTrainer(Part):
                 max_concurrent_rollouts=run.config.eval.general.max_concurrency,
                 pbar_desc="validation",
             )
+        # `runs.connected` ends the run with NoServer.
         except art.ArtConnectionError:
             raise
         except Exception as error:

@@ -185,6 +185,7 @@ class Judge:
         try:
             async with self._turn():
                 create = chat.with_raw_response.create  # raw, because openai does not validate the answer
+                # `create` has no parameters for the fields of other endpoints. It adds `extra_body` to the request as it is.
                 answer = await create(model=name, messages=messages, extra_body=body)
             completion = json.loads(answer.http_response.content)
         except APIStatusError as error:

@@ -34,6 +34,7 @@ def schema_of(ids: Sequence[str]) -> dict[str, Any]:
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    # OpenAI's strict schemas have both in each object.
     strict = {"required": list(properties), "additionalProperties": False}
     return {"type": "object", "properties": properties, **strict}
 

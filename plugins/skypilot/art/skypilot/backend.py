@@ -50,6 +50,7 @@ class SkyPilotBackend(art.Backend):
         trackers: Sequence[str] = (),
         on_step: OnStep | None = None,
     ) -> None:
+        # The tunnel's address replaces this one in `_open_tunnel`.
         super().__init__("http://127.0.0.1:0", trackers=trackers, on_step=on_step)
         self._cluster_name = cluster_name
         self._sky = import_sky()
@@ -105,6 +106,7 @@ class SkyPilotBackend(art.Backend):
             await backend._open_tunnel()
             await backend._wait_until_ready(job, start_timeout_seconds, tail_logs)
             if not is_new:
+                # The server has the key of the program that started it.
                 key = (await run_ssh(cluster_name, READ_KEY)).strip()
             backend._connection.api_key = key
             await backend._connection.close()  # the next request opens a client with the key
@@ -150,6 +152,7 @@ class SkyPilotBackend(art.Backend):
 
     async def _open_tunnel(self) -> None:
         await run_process([*SKY, "status", self._cluster_name])  # writes the entry for ssh
+        # If ssh cannot connect, this raises its reason. A tunnel would try again without an end.
         await run_ssh(self._cluster_name, "true")
         self._tunnel = Tunnel(self._cluster_name, SERVER_PORT)
         self._connection.base_url = self._tunnel.url

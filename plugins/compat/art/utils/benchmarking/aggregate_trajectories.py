@@ -39,4 +39,5 @@ async def load_latest_metrics(
     if table.is_empty():
         return table
     of_split = table.filter(pl.col("split") == split)
+    # The table is sorted by step, so the last row of a model is of its newest step.
     return of_split.group_by("model", maintain_order=True).last().sort("model")

@@ -15,4 +15,5 @@ def filter_rename_model_split(df: pl.DataFrame, models: Iterable[BenchmarkModelK
         )
         for key in models
     ]
+    # polars refuses to concatenate an empty list.
     return pl.concat(parts) if parts else df.clear()

@@ -65,6 +65,7 @@ async def load_trajectories(
         names |= {name: None for name in row if name not in COLUMNS}
     numbers = ("metric_", "group_metric_")
     extra = {name: pl.Float64() if name.startswith(numbers) else TEXT for name in names}
+    # Without a schema polars takes the types from the first 100 rows.
     return pl.DataFrame(rows, schema={**COLUMNS, **extra}) if rows else pl.DataFrame()
 
 
