@@ -91,8 +91,7 @@ def _line(kind: type[BaseModel], fields: dict[str, Any], prefix: str) -> bytes:
 
 
 def _invalid_path(group: TrajectoryGroup, group_path: str) -> str:
-    """The path of the first part of a group that JSON cannot hold, such as a NumPy integer in `metadata`, or half of a
-    surrogate pair in a message."""
+    """The path of the first part of a group that JSON cannot hold, such as half of a surrogate pair in a message."""
     parts: dict[str, BaseModel] = {
         f"{group_path}.trajectories[{index}]": trajectory for index, trajectory in enumerate(group.trajectories)
     }

@@ -2,7 +2,7 @@
 
 A capture returns these answers where no registered model answered, for example to compare a prompted model with the trained
 model, or to collect demonstrations. A capture with answers of registered models leaves out the answers of other servers,
-which are often a judge's. Only httpx is read, which OpenAI's client and LiteLLM use.
+which are often a judge's. Only httpx and httpx2 are read, which OpenAI's client and LiteLLM use.
 """
 
 import functools

@@ -129,7 +129,7 @@ class LocalBackend(Backend):
                     await self._connection.request("GET", "/health", timeout_seconds=10, reconnect_seconds=0)
                     return
                 except ArtConnectionError:
-                    pass  # the server writes its address a moment before it listens
+                    pass  # the server is too busy to answer, or has died
             await asyncio.sleep(0.1)
         raise ArtError(f"art-server was not ready after {self._start_timeout_seconds:.0f} s.\n{self._log_tail()}")
 

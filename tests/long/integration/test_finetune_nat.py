@@ -113,6 +113,36 @@ def reports(server: Server, project: str, name: str) -> list[dict[str, Any]]:
         return [client.get(f"/api/jobs/{row['job_id']}").json()["report"] for row in rows if "job_id" in row]
 
 
+FAILING_EVALUATOR = """
+import asyncio
+from types import SimpleNamespace
+from art.finetune import toolkit
+from art.finetune.rows import DatasetRow
+from nat.plugins.eval.data_models.evaluator_io import EvalOutputItem
+from nat.plugins.eval.evaluator.base_evaluator import BaseEvaluator
+
+class Fails(BaseEvaluator):
+    async def evaluate_item(self, item):
+        if item.output_obj != "good":
+            raise RuntimeError("the judge is down")
+        return EvalOutputItem(id=item.id, score=0.0, reasoning={"error": "wrong answer"})
+
+evaluate = toolkit._evaluator("judge", SimpleNamespace(evaluate_fn=Fails().evaluate))
+row = DatasetRow(id="0", question="q", answer="a", columns={})
+print(asyncio.run(evaluate(row, "good", None)))
+try:
+    asyncio.run(evaluate(row, "bad", None))
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_an_evaluator_that_fails_is_no_reward(art: Path) -> None:
+    python = art.with_name("python")
+    printed = subprocess.run([python, "-c", FAILING_EVALUATOR], check=True, capture_output=True, text=True).stdout
+    assert printed.splitlines() == ["0.0", "evaluator 'judge' failed: the judge is down"]
+
+
 def test_a_workflow_learns_from_its_file(art: Path, server: Server, tmp_path: Path) -> None:
     rows = finetune(art, server, tmp_path / "out", str(CONFIGS / "tic_tac_toe.yml"))
     rewards = [row["avg_reward"] for row in rows]

@@ -24,6 +24,7 @@ from art.finetune.sections import TOOLKIT_SECTIONS, Component, Config
 from art.finetune.workflows import WORKFLOW, Call, Workflow, current_function
 
 PACKAGES = ("nat.builder", "nat.plugins.eval")
+CAUGHT = "Evaluator error: "
 ROOT = "root"
 """The toolkit's name for the level outside of all functions."""
 
@@ -155,8 +156,18 @@ def _evaluator(name: str, info: Any) -> Evaluator:
         )
         evaluation = await info.evaluate_fn(EvalInput(eval_input_items=[item]))
         (result,) = evaluation.eval_output_items
-        if result.error:
-            raise ValueError(f"evaluator {name!r} failed: {result.error}")
+        error = result.error or _caught_error(result.reasoning)
+        if error:
+            raise ValueError(f"evaluator {name!r} failed: {error}")
         return result.score
 
     return evaluate
+
+
+def _caught_error(reasoning: Any) -> str | None:
+    """The error that the toolkit's `BaseEvaluator.evaluate` caught: it gives a score of 0 with the error as reason, and leaves
+    `error` empty. `{"error": "Evaluator error: no answer"} -> "no answer"`."""
+    if not isinstance(reasoning, dict) or reasoning.keys() != {"error"}:
+        return None
+    text = str(reasoning["error"])
+    return text.removeprefix(CAUGHT) if text.startswith(CAUGHT) else None
