@@ -290,9 +290,14 @@ class JobQueue:
         """Marks a job as running; returns False if the job has ended meanwhile."""
         values = {"state": "running", "target_step": target_step} | NO_PROGRESS
         with self._lock:
-            for job in self._waiting("job_id = ? AND state IN ('queued', 'running') AND begins IS NULL", job_id):
-                values["begins"], values["ends"] = self._order.begin(job)
-            return self._update(job_id, values, PENDING)
+            new = self._waiting("job_id = ? AND state IN ('queued', 'running') AND begins IS NULL", job_id)
+            for job in new:
+                values["begins"], values["ends"] = self._order.times(job)
+            is_pending = self._update(job_id, values, PENDING)
+            # After the write, which the disk may refuse: the next try would charge the project again.
+            for job in new:
+                self._order.begin(job)
+            return is_pending
 
     def set_progress(self, job_id: str, phase: str, completed: int | None = None, total: int | None = None) -> None:
         """Writes the progress of a running job. A power loss may undo the write."""
