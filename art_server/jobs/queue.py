@@ -150,7 +150,8 @@ class JobQueue:
         with self._lock, database_errors("the job"):
             for job in self._select(f"{OF_KEY} AND state = 'failed' AND batch IS NOT NULL", model, key):
                 self._check_acceptable(model, job.expected_step, newest_step)
-                values = {"state": "queued", "attempts": "{}", "place": None, "finished_at": None}
+                values = {"state": "queued", "attempts": "{}", "finished_at": None}
+                values |= {"place": None, "begins": None, "ends": None}
                 self._update(job.job_id, values | NO_PROGRESS, ("failed",))
                 return self.get(job.job_id)
         return None

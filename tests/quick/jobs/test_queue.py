@@ -316,6 +316,21 @@ def test_a_project_is_charged_once_for_a_job_whose_start_is_not_written_at_first
     queue.database.close()
 
 
+def test_a_failed_job_that_runs_again_waits_its_turn_and_is_charged(tmp_path: Path) -> None:
+    queue = open_queue(tmp_path)
+    failed, other = add_large(queue, "a", "k"), add_large(queue, "b")
+    assert queue.set_running(failed, 1)
+    queue.set_failed(failed, NO_ROOM)
+    assert queue.revive(number_of(queue, "m", "a"), "k", lambda: 0) is not None
+    assert in_order(queue) == [other, failed], "project a had a job already"
+    for job in (other, failed):
+        assert queue.set_running(job, 1)
+        queue.set_done(job, {}, JobReport())
+    jobs = [add_large(queue, project) for project in ("a", "b", "b")]
+    assert in_order(queue) == [jobs[1], jobs[0], jobs[2]]
+    queue.database.close()
+
+
 def test_progress_and_retries_are_in_the_row(tmp_path: Path) -> None:
     queue = open_queue(tmp_path)
     job = add(queue).job_id
