@@ -63,7 +63,7 @@ for line in sys.stdin:
     elif order == "nonsense":
         print("hello", flush=True)
     elif order == "long":
-        print("x" * int(sys.argv[2]), flush=True)
+        print("x" * (int(sys.argv[2]) + 1), flush=True)
     elif order == "hang":
         child = subprocess.Popen(["sleep", "1000"])
         answer(event="progress", phase=str(child.pid), completed=0, total=1)
