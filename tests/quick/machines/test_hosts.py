@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import pytest
 
@@ -276,6 +277,33 @@ async def test_a_machine_that_is_silent_is_lost_and_joins_anew(tmp_path: Path, m
 
         await is_lost_and_joins_anew(here.clock)
         await is_lost_and_joins_anew(here.hosts_clock)
+
+
+async def test_a_binary_frame_ends_the_connection_and_is_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"authorization": "Bearer joins"}
+    async with house(tmp_path, monkeypatch) as here, aiohttp.ClientSession(here.url, headers=headers) as session:
+        async with session.ws_connect(orders.JOIN) as connection:
+            await connection.send_bytes(b"{}")
+            refusal = orders.FROM_SERVER.validate_json(await connection.receive_str())
+            assert refusal == orders.Refusal(reason="it sent no greeting, but a binary frame")
+        async with session.ws_connect(orders.JOIN) as connection:
+            greeting = orders.Greeting(
+                name="one",
+                address="127.0.0.1",
+                port=int(here.url.rpartition(":")[2]),
+                device="cpu",
+                without_bfloat16="",
+                engines=0,
+                ranks=0,
+                versions=host_module.versions(),
+            )
+            await connection.send_str(greeting.model_dump_json())
+            assert orders.FROM_SERVER.validate_json(await connection.receive_str()) == orders.Welcome()
+            await connection.send_bytes(b"{}")
+            assert {message.type async for message in connection} <= {aiohttp.WSMsgType.TEXT}
+        assert "host one is lost: it sent an unknown message: a binary frame" in caplog.messages
 
 
 async def test_files_pass_for_hosts_only_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
