@@ -38,7 +38,7 @@ from art_server.machines.orders import (
     Refusal,
     Welcome,
 )
-from art_server.process.children import PARENT_VARIABLE, Children, be_child
+from art_server.process.children import PARENT_VARIABLE, Children, be_child, set_up_logs
 from art_server.process.installation import check_builds, check_system, installed_builds
 from art_server.shared.clock import REAL, Clock
 from art_server.shared.image_operators import installed_versions
@@ -298,9 +298,7 @@ def main(arguments: Sequence[str]) -> None:
         folder = flags.path
         os.umask(0o077)
         lock = files.lock_folder(folder)
-        logging.basicConfig(
-            level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-        )
+        set_up_logs()
         children = Children(folder, folder / "logs")
         children.reap()
         with contextlib.suppress(KeyboardInterrupt):
