@@ -138,7 +138,7 @@ async def test_an_upload_that_is_cancelled_at_its_start_closes_its_file(
     opened: list[IO[Any]] = []
 
     def note(file: Path, mode: str) -> IO[Any]:
-        opened.append(open(file, mode))
+        opened.append(open(file, mode))  # noqa: SIM115
         return opened[-1]
 
     async def silent() -> AsyncIterator[bytes]:
