@@ -21,6 +21,7 @@ from pathlib import Path
 import aiohttp
 
 from art_server import __version__
+from art_server.engine.command import remove_run_dirs
 from art_server.engine.device.assignment import gpu_without_bfloat16
 from art_server.engine.device.detection import Machine, detect
 from art_server.errors import ServerError, UsageError
@@ -301,6 +302,7 @@ def main(arguments: Sequence[str]) -> None:
         set_up_logs()
         children = Children(folder, folder / "logs")
         children.reap()
+        remove_run_dirs(folder)
         with contextlib.suppress(KeyboardInterrupt):
             host = Host(url=url, token=token, offer=offer, folder=folder, children=children)
             asyncio.run(host.run_forever())

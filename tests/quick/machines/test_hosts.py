@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from art_server.machines import host as host_module
 from art_server.machines import hosts as hosts_module
 from art_server.machines import joined as joined_module
 from art_server.machines import orders
-from art_server.machines.host import NAME_SECONDS
+from art_server.machines.host import NAME_SECONDS, Host
 from art_server.machines.joined import HostProcess
 from art_server.machines.on_host import OnHost
 from art_server.machines.orders import SILENCE_SECONDS
@@ -260,6 +261,28 @@ async def test_a_delivery_that_takes_too_long_costs_the_engine_and_not_the_machi
         await host.free_port()
         await until(lambda: folders_of(tmp_path / "slow") == copies)
         assert host.reason == "" and replica.num_starts == 1
+
+
+async def test_the_sockets_of_a_killed_host_are_removed_at_its_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(sockets))
+    async with house_with_an_engine(tmp_path, monkeypatch) as here:
+        (run_dir,) = [folder for folder in sockets.iterdir() if (folder / "records.sock").exists()]
+        await here.end("one")
+    assert not run_dir.exists()
+    run_dir.mkdir()  # as SIGKILL leaves it
+    (tmp_path / "key").write_text("joins")
+
+    async def end_at_once(_: Host) -> None: ...
+
+    monkeypatch.setattr(Host, "run_forever", end_at_once)
+    monkeypatch.setattr(os, "umask", lambda _: 0)  # the tests go on in this process
+    flags = ["--join", here.url, "--token-file", str(tmp_path / "key"), "--path", str(tmp_path / "one")]
+    await asyncio.to_thread(host_module.main, flags)
+    assert not run_dir.exists()
 
 
 async def test_a_machine_that_is_silent_is_lost_and_joins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
