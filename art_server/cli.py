@@ -13,7 +13,7 @@ from art_server import __version__
 from art_server.engine.device.assignment import check_flags
 from art_server.errors import ServerError, UsageError, missing_extra
 from art_server.flags import parse
-from art_server.process.children import collect_seldom, take_turns_often, wake_in_batches
+from art_server.process.children import collect_seldom, set_up_logs, take_turns_often, wake_in_batches
 from art_server.process.installation import check_builds, check_system, installed_builds
 from art_server.settings import ServerConfig
 from art_server.store import files
@@ -174,16 +174,6 @@ def own_address(url: str, inference_url: str) -> dict[str, Any]:
         "inference_url": inference_url,
         "started_at": time.time(),
     }
-
-
-def set_up_logs() -> None:
-    """Sends the server's logs to stderr."""
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def address(config: ServerConfig, opened: socket.socket) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from art_server.engine.command import remove_run_dirs
 from art_server.engine.device.assignment import (
     check_devices,
     device_environment,
@@ -17,7 +18,7 @@ from art_server.engine.device.assignment import (
 from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.device.detection import detect, machine_without_gpus
 from art_server.engine.device.owner import AllDevices, DeviceOwner
-from art_server.engine.engine import Engine, remove_run_dirs
+from art_server.engine.engine import Engine
 from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import InvalidInput

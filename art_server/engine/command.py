@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from art_server.shared.switches import (
     SWITCH,
 )
 from art_server.shared.work_counters import FILE_VARIABLE, make_file
+from art_server.store import files
 from art_server.store.base_facts import Facts, Parsers
 from art_server.store.base_models import BaseModel, has_other_format, weight_bytes
 
@@ -94,6 +97,25 @@ class EngineProgram:
             work_file=work_file,
             endpoint=Endpoint("http://engine", socket_path),
         )
+
+
+def make_run_dir(owner: Path, name: str) -> Path:
+    """Makes a private folder for the sockets of an engine, in the system's temporary folder because a socket's path has at most
+    107 characters (unix(7)). A note in `owner`, the folder of the server or host, names the private folder."""
+    folder = Path(tempfile.mkdtemp(prefix="art-"))
+    note = owner / ("run_dir" if name == "engine" else f"run_dir-{name}")
+    files.write_file(note, f"{folder}\n{owner.resolve()}".encode())
+    return folder
+
+
+def remove_run_dirs(owner: Path) -> None:
+    """Removes the private folders that an earlier, killed server or host left, but not if `owner` is a copy of another one's
+    folder."""
+    for note in owner.glob("run_dir*"):
+        last, _, noted_owner = note.read_text().partition("\n")
+        if noted_owner == str(owner.resolve()):
+            shutil.rmtree(last, ignore_errors=True)
+        note.unlink()
 
 
 def seq_length(config: ServerConfig, base: BaseModel, device: Device) -> int | None:

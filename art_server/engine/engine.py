@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 
 from art_protocol.log_file import LogFile
-from art_server.engine.command import EngineProgram, notes_on_device, seq_length
+from art_server.engine.command import EngineProgram, make_run_dir, notes_on_device, seq_length
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.device.plan import MemoryPlan
 from art_server.engine.failures import find_cause, refusal_of
@@ -36,7 +36,6 @@ from art_server.shared.clock import REAL, Clock
 from art_server.shared.engine_messages import new_request_id
 from art_server.shared.same_policy import find_fault
 from art_server.shared.trainer_messages import MismatchLimits
-from art_server.store import files
 from art_server.store.base_models import BaseModel
 from art_server.store.model_folder import (
     ADAPTER_FILE,
@@ -851,21 +850,3 @@ def make_scaled_adapter(source: Path, target: Path, factor: int) -> None:
 
 def is_running(task: asyncio.Task[None] | None) -> bool:
     return task is not None and not task.done()
-
-
-def make_run_dir(server_dir: Path, name: str) -> Path:
-    """Makes a private folder for an engine's sockets, in the system's temporary folder because a socket's path must be
-    short."""
-    folder = Path(tempfile.mkdtemp(prefix="art-"))
-    note = server_dir / ("run_dir" if name == "engine" else f"run_dir-{name}")
-    files.write_file(note, f"{folder}\n{server_dir.resolve()}".encode())
-    return folder
-
-
-def remove_run_dirs(server_dir: Path) -> None:
-    """Removes the folders that an earlier, killed server left, but not if `server_dir` is a copy of another server's."""
-    for note in server_dir.glob("run_dir*"):
-        last, _, owner = note.read_text().partition("\n")
-        if owner == str(server_dir.resolve()):
-            shutil.rmtree(last, ignore_errors=True)
-        note.unlink()

@@ -27,12 +27,14 @@ class FairOrder:
     finishes: dict[str, float] = field(default_factory=dict)
     """When the last job of each project ends."""
 
-    def begin(self, job: WaitingJob) -> tuple[float, float]:
-        """Takes the job as the next one. Returns when it begins and ends."""
+    def times(self, job: WaitingJob) -> tuple[float, float]:
+        """When the job begins and ends if it is the next one."""
         begins = max(self.began, self.finishes.get(job.project, 0.0))
-        ends = begins + job.num_tokens / self.weights.get(job.project, 1.0)
-        self.began, self.finishes[job.project] = begins, ends
-        return begins, ends
+        return begins, begins + job.num_tokens / self.weights.get(job.project, 1.0)
+
+    def begin(self, job: WaitingJob) -> None:
+        """Takes the job as the next one."""
+        self.began, self.finishes[job.project] = self.times(job)
 
     def sort(self, jobs: Iterable[WaitingJob]) -> list[WaitingJob]:
         """The jobs in the order in which they will begin, if no other job comes. `jobs` are in the order of the queue. A job
@@ -46,8 +48,8 @@ class FairOrder:
         def push(project: str) -> None:
             if of_project[project]:
                 number, job = of_project[project][0]
-                begins = max(order.began, order.finishes.get(project, 0.0))
-                heapq.heappush(heads, (begins if job.begins is None else job.begins, number, project))
+                begins = order.times(job)[0] if job.begins is None else job.begins
+                heapq.heappush(heads, (begins, number, project))
 
         for project in of_project:
             push(project)

@@ -150,7 +150,8 @@ class JobQueue:
         with self._lock, database_errors("the job"):
             for job in self._select(f"{OF_KEY} AND state = 'failed' AND batch IS NOT NULL", model, key):
                 self._check_acceptable(model, job.expected_step, newest_step)
-                values = {"state": "queued", "attempts": "{}", "place": None, "finished_at": None}
+                values = {"state": "queued", "attempts": "{}", "finished_at": None}
+                values |= {"place": None, "begins": None, "ends": None}
                 self._update(job.job_id, values | NO_PROGRESS, ("failed",))
                 return self.get(job.job_id)
         return None
@@ -290,9 +291,14 @@ class JobQueue:
         """Marks a job as running; returns False if the job has ended meanwhile."""
         values = {"state": "running", "target_step": target_step} | NO_PROGRESS
         with self._lock:
-            for job in self._waiting("job_id = ? AND state IN ('queued', 'running') AND begins IS NULL", job_id):
-                values["begins"], values["ends"] = self._order.begin(job)
-            return self._update(job_id, values, PENDING)
+            new = self._waiting("job_id = ? AND state IN ('queued', 'running') AND begins IS NULL", job_id)
+            for job in new:
+                values["begins"], values["ends"] = self._order.times(job)
+            is_pending = self._update(job_id, values, PENDING)
+            # After the write, which the disk may refuse: the next try would charge the project again.
+            for job in new:
+                self._order.begin(job)
+            return is_pending
 
     def set_progress(self, job_id: str, phase: str, completed: int | None = None, total: int | None = None) -> None:
         """Writes the progress of a running job. A power loss may undo the write."""

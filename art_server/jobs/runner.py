@@ -212,13 +212,16 @@ class JobRunner:
         job = await self.get(job_id)
         if after < 0:
             yield JobEvent(event="accepted", job_id=job_id, report=job.report)
-        while job.state in PENDING:
+        while True:
+            changed = self._changed  # before the row is read, as in `_run_with`
+            job = await self.get(job_id)
+            if job.state not in PENDING:
+                break
             if job.changes != after:
                 yield job.event(await self._find_reason(job))
             after = -1
             async with self._clock.at_most(HEARTBEAT_SECONDS):
-                await self._changed.wait()
-            job = await self.get(job_id)
+                await changed.wait()
         yield job.event()
 
     async def _find_reason(self, job: JobRow) -> str | None:

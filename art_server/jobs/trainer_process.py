@@ -337,7 +337,12 @@ class TrainerProcess:
         logger.info("%s is ready on %s", self.name, self.machine)
 
     async def _receive(self, process: Process) -> Ready | Progress | Learned | Done | Failed:
-        line = await process.read_line()
+        try:
+            line = await process.read_line()
+        except ValueError as error:  # asyncio's readline refuses a line above its limit
+            raise TrainerDied(
+                f"the trainer process was ended: it sent an answer of more than {MAX_ANSWER_BYTES} bytes"
+            ) from error
         # asyncio's readline returns a line without its end only when the stream has ended.
         if not line.endswith(b"\n"):
             status = await process.wait()

@@ -21,6 +21,7 @@ from pathlib import Path
 import aiohttp
 
 from art_server import __version__
+from art_server.engine.command import remove_run_dirs
 from art_server.engine.device.assignment import gpu_without_bfloat16
 from art_server.engine.device.detection import Machine, detect
 from art_server.errors import ServerError, UsageError
@@ -38,7 +39,7 @@ from art_server.machines.orders import (
     Refusal,
     Welcome,
 )
-from art_server.process.children import PARENT_VARIABLE, Children, be_child
+from art_server.process.children import PARENT_VARIABLE, Children, be_child, set_up_logs
 from art_server.process.installation import check_builds, check_system, installed_builds
 from art_server.shared.clock import REAL, Clock
 from art_server.shared.image_operators import installed_versions
@@ -298,11 +299,10 @@ def main(arguments: Sequence[str]) -> None:
         folder = flags.path
         os.umask(0o077)
         lock = files.lock_folder(folder)
-        logging.basicConfig(
-            level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-        )
+        set_up_logs()
         children = Children(folder, folder / "logs")
         children.reap()
+        remove_run_dirs(folder)
         with contextlib.suppress(KeyboardInterrupt):
             host = Host(url=url, token=token, offer=offer, folder=folder, children=children)
             asyncio.run(host.run_forever())

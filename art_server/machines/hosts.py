@@ -23,7 +23,7 @@ from art_server.jobs.trainer import ServerTrainer
 from art_server.jobs.trainer_process import TrainerProcess
 from art_server.ledger.intake import Intake
 from art_server.machines.host import NAME_SECONDS, versions
-from art_server.machines.joined import HostLost, JoinedHost, OrderFailed
+from art_server.machines.joined import HostLost, JoinedHost, OrderFailed, receive_text
 from art_server.machines.obeying import check_path
 from art_server.machines.on_host import OnHost
 from art_server.machines.orders import (
@@ -114,12 +114,15 @@ class Hosts:
         await connection.accept()
         try:
             async with self._clock.timeout(REPLY_SECONDS):
-                greeting = Greeting.model_validate_json(await connection.receive_text())
+                greeting = Greeting.model_validate_json(await receive_text(connection))
         # starlette raises a RuntimeError for a connection that had ended before the call.
         except (WebSocketDisconnect, RuntimeError):
             return
         except (TimeoutError, ValidationError):
             await refuse(connection, "it is another version of art-server than the server: install the same on both")
+            return
+        except ValueError as error:
+            await refuse(connection, f"it sent no greeting, but {error}")
             return
         # ASGI lets a server leave this out.
         server = connection.scope.get("server") or ("127.0.0.1", 0)

@@ -179,7 +179,7 @@ class JoinedHost:
         try:
             while not self.reason:
                 async with self._clock.timeout(SILENCE_SECONDS):
-                    message = FROM_HOST.validate_json(await self._connection.receive_text())
+                    message = FROM_HOST.validate_json(await receive_text(self._connection))
                 self._take(message)
         except TimeoutError:
             self.lose(f"it was silent for {SILENCE_SECONDS:.0f} s")
@@ -358,6 +358,19 @@ class JoinedHost:
     async def free_port(self) -> int:
         """A port of the machine that is free at this moment."""
         return (await self.order(FreePort())).port
+
+
+async def receive_text(connection: WebSocket) -> str:
+    """The text of a host's next message.
+
+    Raises:
+        ValueError: the message is a binary frame.
+        WebSocketDisconnect, RuntimeError: the connection has ended.
+    """
+    try:
+        return await connection.receive_text()
+    except KeyError as error:  # the message of a binary frame has no text (ASGI)
+        raise ValueError("a binary frame") from error
 
 
 def folder_digests(folder: Path, names: Collection[str]) -> Mapping[Path, str]:

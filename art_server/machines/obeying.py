@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import BinaryIO
 import aiohttp
 
 from art_protocol.log_file import LogFile
-from art_server.engine.command import EngineProgram
+from art_server.engine.command import EngineProgram, make_run_dir
 from art_server.engine.device.assignment import device_environment
 from art_server.engine.device.detection import Machine
 from art_server.errors import ServerError
@@ -239,8 +238,7 @@ class Machinery:
         log = LogFile(self._folder / "logs" / f"engine-{order.slot}.log")
         relay = Relay(self._session, order.child)
         async with contextlib.AsyncExitStack() as undo:
-            # In the system's temporary folder, because a socket's path has at most 107 characters (unix(7)).
-            run_dir = Path(tempfile.mkdtemp(prefix="art-"))
+            run_dir = make_run_dir(self._folder, f"engine-{order.slot}")
             undo.callback(shutil.rmtree, run_dir, ignore_errors=True)
             undo.push_async_callback(relay.close)
             # vLLM inherits the descriptor: the port stays bound when this process closes its own.

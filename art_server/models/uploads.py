@@ -108,7 +108,8 @@ async def write_body(body: AsyncIterator[bytes], tar: Path) -> None:
     num_bytes = 0
     with files.disk_errors("the upload"):
         tar.parent.mkdir(parents=True, exist_ok=True)
-        with await asyncio.to_thread(open, tar, "xb") as file:
+        # Opened here, not in a thread: if this task is cancelled meanwhile, nobody would close the thread's file.
+        with open(tar, "xb") as file:  # noqa: ASYNC230
             async for piece in body:
                 num_bytes += len(piece)
                 if num_bytes > MAX_CHECKPOINT_BYTES:

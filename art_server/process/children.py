@@ -73,6 +73,14 @@ def kill_left(leader: int) -> None:
     _kill(_session(leader))
 
 
+def set_up_logs() -> None:
+    """Sends the logs of this process to stderr."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # huggingface_hub's HTTP clients, the first below its version 2: at INFO they log each request.
+    for name in ("httpx", "httpx2"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
 def claim_stdout() -> BinaryIO:
     """The original stdout, for answers only. From here on, everything that libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "wb")

@@ -4,7 +4,6 @@ python -m art_server.trainer.worker '{"base_model": "PATH", "dtype": "float32", 
 """
 
 import importlib
-import logging
 import signal
 import sys
 from types import ModuleType
@@ -12,7 +11,7 @@ from typing import BinaryIO
 
 import torch
 
-from art_server.process.children import be_child, claim_stdout
+from art_server.process.children import be_child, claim_stdout, set_up_logs
 from art_server.shared.trainer_messages import Ready, WorkerConfig
 from art_server.trainer.facts import own_facts
 from art_server.trainer.memory import return_freed_memory
@@ -23,7 +22,7 @@ def main(answers: BinaryIO) -> None:
     config = WorkerConfig.model_validate_json(sys.argv[1])
     be_child()
     return_freed_memory()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logs()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the server repeats it at the first progress of a task

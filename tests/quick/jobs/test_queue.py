@@ -14,7 +14,7 @@ from art_protocol.wire import (
 )
 from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavailable
 from art_server.jobs.job_row import JobRow
-from art_server.jobs.queue import FAILED_PAYLOAD_SECONDS
+from art_server.jobs.queue import FAILED_PAYLOAD_SECONDS, JobQueue
 from art_server.shared.trainer_messages import (
     Batch,
 )
@@ -282,6 +282,52 @@ def test_a_project_that_queues_much_waits_for_one_that_queues_little(tmp_path: P
     late = [put("c"), put("c")]
     order = [waiting.job_id for waiting in queue.waiting()]
     assert order[1] == late[0] and order.index(late[1]) > order.index(light[1]), "it was idle, and saved nothing up"
+    queue.database.close()
+
+
+def add_large(queue: JobQueue, project: str, key: str | None = None) -> str:
+    """A job of 100 tokens."""
+    request = (number_of(queue, "m", project), key, "d", TrainConfig(), replace(PAYLOAD, num_tokens=100), JobReport())
+    return queue.insert(*request).job_id
+
+
+def in_order(queue: JobQueue) -> list[str]:
+    return [waiting.job_id for waiting in queue.waiting()]
+
+
+def test_a_project_is_charged_once_for_a_job_whose_start_is_not_written_at_first(tmp_path: Path) -> None:
+    queue = open_queue(tmp_path)
+    other, refused_at_first = add_large(queue, "b"), add_large(queue, "a")
+    assert queue.set_running(other, 1)
+    queue.set_done(other, {}, JobReport())
+    with sqlite3.connect(tmp_path / ".server" / FILE, isolation_level=None) as locking:
+        locking.execute("BEGIN IMMEDIATE")
+        with refused(Unavailable, "database_locked"):
+            queue.set_running(refused_at_first, 1)
+        locking.execute("ROLLBACK")
+    locking.close()
+    assert queue.set_running(refused_at_first, 1)
+    queue.set_done(refused_at_first, {}, JobReport())
+    jobs = [add_large(queue, project) for project in ("a", "b")]
+    assert in_order(queue) == jobs, "both projects had one job"
+    queue.database.close()
+    queue = open_queue(tmp_path)
+    assert in_order(queue) == jobs
+    queue.database.close()
+
+
+def test_a_failed_job_that_runs_again_waits_its_turn_and_is_charged(tmp_path: Path) -> None:
+    queue = open_queue(tmp_path)
+    failed, other = add_large(queue, "a", "k"), add_large(queue, "b")
+    assert queue.set_running(failed, 1)
+    queue.set_failed(failed, NO_ROOM)
+    assert queue.revive(number_of(queue, "m", "a"), "k", lambda: 0) is not None
+    assert in_order(queue) == [other, failed], "project a had a job already"
+    for job in (other, failed):
+        assert queue.set_running(job, 1)
+        queue.set_done(job, {}, JobReport())
+    jobs = [add_large(queue, project) for project in ("a", "b", "b")]
+    assert in_order(queue) == [jobs[1], jobs[0], jobs[2]]
     queue.database.close()
 
 

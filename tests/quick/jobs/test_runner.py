@@ -403,6 +403,18 @@ async def test_events_are_numbered_and_taken_up_behind_a_number(tmp_path: Path) 
         assert await house.wait(waits) == ["done"]
 
 
+async def test_a_job_that_ends_while_its_client_reads_is_not_missed(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", clock=FakeClock(stands=True)) as house:
+        house.trainer.events = [house.trainer.wait_to_be_cancelled]
+        job = house.add_job("a")
+        await asyncio.wait_for(house.trainer.is_waiting.wait(), PATIENCE_SECONDS)
+        following = house.runner.follow(job)
+        assert [(await anext(following)).event for _ in range(2)] == ["accepted", "progress"]
+        await house.runner.cancel(job)
+        last = await asyncio.wait_for(anext(following), PATIENCE_SECONDS)
+        assert last.error is not None and last.error.code == "cancelled"
+
+
 async def test_what_a_job_waits_for_is_said(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b") as house:
         house.trainer.events = [house.trainer.wait_to_be_cancelled]

@@ -14,6 +14,7 @@ import pytest
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.jobs.trainer_process import (
     FIRST_PROGRESS_SECONDS,
+    MAX_ANSWER_BYTES,
     SHORTEST_LIMIT_SECONDS,
     TIMES_ITS_PACE,
     TrainerDied,
@@ -61,6 +62,8 @@ for line in sys.stdin:
         sys.exit(3)
     elif order == "nonsense":
         print("hello", flush=True)
+    elif order == "long":
+        print("x" * (int(sys.argv[2]) + 1), flush=True)
     elif order == "hang":
         child = subprocess.Popen(["sleep", "1000"])
         answer(event="progress", phase=str(child.pid), completed=0, total=1)
@@ -81,7 +84,7 @@ for line in sys.stdin:
 
 
 def make_trainer(tmp_path: Path, mode: str = "good", **clock: FakeClock) -> TrainerProcess:
-    location = HereInstead(lambda _: [sys.executable, "-c", FAKE, mode])
+    location = HereInstead(lambda _: [sys.executable, "-c", FAKE, mode, str(MAX_ANSWER_BYTES)])
     trainer = TrainerProcess(location=location, log_path=tmp_path / "logs" / "trainer.log", cache_dir=tmp_path, **clock)
     trainer.use(WorkerConfig(base_model="base"))
     return trainer
@@ -185,6 +188,14 @@ async def test_answer_that_is_none_ends_the_process(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     with pytest.raises(TrainerDied, match="hello"):
         await trainer.run(order("nonsense"))
+    await trainer.run(order("a"))
+    await trainer.stop()
+
+
+async def test_an_answer_that_is_too_long_ends_the_process(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(TrainerDied, match=f"an answer of more than {MAX_ANSWER_BYTES} bytes"):
+        await trainer.run(order("long"))
     await trainer.run(order("a"))
     await trainer.stop()
 

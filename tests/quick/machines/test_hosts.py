@@ -4,9 +4,11 @@ import asyncio
 import json
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import pytest
 
@@ -19,7 +21,7 @@ from art_server.machines import host as host_module
 from art_server.machines import hosts as hosts_module
 from art_server.machines import joined as joined_module
 from art_server.machines import orders
-from art_server.machines.host import NAME_SECONDS
+from art_server.machines.host import NAME_SECONDS, Host
 from art_server.machines.joined import HostProcess
 from art_server.machines.on_host import OnHost
 from art_server.machines.orders import SILENCE_SECONDS
@@ -261,6 +263,28 @@ async def test_a_delivery_that_takes_too_long_costs_the_engine_and_not_the_machi
         assert host.reason == "" and replica.num_starts == 1
 
 
+async def test_the_sockets_of_a_killed_host_are_removed_at_its_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(sockets))
+    async with house_with_an_engine(tmp_path, monkeypatch) as here:
+        (run_dir,) = [folder for folder in sockets.iterdir() if (folder / "records.sock").exists()]
+        await here.end("one")
+    assert not run_dir.exists()
+    run_dir.mkdir()  # as SIGKILL leaves it
+    (tmp_path / "key").write_text("joins")
+
+    async def end_at_once(_: Host) -> None: ...
+
+    monkeypatch.setattr(Host, "run_forever", end_at_once)
+    monkeypatch.setattr(os, "umask", lambda _: 0)  # the tests go on in this process
+    flags = ["--join", here.url, "--token-file", str(tmp_path / "key"), "--path", str(tmp_path / "one")]
+    await asyncio.to_thread(host_module.main, flags)
+    assert not run_dir.exists()
+
+
 async def test_a_machine_that_is_silent_is_lost_and_joins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose server is silent ends its children, and joins anew too."""
     async with house_with_an_engine(tmp_path, monkeypatch) as here:
@@ -276,6 +300,33 @@ async def test_a_machine_that_is_silent_is_lost_and_joins_anew(tmp_path: Path, m
 
         await is_lost_and_joins_anew(here.clock)
         await is_lost_and_joins_anew(here.hosts_clock)
+
+
+async def test_a_binary_frame_ends_the_connection_and_is_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"authorization": "Bearer joins"}
+    async with house(tmp_path, monkeypatch) as here, aiohttp.ClientSession(here.url, headers=headers) as session:
+        async with session.ws_connect(orders.JOIN) as connection:
+            await connection.send_bytes(b"{}")
+            refusal = orders.FROM_SERVER.validate_json(await connection.receive_str())
+            assert refusal == orders.Refusal(reason="it sent no greeting, but a binary frame")
+        async with session.ws_connect(orders.JOIN) as connection:
+            greeting = orders.Greeting(
+                name="one",
+                address="127.0.0.1",
+                port=int(here.url.rpartition(":")[2]),
+                device="cpu",
+                without_bfloat16="",
+                engines=0,
+                ranks=0,
+                versions=host_module.versions(),
+            )
+            await connection.send_str(greeting.model_dump_json())
+            assert orders.FROM_SERVER.validate_json(await connection.receive_str()) == orders.Welcome()
+            await connection.send_bytes(b"{}")
+            assert {message.type async for message in connection} <= {aiohttp.WSMsgType.TEXT}
+        assert "host one is lost: it sent an unknown message: a binary frame" in caplog.messages
 
 
 async def test_files_pass_for_hosts_only_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import io
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -130,6 +130,28 @@ async def test_an_upload_that_breaks_leaves_nothing(tmp_path: Path, folder: Mode
             await here.uploads.receive("q", "new", 1, None, broken())
         assert not list((tmp_path / ".server" / "incoming").iterdir())
         assert [model.id for model in here.registry.all()] == ["p/a"]
+
+
+async def test_an_upload_that_is_cancelled_at_its_start_closes_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[IO[Any]] = []
+
+    def note(file: Path, mode: str) -> IO[Any]:
+        opened.append(open(file, mode))  # noqa: SIM115
+        return opened[-1]
+
+    async def silent() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    monkeypatch.setattr(uploads_module, "open", note, raising=False)
+    writing = asyncio.create_task(uploads_module.write_body(silent(), tmp_path / "incoming" / "one.tar"))
+    await asyncio.sleep(0)
+    writing.cancel()
+    await asyncio.wait({writing})
+    await until(lambda: opened)
+    assert [file.closed for file in opened] == [True]
 
 
 async def test_an_upload_waits_for_a_change_of_the_model(tmp_path: Path, folder: ModelFolder) -> None:

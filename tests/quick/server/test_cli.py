@@ -216,3 +216,20 @@ def test_without_its_extra_the_server_says_what_to_install(tmp_path: Path) -> No
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "agent-reinforcement-trainer[server]" in result.stderr
+
+
+def test_a_request_to_the_model_hub_is_not_logged() -> None:
+    program = """
+import http.server, logging, threading
+from art_server.process.children import set_up_logs
+from huggingface_hub.utils import get_session
+set_up_logs()
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+server.RequestHandlerClass.log_message = lambda *_: None
+threading.Thread(target=server.serve_forever, daemon=True).start()
+assert get_session().get(f"http://127.0.0.1:{server.server_port}").status_code == 501
+logging.getLogger("art_server").info("done")
+"""
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    (line,) = result.stderr.splitlines()
+    assert line.endswith("INFO art_server: done")
