@@ -201,7 +201,7 @@ class Host:
             await connection.send_str(self._greeting(address, trial.getsockname()[1]).model_dump_json())
             # The server first tries the port, and may wait until the host's name is free (`Hosts._find_fault`).
             limit = REACH_SECONDS + NAME_SECONDS + REPLY_SECONDS
-            answer = FROM_SERVER.validate_json(await connection.receive_str(timeout=limit))
+            answer = FROM_SERVER.validate_json(await self._next_line(connection, limit))
         if isinstance(answer, Refusal):
             raise Refused(answer.reason)
         assert isinstance(answer, Welcome)
@@ -260,17 +260,19 @@ class Host:
                 message, beaten = machinery.beat(), self.clock.monotonic()
             await connection.send_str(message.model_dump_json())
 
-    async def _next_line(self, connection: aiohttp.ClientWebSocketResponse) -> str:
+    async def _next_line(
+        self, connection: aiohttp.ClientWebSocketResponse, limit_seconds: float = SILENCE_SECONDS
+    ) -> str:
         """The text of the server's next message.
 
         Raises:
             Lost: the server has ended the connection, or sends nothing.
         """
         try:
-            async with self.clock.timeout(SILENCE_SECONDS):
+            async with self.clock.timeout(limit_seconds):
                 message = await connection.receive()
         except TimeoutError as error:
-            raise Lost(f"the server was silent for {SILENCE_SECONDS:.0f} s") from error
+            raise Lost(f"the server was silent for {limit_seconds:.0f} s") from error
         if message.type is not aiohttp.WSMsgType.TEXT:
             raise Lost("the server ended it")
         return message.data

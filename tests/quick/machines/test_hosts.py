@@ -11,20 +11,25 @@ from typing import Any
 import aiohttp
 import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 import art
 from art_server.cli import UVICORN
 from art_server.engine import engine as engine_module
+from art_server.engine.device.detection import detect
 from art_server.engine.engine import HANG_SECONDS, AdapterRefused, Engine, NotDelivered
 from art_server.jobs.gang import IDLE_SECONDS, LAST_SECONDS
 from art_server.machines import host as host_module
 from art_server.machines import hosts as hosts_module
 from art_server.machines import joined as joined_module
 from art_server.machines import orders
-from art_server.machines.host import NAME_SECONDS, Host
+from art_server.machines.host import NAME_SECONDS, Host, Refused
 from art_server.machines.joined import HostProcess
+from art_server.machines.obeying import HostOffer
 from art_server.machines.on_host import OnHost
 from art_server.machines.orders import SILENCE_SECONDS
+from art_server.process.children import Children
 from art_server.shared.main_memory import main_memory
 from art_server.store.base_models import TINY_DIR
 from art_server.trainer.token_budget import budget_key
@@ -407,3 +412,32 @@ def test_each_limit_allows_for_a_network_that_stalls() -> None:
     assert HANG_SECONDS > orders.SILENCE_SECONDS, "a machine is lost before its engine hangs"
     assert min(orders.REPLY_SECONDS, orders.REACH_SECONDS) >= orders.SILENCE_SECONDS
     assert host_module.NAME_SECONDS > orders.SILENCE_SECONDS, "a machine that is back waits for its name"
+
+
+async def test_a_host_whose_server_ends_before_it_welcomes_the_host_joins_again(tmp_path: Path) -> None:
+    connections: list[web.WebSocketResponse] = []
+
+    async def join(request: web.Request) -> web.WebSocketResponse:
+        connection = web.WebSocketResponse()
+        await connection.prepare(request)
+        await connection.receive_str()
+        connections.append(connection)
+        if len(connections) > 1:
+            await connection.send_str(orders.Refusal(reason="tried twice").model_dump_json())
+        await connection.close()
+        return connection
+
+    application = web.Application()
+    application.router.add_get(orders.JOIN, join)
+    async with TestServer(application) as server:
+        host = Host(
+            url=str(server.make_url("")).rstrip("/"),
+            token="key",
+            offer=HostOffer("one", detect(), ((),), ()),
+            folder=tmp_path,
+            children=Children(tmp_path, tmp_path / "logs"),
+            clock=FakeClock(),
+        )
+        with pytest.raises(Refused, match="tried twice"):
+            await host.run_forever()
+    assert len(connections) == 2
