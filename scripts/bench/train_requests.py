@@ -13,11 +13,13 @@ for such jobs with art/tiny.
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import json
 import os
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -42,8 +44,8 @@ CASES = [
     "512x16x512x32",
 ]
 PROJECT, NAME = "bench", "agent"
-FIRST_MODEL = 1
-"""The number that a new server gives the model."""
+NO_MODEL = 0
+"""The model of the records until the server has given the model a number."""
 SIMULATED = Path(__file__).with_name("simulated_engine.py")
 MAX_SEQ_LENGTH = 1 << 20
 END_ID = 1401
@@ -103,7 +105,7 @@ def fill(path: Path, case: list[int]) -> None:
         for turn, (prompt, answer) in enumerate(conversation_of(rollout, *shape)):
             before = [f"{request_id(rollout, turn - 1)}-0"] if turn else []
             request = Request(
-                *(request_id(rollout, turn), "chat", FIRST_MODEL, 0, PROJECT),
+                *(request_id(rollout, turn), "chat", NO_MODEL, 0, PROJECT),
                 cited_choices=before,
             )
             with ledger.open_request(request):
@@ -261,6 +263,7 @@ async def measure(path: Path, url: str, pid: int, base_model: str, case: list[in
     async with art.Backend(url) as backend:
         model = art.TrainableModel(name=NAME, project=PROJECT, base_model=base_model)
         await model.register(backend)
+        give_records_to_the_model(path)
         groups = make_groups(case, flags.tokens)
         before = kept_bytes(path)
         idle = memory_gib(pid, "VmRSS")
@@ -290,6 +293,15 @@ async def measure(path: Path, url: str, pid: int, base_model: str, case: list[in
             ),
             flush=True,
         )
+
+
+def give_records_to_the_model(path: Path) -> None:
+    server_dir = path / ".server"
+    with contextlib.closing(sqlite3.connect(server_dir / "server.sqlite")) as database:
+        ((number,),) = database.execute("SELECT model FROM models").fetchall()
+    with contextlib.closing(sqlite3.connect(server_dir / "ledger.sqlite")) as ledger:
+        ledger.execute("UPDATE records SET model = ? WHERE model = ?", (number, NO_MODEL))
+        ledger.commit()
 
 
 def kept_bytes(path: Path) -> dict[str, int]:
