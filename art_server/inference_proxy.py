@@ -141,7 +141,7 @@ class Proxy:
         *,
         registry: Registry,
         ledger: Ledger,
-        engine: Fleet,
+        fleet: Fleet,
         gate: PauseGate,
         base: BaseLoader,
         wait_limit_seconds: float,
@@ -149,7 +149,7 @@ class Proxy:
     ):
         self._registry = registry
         self._ledger = ledger
-        self._engine = engine
+        self._fleet = fleet
         self._gate = gate
         self._base = base
         self._wait_limit_seconds = wait_limit_seconds
@@ -164,7 +164,7 @@ class Proxy:
             NotFound: no such model or step.
             Conflict: several projects have a model of this name, or another base model is loaded.
         """
-        base = self._engine.base
+        base = self._fleet.base
         base_name = base.name if base is not None else None
         try:
             resolved = self._resolve_name(inference, base_name)
@@ -228,7 +228,7 @@ class Proxy:
             if inference.model is not None and inference.step is not None:
                 folder = inference.model.folder.checkpoint_dir(inference.step)
             key = functools.partial(routing_key, inference)
-            inference.engine = await self._engine.reach(inference.adapter, folder, key, limit, stack)
+            inference.engine = await self._fleet.reach(inference.adapter, folder, key, limit, stack)
             inference.request_id = new_request_id(inference.conversation.is_first_turn)
             opened = stack.enter_context(
                 self._ledger.open_request(ledger_request(inference), inference.engine.silence_seconds)

@@ -68,7 +68,7 @@ class Server:
     reports: Reports
     gate: PauseGate
     ledger: Ledger
-    engine: Fleet
+    fleet: Fleet
     trainer: ServerTrainer
     registry: Registry
     queue: JobQueue
@@ -102,7 +102,7 @@ class Server:
         if self.hosts is not None:
             await self.hosts.stop()
         await self.trainer.stop()
-        await self.engine.stop()
+        await self.fleet.stop()
         await self.background.stop()
         await asyncio.to_thread(self.reports.close)
         self.close()
@@ -154,7 +154,7 @@ def check_shares(config: ServerConfig, registry: Registry) -> None:
 
 def build(
     config: ServerConfig,
-    make_engine: Callable[..., Fleet] = Fleet,
+    make_fleet: Callable[..., Fleet] = Fleet,
     make_trainer: Callable[..., ServerTrainer] = ServerTrainer,
     *,
     clock: Clock = REAL,
@@ -222,7 +222,7 @@ def build(
         )
         for index, (numbers, engine_owner) in enumerate(zip(engine_devices(config, machine), owners, strict=True))
     ]
-    engine = make_engine(
+    fleet = make_fleet(
         replicas=replicas,
         progress=progress,
         changed=changed,
@@ -238,7 +238,7 @@ def build(
 
         hosts = machines.Hosts(
             config=asked,
-            fleet=engine,
+            fleet=fleet,
             trainer=trainer,
             devices=devices,
             intake=intake,
@@ -255,18 +255,18 @@ def build(
         machine=machine,
         devices=devices,
         owner=owner,
-        engine=engine,
+        fleet=fleet,
         trainer=trainer,
         ledger=ledger,
         queue=queue,
         clock=clock,
     )
-    registration = Registration(registry=registry, base=base, engine=engine, max_lora_rank=config.max_lora_rank)
+    registration = Registration(registry=registry, base=base, fleet=fleet, max_lora_rank=config.max_lora_rank)
     checkpoints = Checkpoints(
         registry=registry,
         queue=queue,
         gate=gate,
-        engine=engine,
+        fleet=fleet,
         ledger=ledger,
         incoming=incoming,
         keep_last=config.keep_last,
@@ -274,7 +274,7 @@ def build(
     )
     uploads = Uploads(
         registry=registry,
-        engine=engine,
+        fleet=fleet,
         checkpoints=checkpoints,
         incoming=incoming,
         max_lora_rank=config.max_lora_rank,
@@ -283,7 +283,7 @@ def build(
     runner = JobRunner(
         queue=queue,
         registry=registry,
-        engine=engine,
+        fleet=fleet,
         gate=gate,
         trainer=trainer,
         owner=owner if config.takes_turns else None,
@@ -294,12 +294,12 @@ def build(
         clock=clock,
     )
     train_requests = TrainRequests(
-        ledger=ledger, engine=engine, runner=runner, queue=queue, name_of=registry.table.name_of
+        ledger=ledger, fleet=fleet, runner=runner, queue=queue, name_of=registry.table.name_of
     )
     proxy = Proxy(
         registry=registry,
         ledger=ledger,
-        engine=engine,
+        fleet=fleet,
         gate=gate,
         base=base,
         wait_limit_seconds=config.wait_limit_seconds,
@@ -307,7 +307,7 @@ def build(
     )
     status = Status(
         path=config.path,
-        engine=engine,
+        fleet=fleet,
         trainer=trainer,
         gate=gate,
         base=base,
@@ -324,7 +324,7 @@ def build(
         reports=reports,
         gate=gate,
         ledger=ledger,
-        engine=engine,
+        fleet=fleet,
         trainer=trainer,
         registry=registry,
         queue=queue,

@@ -47,7 +47,7 @@ def metrics_snapshot(server: Server) -> MetricsSnapshot:
     return MetricsSnapshot(
         server.gate.num_waiting,
         server.gate.num_inside,
-        server.engine.num_starts,
+        server.fleet.num_starts,
         server.background.num_faults,
         server.reports.totals,
     )
@@ -59,7 +59,7 @@ async def metrics(server: TheServer, caller: TheCaller) -> Response:
     pending = await asyncio.to_thread(server.queue.pending)
     models = server.registry.all(caller.projects)
     own = exposition(metrics_snapshot(server), server.status.health(), pending, models)
-    of_engine = await engine_metrics(server.engine.replicas) if caller.projects is None else b""
+    of_engine = await engine_metrics(server.fleet.replicas) if caller.projects is None else b""
     return Response(own + of_engine, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 

@@ -39,7 +39,7 @@ from art_server.api.parameters import (
     TheCheckpoints,
     TheConfig,
     TheDevices,
-    TheEngine,
+    TheFleet,
     TheRegistration,
     TheRegistry,
     TheReports,
@@ -167,7 +167,7 @@ async def close() -> None:
 async def register(
     body: ModelBody,
     registration: TheRegistration,
-    engine: TheEngine,
+    fleet: TheFleet,
     devices: TheDevices,
     caller: TheCaller,
 ) -> dict[str, list[str]]:
@@ -181,7 +181,7 @@ async def register(
     )
     requested, notes = read_settings(body, devices.engines)
     info = await registration.register(wanted, requested, always_logprobs=True)
-    notes += engine.ignored_args(requested) + info.notes
+    notes += fleet.ignored_args(requested) + info.notes
     log_notes(info.inference_name, notes)
     return {"notes": notes}
 
@@ -196,13 +196,13 @@ async def prepare(
     request: Request,
     body: CallBody,
     registry: TheRegistry,
-    engine: TheEngine,
+    fleet: TheFleet,
     config: TheConfig,
     caller: TheCaller,
 ) -> list[str]:
     model = await model_of_body(body.model, registry, caller)
     log_notes(model.id, no_effect([f"config.{key}" for key in without_none(body.config)]))
-    await engine.wait_ready(config.wait_limit_seconds)
+    await fleet.wait_ready(config.wait_limit_seconds)
     state, port = request.app.state, request.url.port
     # HTTPS ends at a proxy, whose port serves /v1 as well.
     if state.inference_port is not None and request.url.scheme == "http":

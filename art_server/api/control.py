@@ -36,7 +36,7 @@ from art_server.api.parameters import (
     PathModel,
     TheCaller,
     TheDevices,
-    TheEngine,
+    TheFleet,
     TheLedger,
     TheRefusedNames,
     TheRegistration,
@@ -77,14 +77,14 @@ async def ready(status: TheStatus, caller: TheCaller) -> JSONResponse:
 async def register(
     body: RegisterRequest,
     registration: TheRegistration,
-    engine: TheEngine,
+    fleet: TheFleet,
     devices: TheDevices,
     caller: TheCaller,
 ) -> ModelInfo:
     caller.check_project(body.project)
     requested, unknown = requested_engine_args(body.engine_args, devices.engines)
     info = await registration.register(body, requested)
-    notes = no_effect(unknown) + engine.ignored_args(requested)
+    notes = no_effect(unknown) + fleet.ignored_args(requested)
     return info.model_copy(update={"notes": notes + info.notes})
 
 

@@ -49,6 +49,7 @@ class PauseGate:
         self._open.clear()
 
     def open(self) -> None:
+        """Opens the gate: after a step's adapter is loaded (`Attempt._serve`), or after an error (`JobRunner`)."""
         self._model = None
         self._open.set()
 

@@ -52,7 +52,7 @@ class Attempt:
         model: RegisteredModel,
         *,
         queue: JobQueue,
-        engine: Fleet,
+        fleet: Fleet,
         gate: PauseGate,
         trainer: Gang,
         owner: DeviceOwner | None,
@@ -63,7 +63,7 @@ class Attempt:
         self.job = job
         self.model = model
         self._queue = queue
-        self._engine = engine
+        self._fleet = fleet
         self._gate = gate
         self._trainer = trainer
         self._owner = owner
@@ -94,7 +94,7 @@ class Attempt:
                 await self._train(step, await self._find_lost_layers())
             finally:  # a failed attempt's files could fill the disk for the next one
                 await asyncio.to_thread(model.folder.clear_temporary)
-        if is_on_base(self._engine, model):
+        if is_on_base(self._fleet, model):
             notes = await self._serve(step)
         else:
             # Only a committed step comes here (`JobRunner._choose`): another base model has been loaded since.
@@ -125,12 +125,12 @@ class Attempt:
             Unavailable: the engine could not be started.
             TrainerError: the job was cancelled.
         """
-        while self._engine.state == "starting":
+        while self._fleet.state == "starting":
             self._stop_if_cancelled()
             await self._enter("engine")
             with contextlib.suppress(Unavailable):
-                await self._engine.wait_ready(LOOK_SECONDS)
-        await self._engine.wait_ready(LOOK_SECONDS)
+                await self._fleet.wait_ready(LOOK_SECONDS)
+        await self._fleet.wait_ready(LOOK_SECONDS)
 
     async def _compare_start(self, step: int) -> None:
         """Has the engine load the step that a job starts from, if its probe has something to compare.
@@ -142,7 +142,7 @@ class Attempt:
         if record.probe is None or not record.probe.is_of_step:
             return
         try:
-            await self._engine.load_adapter(
+            await self._fleet.load_adapter(
                 self.model.adapter_name(step),
                 self.model.folder.checkpoint_dir(step),
                 ENGINE_WAIT_SECONDS,
@@ -159,27 +159,27 @@ class Attempt:
         Raises:
             PolicyDiffers: the engine adapts no kind as the trainer does.
         """
-        base, limits = self._engine.base, self._engine.mismatch_limits
+        base, limits = self._fleet.base, self._fleet.mismatch_limits
         if self._layers is None or base is None or limits is None:
             return {}
         known = await asyncio.to_thread(self._layers.known, base, limits)
         if known is not None:
             return known
         folder = await asyncio.to_thread(self.model.folder.new_checkpoint_dir)
-        async with self._turn():
+        async with self._holding_device():
             self._stop_if_cancelled()
             await self._enter("check layers")
-            longest = self._engine.max_seq_length
+            longest = self._fleet.max_seq_length
             kinds = await self._layers.score(self._trainer, self.model.record.lora, limits, longest, folder)
         # Outside the turn: a paused vLLM scores nothing (`Engine.load_paused`).
-        return await self._layers.compare(self._engine, base, limits, folder, kinds, ENGINE_WAIT_SECONDS)
+        return await self._layers.compare(self._fleet, base, limits, folder, kinds, ENGINE_WAIT_SECONDS)
 
     async def _train(self, step: int, lost: dict[str, str]) -> None:
         config = TrainConfig.model_validate_json(self.job.config)
         batch = await asyncio.to_thread(self._queue.batch, self.job.job_id)
         start = await asyncio.to_thread(self.model.folder.read_checkpoint, step - 1)
         started = time.monotonic()
-        async with self._turn():
+        async with self._holding_device():
             self._stop_if_cancelled()
             await self._enter("train")
             temporary = await asyncio.to_thread(self.model.folder.new_checkpoint_dir)
@@ -190,9 +190,9 @@ class Attempt:
                 config=config,
                 start_step=step - 1,
                 optimizer_steps=start.optimizer_steps,
-                max_seq_length=self._engine.max_seq_length,
+                max_seq_length=self._fleet.max_seq_length,
                 seed=seed_of(self.model, step),
-                mismatch_limits=self._engine.mismatch_limits,
+                mismatch_limits=self._fleet.mismatch_limits,
                 probe=start.probe,
                 lost_layers=sorted(lost),
                 budget_divisor=budget_divisor(self.job.attempts),
@@ -213,8 +213,8 @@ class Attempt:
             if self._owner is not None:
                 await self._enter("load")
                 # The slots of vLLM's adapters are in the memory that its sleep released.
-                await self._engine.wake_weights()
-                await self._engine.load_adapter(
+                await self._fleet.wake_weights()
+                await self._fleet.load_adapter(
                     self.model.adapter_name(step),
                     self.model.folder.checkpoint_dir(step),
                     ENGINE_WAIT_SECONDS,
@@ -222,7 +222,7 @@ class Attempt:
                 )
 
     @contextlib.asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
+    async def _holding_device(self) -> AsyncIterator[None]:
         """Gives a shared device to the trainer; no request samples meanwhile. Does nothing with separate devices."""
         if self._owner is None:
             yield
@@ -231,12 +231,12 @@ class Attempt:
             # Not before the device is held: one engine of a fleet may start on the device while others answer.
             self._gate.close(self.model.id)
             await self._enter("pause")
-            await self._engine.pause()
+            await self._fleet.pause()
             try:
                 yield
             finally:
                 # Frozen requests continue even if the job fails.
-                await self._engine.resume()
+                await self._fleet.resume()
 
     async def _run_trainer(self, task: TrainTask, batch: bytes) -> Done:
         waking: asyncio.Task[None] | None = None
@@ -248,7 +248,7 @@ class Attempt:
                 self._trainer.cancel()
             if progress.phase == "save" and waking is None:
                 # The trainer has left the device: the engine loads its weights while the step is written to disk.
-                waking = asyncio.create_task(self._engine.wake_weights())
+                waking = asyncio.create_task(self._fleet.wake_weights())
             await self._enter(progress.phase, progress.completed, progress.total)
 
         try:
@@ -265,7 +265,7 @@ class Attempt:
         name = self.model.adapter_name(step)
         notes: list[str] = []
         try:
-            await self._engine.load_adapter(name, self.model.folder.checkpoint_dir(step), ENGINE_WAIT_SECONDS)
+            await self._fleet.load_adapter(name, self.model.folder.checkpoint_dir(step), ENGINE_WAIT_SECONDS)
         # Before Unavailable, which is its base class.
         except AdapterRefused as error:
             notes = [f"step {step} is saved but does not serve: {error.message}. Step {self.model.step} still serves"]
@@ -286,10 +286,10 @@ class Attempt:
 
     def _unload_old(self, step: int) -> None:
         kept = {self.model.adapter_name(step - back) for back in range(ADAPTERS_KEPT_LOADED)}
-        for loaded in self._engine.loaded_adapters():
+        for loaded in self._fleet.loaded_adapters():
             is_old = loaded.rpartition("@")[0] == self.model.id and loaded not in kept
             if is_old and not self._gate.uses(loaded):
-                self._engine.unload_adapter(loaded)
+                self._fleet.unload_adapter(loaded)
 
     async def _finish(self, step: int, notes: Sequence[str]) -> None:
         job, model = self.job, self.model
@@ -314,7 +314,7 @@ class Attempt:
         """Writes the record from which the step can be made again."""
         if not checkpoint.environment:
             return  # an earlier version made the step
-        base = self._engine.base if is_on_base(self._engine, self.model) else None
+        base = self._fleet.base if is_on_base(self._fleet, self.model) else None
         record = ReplayRecord(
             model=self.model.id,
             step=checkpoint.step,
@@ -338,9 +338,9 @@ def has_committed(model: RegisteredModel | None, job: JobRow) -> bool:
     return model.folder.read_checkpoint(step).job_id == job.job_id
 
 
-def is_on_base(engine: Fleet, model: RegisteredModel) -> bool:
+def is_on_base(fleet: Fleet, model: RegisteredModel) -> bool:
     """Whether the engine serves the model's base model."""
-    return engine.base is not None and engine.base.name == model.record.base_model
+    return fleet.base is not None and fleet.base.name == model.record.base_model
 
 
 def step_metrics(tokens_of_steps: Mapping[int, int]) -> dict[str, float]:

@@ -12,8 +12,8 @@ from art_server.jobs.trainer_process import TrainerError
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 60.0
 """The pause before the next attempt, which doubles with each attempt."""
 MAX_DOUBTFUL = 5
-"""Attempts that may end with the death of the trainer's process or an unforeseen error before the job fails. The cause may
-be the job; or another program's memory or an operator, and then the cause may pass within minutes."""
+"""After so many attempts that ended with the death of the trainer's process or an unforeseen error, a job is still tried again;
+after the next one the job fails. The cause may be the job; or another program's memory or an operator, and then the cause may pass within minutes."""
 MAX_DEATHS_AT_FULL_SIZE = 2
 """The kernel kills a process that takes too much memory, but two deaths may have another reason."""
 DIED, UNFORESEEN = "trainer_died", "internal_error"

@@ -3,7 +3,8 @@
 Each project gets its share of the trainer, in tokens. A job begins at a virtual time: when the latest job began, or when the
 last job of its project ends, if that is later. The job lasts its tokens divided by the project's weight. The job that would
 begin first is next; among equal jobs, the oldest. A project that was idle saves nothing up. A project that queues many jobs
-delays the others by one job. Inside a project jobs keep their order.
+delays the others by one job. Inside a project jobs keep their order, also jobs of different
+models. `JobQueue.waiting` sorts the jobs that wait, and `JobRunner._choose` takes the first that can run.
 
 Source: Goyal, Vin and Cheng 1997, Start-time Fair Queueing, IEEE/ACM Transactions on Networking 5(5), section II.
 """

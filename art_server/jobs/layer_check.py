@@ -64,7 +64,7 @@ class LayerCheck:
 
     async def compare(
         self,
-        engine: Fleet,
+        fleet: Fleet,
         base: BaseModel,
         limits: MismatchLimits,
         folder: Path,
@@ -82,11 +82,11 @@ class LayerCheck:
         for kind in kinds:
             name = f"{NAME}/{kind}@0"
             try:
-                await engine.load_adapter(name, folder / kind, timeout_seconds)
+                await fleet.load_adapter(name, folder / kind, timeout_seconds)
             except PolicyDiffers as error:
                 lost[kind] = error.fault
             finally:
-                engine.unload_adapter(name)
+                fleet.unload_adapter(name)
         if lost and len(lost) == len(kinds):
             raise PolicyDiffers(base.name, next(iter(lost.values())))
         logger.info("%s: the engine adapts %s", base.name, ", ".join(sorted({*kinds} - {*lost})))

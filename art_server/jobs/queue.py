@@ -231,11 +231,6 @@ class JobQueue:
         )
         return tokens / seconds if tokens else None
 
-    def next(self) -> JobRow | None:
-        """The job that runs or will run first; None if there is none."""
-        waiting = self.waiting()
-        return self.get(waiting[0].job_id) if waiting else None
-
     @contextlib.contextmanager
     def held_idle(self, model: int) -> Iterator[None]:
         """Locks the queue while a model without jobs is changed; no job is accepted or started meanwhile.

@@ -1,8 +1,8 @@
 """Why a turn is dropped: each sentence that reports give as the reason of a dropped turn (`JobReport.dropped`).
 
 A reason is a constant, or a function that writes values into its sentence. One reason does not stand here: if the chat
-template refuses the messages, the reason is the engine's error. `where` is the path of the field that is wrong, such as
-`messages_and_choices[2].content`.
+template refuses the messages, the reason is the engine's error. Reasons of trajectories and groups are in `job_report.py`.
+`where` is the path of the field that is wrong, such as `messages_and_choices[2].content`.
 """
 
 from art_protocol.demonstrations import SHAREGPT

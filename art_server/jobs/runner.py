@@ -56,7 +56,7 @@ class JobRunner:
         *,
         queue: JobQueue,
         registry: Registry,
-        engine: Fleet,
+        fleet: Fleet,
         gate: PauseGate,
         trainer: Gang,
         owner: DeviceOwner | None,
@@ -71,7 +71,7 @@ class JobRunner:
         each change of a job, and must not wait. `more_trainers` are gangs beside `trainer`, which train at the same time."""
         self._queue = queue
         self._registry = registry
-        self._engine = engine
+        self._fleet = fleet
         self._gate = gate
         self._trainer = trainer
         self._owner = owner
@@ -242,10 +242,10 @@ class JobRunner:
         model = self._registry.of_number(job.model)
         if job.state == "running":
             if model is None or job.target_step is None:
-                return self._engine.start_waited_for
+                return self._fleet.start_waited_for
             adapter = model.adapter_name(job.target_step)
-            return self._engine.start_waited_for or self._engine.load_waited_for(adapter)
-        if model is not None and not is_on_base(self._engine, model):
+            return self._fleet.start_waited_for or self._fleet.load_waited_for(adapter)
+        if model is not None and not is_on_base(self._fleet, model):
             return f"base model '{model.record.base_model}', which this server has not loaded"
         ahead = list(itertools.takewhile(lambda earlier: earlier.job_id != job.job_id, waiting))
         if not ahead:
@@ -305,7 +305,7 @@ class JobRunner:
                 job,
                 model,
                 queue=self._queue,
-                engine=self._engine,
+                fleet=self._fleet,
                 gate=self._gate,
                 trainer=trainer,
                 owner=self._owner,
@@ -339,7 +339,7 @@ class JobRunner:
                 await asyncio.to_thread(fail, waiting.job_id, error_detail(error))
                 continue
             model = self._registry.of_number(job.model)
-            if model is None or is_on_base(self._engine, model) or self._may_have_committed(job):
+            if model is None or is_on_base(self._fleet, model) or self._may_have_committed(job):
                 return job
             passed.add(waiting.model)
         return None

@@ -37,19 +37,19 @@ class TrainRequests:
     """What all train requests share: the parts of the server that they use, and two threads. `NewJob` is a single request."""
 
     def __init__(
-        self, *, ledger: Ledger, engine: Fleet, runner: JobRunner, queue: JobQueue, name_of: Callable[[int], str]
+        self, *, ledger: Ledger, fleet: Fleet, runner: JobRunner, queue: JobQueue, name_of: Callable[[int], str]
     ):
         """`name_of` is `ModelTable.name_of`."""
         self._ledger = ledger
         self._name_of = name_of
-        self._engine = engine
+        self._fleet = fleet
         self._runner = runner
         self._queue = queue
         self._threads = ThreadPoolExecutor(THREADS, "resolve")
 
     def begin(self, model: RegisteredModel, config: TrainConfig, limits: Limits) -> "NewJob":
         """A request whose groups come one by one."""
-        rendering = EngineTokenizer(self._engine, asyncio.get_running_loop())
+        rendering = EngineTokenizer(self._fleet, asyncio.get_running_loop())
         sources = TokenSources(
             model=model.number,
             name_of=self._name_of,
@@ -140,8 +140,8 @@ class NewJob:
 class EngineTokenizer:
     """The engine's chat template and tokenizer, for threads: each call waits for the event loop."""
 
-    def __init__(self, engine: Fleet, loop: asyncio.AbstractEventLoop):
-        self._engine = engine
+    def __init__(self, fleet: Fleet, loop: asyncio.AbstractEventLoop):
+        self._fleet = fleet
         self._loop = loop
 
     def render(self, messages: list[Message], tools: list[dict[str, Any]] | None, has_header: bool) -> list[int]:
@@ -153,5 +153,5 @@ class EngineTokenizer:
         return self._ask({"prompt": text, "add_special_tokens": False})
 
     def _ask(self, body: dict[str, Any]) -> list[int]:
-        future = asyncio.run_coroutine_threadsafe(self._engine.tokenize(body), self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._fleet.tokenize(body), self._loop)
         return future.result(ENGINE_WAIT_SECONDS)

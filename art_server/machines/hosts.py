@@ -235,6 +235,7 @@ class Hosts:
         )
 
     def _location(self, host: JoinedHost, slot: int) -> OnHost:
+        """Where an engine or a rank of the machine runs."""
         return OnHost(host=host, slot=slot, config=self._config, base=lambda: self._fleet.base)
 
     # --- records and files ---

@@ -50,7 +50,7 @@ class BaseLoader:
         machine: Machine,
         devices: ComputingDevices,
         owner: DeviceOwner,
-        engine: Fleet,
+        fleet: Fleet,
         trainer: ServerTrainer,
         ledger: Ledger,
         queue: JobQueue,
@@ -61,12 +61,12 @@ class BaseLoader:
         """The server's own machine, whose memory is planned."""
         self._devices = devices
         self._owner = owner
-        self._engine = engine
+        self._fleet = fleet
         self._trainer = trainer
         self._ledger = ledger
         self._queue = queue
         self._clock = clock
-        self._progress = engine.progress
+        self._progress = fleet.progress
         self._file = config.server_dir / "base.json"
         self._lock = asyncio.Lock()
         self.is_wanted = False
@@ -147,17 +147,17 @@ class BaseLoader:
             InvalidInput: the base model cannot be found or trained, or does not fit.
             Conflict: another base model is loaded.
         """
-        base = self._engine.base
-        if base is None or base.name != name or self._engine.state == "failed":
+        base = self._fleet.base
+        if base is None or base.name != name or self._fleet.state == "failed":
             base = await self._load(name, requested)
         self.is_wanted = True
         return base
 
     async def _load(self, name: str, requested: Mapping[str, str] | None = None) -> BaseModel:
         async with self._lock:
-            if self._engine.state == "failed":
-                await self._engine.stop()  # a retry, possibly with other engine arguments
-            loaded = self._engine.base
+            if self._fleet.state == "failed":
+                await self._fleet.stop()  # a retry, possibly with other engine arguments
+            loaded = self._fleet.base
             if loaded is not None and loaded.name == name:
                 return loaded
             with self._progress.unless_refused():
@@ -179,7 +179,7 @@ class BaseLoader:
             # The plan is for ranks on the server's own cards.
             self._trainer.set_base(base.path, plan if plan is not None and plan.trains else None)
             self._trained = base.path
-            self._engine.start(base, requested or {}, plan)
+            self._fleet.start(base, requested or {}, plan)
             if self._config.ranks != 0 and (plan is None or plan.is_base_resident):
                 is_shared = plan is not None and self._config.takes_turns
                 self._warming = asyncio.create_task(
@@ -228,7 +228,7 @@ class BaseLoader:
         engine has started, because vLLM measures the free memory while it starts."""
         if after_engine:
             with contextlib.suppress(Unavailable):  # the engine was given up, so its memory is free
-                await self._engine.wait_ready(YEAR_SECONDS)
+                await self._fleet.wait_ready(YEAR_SECONDS)
         async with self._owner.held() if after_engine else contextlib.nullcontext():
             self._progress.note("trainer: starts and loads the base model")
             try:
@@ -288,7 +288,7 @@ class BaseLoader:
         Raises:
             Conflict: a client or the command line has named it, or a job is queued.
         """
-        if self.is_wanted or await asyncio.to_thread(self._queue.next) is not None:
+        if self.is_wanted or await asyncio.to_thread(self._queue.waiting):
             raise Conflict(
                 f"base_model '{wanted}' is not the one that this server has loaded ('{loaded.name}'): register with "
                 f"base_model='{loaded.name}', or start another art-server, with another --path, for '{wanted}'",
@@ -297,7 +297,7 @@ class BaseLoader:
             )
         logger.info("unloading base model %s, which served last, to load %s", loaded.name, wanted)
         await self._stop_trainer()
-        await self._engine.stop()
+        await self._fleet.stop()
 
     async def _stop_trainer(self) -> None:
         await cancel(self._warming)

@@ -51,7 +51,7 @@ class Checkpoints:
         registry: Registry,
         queue: JobQueue,
         gate: PauseGate,
-        engine: Fleet,
+        fleet: Fleet,
         ledger: Ledger,
         incoming: Path,
         keep_last: int,
@@ -61,7 +61,7 @@ class Checkpoints:
         self._registry = registry
         self._queue = queue
         self._gate = gate
-        self._engine = engine
+        self._fleet = fleet
         self._ledger = ledger
         self._incoming = incoming
         self._keep_last = keep_last
@@ -115,8 +115,8 @@ class Checkpoints:
 
     def _unload(self, model: RegisteredModel, steps: Iterable[int]) -> None:
         names = {model.adapter_name(step) for step in steps}
-        for name in names & set(self._engine.loaded_adapters()):
-            self._engine.unload_adapter(name)
+        for name in names & set(self._fleet.loaded_adapters()):
+            self._fleet.unload_adapter(name)
 
     # --- changing what a model is ---
 
@@ -152,7 +152,7 @@ class Checkpoints:
             check_content(content, description)
             names = {"project": folder.project, "name": folder.name, "created_at": self._clock.now()}
             record = source.record.model_copy(update=names)
-            create_model(folder, record, self._engine.log_path, content, description.record())
+            create_model(folder, record, self._fleet.log_path, content, description.record())
             with contextlib.ExitStack() as on_failure:
                 on_failure.callback(files.remove_folder, folder.path)  # a repeated request may create it
                 model = self._registry.add(folder, record)
@@ -178,7 +178,7 @@ class Checkpoints:
                 try:
                     await self._wait_unused(model, later)
                     self._unload(model, later)
-                    self._engine.forget_prompts()
+                    self._fleet.forget_prompts()
                     # Before the commit: a server that dies in between has only forgotten who sampled what. Before the queue is
                     # held: the ledger reads all of its records.
                     await asyncio.to_thread(self._ledger.forget_steps, model.number, step)
@@ -252,7 +252,7 @@ class Checkpoints:
         model.is_leaving = True
         try:
             self._unload(model, steps)
-            self._engine.forget_prompts()
+            self._fleet.forget_prompts()
             return await self._while_idle(model, lambda: change(model))
         finally:
             model.is_leaving = False

@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 class Registration:
     """Registers models, and compares them with the loaded base model."""
 
-    def __init__(self, *, registry: Registry, base: BaseLoader, engine: Fleet, max_lora_rank: int):
+    def __init__(self, *, registry: Registry, base: BaseLoader, fleet: Fleet, max_lora_rank: int):
         self._registry = registry
         self._base = base
-        self._engine = engine
+        self._fleet = fleet
         self._max_lora_rank = max_lora_rank
 
     async def register(
@@ -54,7 +54,7 @@ class Registration:
         model = await self._registry.find_whole(request.project, request.name)
         if model is not None:
             check_lora(model.record.lora, request.lora, model.id)
-            if self._engine.base is None and model.record.base_model != request.base_model:
+            if self._fleet.base is None and model.record.base_model != request.base_model:
                 raise self._other_base(model)
         base = await self._base.load(request.base_model, requested)
         if model is not None and not self.is_on_base(model):
@@ -74,7 +74,7 @@ class Registration:
             async with self._registry.models_lock:
                 if self._registry.find(request.project, request.name) is model:
                     record = model.record.model_copy(update={"always_logprobs": True})
-                    await asyncio.to_thread(model.folder.create, record, self._engine.log_path)
+                    await asyncio.to_thread(model.folder.create, record, self._fleet.log_path)
                     model.record = record
         return self.info(model).model_copy(update={"notes": list(base.facts.notes)})
 
@@ -105,10 +105,10 @@ class Registration:
             folder.remove_steps(folder.steps())
             folder.checkpoints_dir.mkdir(parents=True, exist_ok=True)
             folder.commit_checkpoint(content, CheckpointRecord(step=0, optimizer_steps=0))
-        folder.create(record, self._engine.log_path)
+        folder.create(record, self._fleet.log_path)
 
     def _other_base(self, model: RegisteredModel) -> Conflict:
-        loaded, own = self._engine.base, f"base_model='{model.record.base_model}'"
+        loaded, own = self._fleet.base, f"base_model='{model.record.base_model}'"
         remedy = f"register it with {own}, or another model name"
         if loaded is not None:
             remedy = (
@@ -128,12 +128,12 @@ class Registration:
             step=model.step,
             inference_name=model.id,
             lora=model.record.lora,
-            max_seq_length=self._engine.max_seq_length,
+            max_seq_length=self._fleet.max_seq_length,
         )
 
     def is_on_base(self, model: RegisteredModel) -> bool:
         """Whether the model adapts the loaded base model."""
-        base = self._engine.base
+        base = self._fleet.base
         return base is not None and model.record.base_model == base.name
 
     def check_trainable(self, model: RegisteredModel) -> None:
@@ -152,7 +152,7 @@ class Registration:
             Conflict: the model's base model is not loaded.
         """
         self.check_trainable(model)
-        base, length = self._engine.base, self._engine.max_seq_length
+        base, length = self._fleet.base, self._fleet.max_seq_length
         assert base is not None and length is not None, "known with the base"
         return Limits(vocab_size=base.facts.vocabulary, max_seq_length=length)
 

@@ -32,7 +32,7 @@ class Uploads:
         self,
         *,
         registry: Registry,
-        engine: Fleet,
+        fleet: Fleet,
         checkpoints: Checkpoints,
         incoming: Path,
         max_lora_rank: int,
@@ -40,7 +40,7 @@ class Uploads:
     ):
         """`incoming` is the folder for unfinished checkpoints; empty at start."""
         self._registry = registry
-        self._engine = engine
+        self._fleet = fleet
         self._checkpoints = checkpoints
         self._incoming = incoming
         self._max_lora_rank = max_lora_rank
@@ -89,12 +89,12 @@ class Uploads:
     async def _store(self, project: str, name: str, description: Description, content: Path) -> RegisteredModel:
         model = self._registry.find(project, name)
         folder = self._registry.folder(project, name) if model is None else model.folder
-        log = self._engine.log_path
+        log = self._fleet.log_path
         await asyncio.to_thread(place_checkpoint, folder, description, content, log)
         if model is None:
             return await asyncio.to_thread(self._registry.add, folder, folder.read())
         # The cache may hold prompts of a deleted step with this number.
-        self._engine.forget_prompts()
+        self._fleet.forget_prompts()
         return model
 
 

@@ -22,7 +22,7 @@ class Status:
         self,
         *,
         path: Path,
-        engine: Fleet,
+        fleet: Fleet,
         trainer: ServerTrainer,
         gate: PauseGate,
         base: BaseLoader,
@@ -31,7 +31,7 @@ class Status:
         background: Background,
     ):
         self._path = path
-        self._engine = engine
+        self._fleet = fleet
         self._trainer = trainer
         self._gate = gate
         self._base = base
@@ -42,32 +42,32 @@ class Status:
 
     def health(self, *, names_model: bool = True) -> Health:
         """The engine's state, the server's faults, and what requests wait for. Without `names_model` no model is named."""
-        engine, download, trained = self._engine, self._base.download, self._gate.model
+        fleet, download, trained = self._fleet, self._base.download, self._gate.model
         step = None
         if trained is not None:
             step = f"a step of '{trained}', which trains" if names_model else "a step, which trains"
-        if engine.base is None and download is not None:
+        if fleet.base is None and download is not None:
             return Health(
                 engine="starting",
                 version=__version__,
                 detail=download,
                 waits_for=download,
-                progress=engine.progress.lines,
+                progress=fleet.progress.lines,
             )
         return Health(
-            engine=engine.state,
-            base_model=engine.base.name if engine.base is not None else None,
+            engine=fleet.state,
+            base_model=fleet.base.name if fleet.base is not None else None,
             version=__version__,
-            detail=engine.detail,
-            waits_for=step or engine.start_waited_for or engine.load_waited_for(names_model=names_model),
-            progress=engine.progress.lines,
+            detail=fleet.detail,
+            waits_for=step or fleet.start_waited_for or fleet.load_waited_for(names_model=names_model),
+            progress=fleet.progress.lines,
             replicas=self._replicas(),
             longest_stall_seconds=self._loop_watch.longest_stall_seconds,
             faults=self._background.faults,
         )
 
     def _replicas(self) -> list[ReplicaHealth]:
-        if len(self._engine.replicas) == 1:
+        if len(self._fleet.replicas) == 1:
             return []
         return [
             ReplicaHealth(
@@ -77,7 +77,7 @@ class Status:
                 num_requests=replica.num_requests,
                 num_starts=replica.num_starts,
             )
-            for replica in self._engine.replicas
+            for replica in self._fleet.replicas
         ]
 
     def activity(self) -> dict[str, Any]:
@@ -90,13 +90,13 @@ class Status:
 
     def memory(self) -> dict[str, Any]:
         """Memory of the server's processes and free disk space (blocking)."""
-        engines = {replica.name: replica.pid for replica in self._engine.replicas}
+        engines = {replica.name: replica.pid for replica in self._fleet.replicas}
         return machine.memory(self._path, engines | self._trainer.pids)
 
     def _doing(self) -> frozenset[Doing]:
-        engine, gate = self._engine, self._gate
+        fleet, gate = self._fleet, self._gate
         activities: set[Doing] = {"waiting"} if gate.num_waiting else set()
-        if engine.state == "starting" or (engine.base is None and self._base.download is not None):
+        if fleet.state == "starting" or (fleet.base is None and self._base.download is not None):
             activities.add("starting")
             return frozenset(activities)
         phase = self._runner.phase

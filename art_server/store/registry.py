@@ -402,7 +402,8 @@ class Registry:
         """Resolves `text`, a request's `model`, for a caller who may see `projects` (None: all), or only model `only`.
 
         Accepts "PROJECT/NAME[@k]", "NAME[@k]" if the name is unique among the models that the caller may see, or the
-        base model's name. k is a step or "best". ":stepK" at the end is "@K", as programs of ART write it.
+        base model's name. k is a step or "best"; without k it is the newest step that serves. ":stepK" at the end is "@K", as
+        programs of ART write it.
 
         Raises:
             NotFound: there is no such model or step.

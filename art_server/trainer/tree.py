@@ -57,7 +57,7 @@ class Forest:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOrder:
-    """The order in which sequences are laid out. A sequence's rank is its index in this order."""
+    """The order in which sequences are laid out. `order_index` is a sequence's index in this order."""
 
     sequences: list[int]
     """Indices of the sequences."""
@@ -126,14 +126,14 @@ def pack_trees(
     """
     forests: list[tuple[int, list[int]]] = []
     parts = _cut_trees(sequences, order, max_tokens)
-    for size, ranks in sorted(parts, key=lambda part: part[0], reverse=True):
+    for size, order_indices in sorted(parts, key=lambda part: part[0], reverse=True):
         for slot, (filled, held) in enumerate(forests):
             if filled + size <= min(max_tokens, fill_tokens or max_tokens):
-                forests[slot] = (filled + size, held + ranks)
+                forests[slot] = (filled + size, held + order_indices)
                 break
         else:
-            forests.append((size, ranks))
-    return [_suborder(order, sorted(ranks)) for _, ranks in forests]
+            forests.append((size, order_indices))
+    return [_suborder(order, sorted(order_indices)) for _, order_indices in forests]
 
 
 def is_cheaply_cut(sequences: Sequence[list[int]], order: SequenceOrder, max_tokens: int) -> bool:
@@ -147,13 +147,13 @@ def is_cheaply_cut(sequences: Sequence[list[int]], order: SequenceOrder, max_tok
 def pack_padded(sequences: Sequence[list[int]], order: SequenceOrder, max_tokens: int) -> list[SequenceOrder]:
     """An order of unshared sequences, divided into batches of at most `max_tokens` tokens with padding."""
     batches: list[list[int]] = []
-    for rank, index in enumerate(order.sequences):
+    for order_index, index in enumerate(order.sequences):
         longest = len(sequences[order.sequences[batches[-1][0]]]) if batches else len(sequences[index])
         if batches and (len(batches[-1]) + 1) * longest <= max_tokens:
-            batches[-1].append(rank)
+            batches[-1].append(order_index)
         else:
-            batches.append([rank])
-    return [_suborder(order, ranks) for ranks in batches]
+            batches.append([order_index])
+    return [_suborder(order, order_indices) for order_indices in batches]
 
 
 def pad_forest(forest: Forest, num_tokens: int) -> Forest:
@@ -169,7 +169,7 @@ def pad_forest(forest: Forest, num_tokens: int) -> Forest:
 
 
 def _cut_trees(sequences: Sequence[list[int]], order: SequenceOrder, max_tokens: int) -> list[tuple[int, list[int]]]:
-    """The parts of all trees: each part's size and ranks. A tree within the budget is one part; a larger tree is cut."""
+    """The parts of all trees: each part's size and indices in the order. A tree within the budget is one part; a larger tree is cut."""
     parts: list[tuple[int, list[int]]] = []
     start = 0
     while start < len(order.sequences):
@@ -184,23 +184,25 @@ def _cut_trees(sequences: Sequence[list[int]], order: SequenceOrder, max_tokens:
 def _cut_tree(
     sequences: Sequence[list[int]], order: SequenceOrder, start: int, stop: int, max_tokens: int
 ) -> list[tuple[int, list[int]]]:
-    """The tree [start, stop) cut into parts within the budget: each part's size and ranks."""
+    """The tree [start, stop) cut into parts within the budget: each part's size and indices in the order."""
     parts: list[tuple[int, list[int]]] = []
-    for rank in range(start, stop):
-        length = len(sequences[order.sequences[rank]])
-        added = length - order.shared[rank]
+    for order_index in range(start, stop):
+        length = len(sequences[order.sequences[order_index]])
+        added = length - order.shared[order_index]
         if parts and parts[-1][0] + added <= max_tokens:
-            parts[-1] = (parts[-1][0] + added, [*parts[-1][1], rank])
+            parts[-1] = (parts[-1][0] + added, [*parts[-1][1], order_index])
         else:
-            parts.append((length, [rank]))
+            parts.append((length, [order_index]))
     return parts
 
 
-def _suborder(order: SequenceOrder, ranks: list[int]) -> SequenceOrder:
-    """The order of these ranks alone. Two of its sequences share the shortest prefix that neighbours
+def _suborder(order: SequenceOrder, order_indices: list[int]) -> SequenceOrder:
+    """The order of the sequences at these indices alone. Two of its sequences share the shortest prefix that neighbours
     between them share."""
-    shared = [min(order.shared[before + 1 : rank + 1]) for before, rank in pairwise(ranks)]
-    return SequenceOrder([order.sequences[rank] for rank in ranks], [0, *shared] if ranks else [])
+    shared = [min(order.shared[before + 1 : order_index + 1]) for before, order_index in pairwise(order_indices)]
+    return SequenceOrder(
+        [order.sequences[order_index] for order_index in order_indices], [0, *shared] if order_indices else []
+    )
 
 
 def _drop_short_branches(shared: list[int], is_free: list[bool], min_shared: int) -> list[int]:

@@ -262,7 +262,9 @@ async def measure(path: Path, url: str, pid: int, base_model: str, case: list[in
 
     async with art.Backend(url) as backend:
         model = art.TrainableModel(name=NAME, project=PROJECT, base_model=base_model)
+        began = time.monotonic()
         await model.register(backend)
+        registration = time.monotonic() - began
         give_records_to_the_model(path)
         groups = make_groups(case, flags.tokens)
         before = kept_bytes(path)
@@ -285,6 +287,7 @@ async def measure(path: Path, url: str, pid: int, base_model: str, case: list[in
                     "body_mb": round(sum(sizes) / 1e6, 1),
                     "client_seconds": round(sum(seconds), 2),
                     "client_peak_gib": round(client, 2),
+                    "registration_seconds": round(registration, 1),
                     "seconds_until_done": round(total, 1),
                     "server_peak_gib_above_idle": round(memory_gib(pid, "VmHWM") - idle, 2),
                     "kept_mb": {name: round((kept[name] - before[name]) / 1e6, 1) for name in kept},

@@ -22,7 +22,7 @@ from art_server.api.openai.answers import answer_json
 from art_server.api.openai.grammar_limits import check_grammars
 from art_server.api.openai.responses import add_stored, check_response_fields, names_stored
 from art_server.api.openai.streaming import answer_stream
-from art_server.api.parameters import TheCaller, TheEngine, TheRegistration, TheRegistry
+from art_server.api.parameters import TheCaller, TheFleet, TheRegistration, TheRegistry
 from art_server.errors import BadRequest, InvalidInput
 from art_server.inference_proxy import InferenceRequest
 from art_server.ledger.conversation import conversation_of
@@ -52,7 +52,7 @@ async def forward(request: Request) -> Response:
     arrived_at = clock.tick()
     server: Server = request.app.state.server
     await server.base.wait_found()  # the limit and the names depend on the base model
-    body = await read_body(request, v1_limit_mb(server.engine.max_seq_length), SHORTER)
+    body = await read_body(request, v1_limit_mb(server.fleet.max_seq_length), SHORTER)
     inference = await beside(is_large(body), make_request, request, arrived_at, body)
     server.proxy.resolve(inference)  # refuses an unknown name before the wait at the pause gate
     is_slow = is_large(body) or names_stored(inference)
@@ -69,10 +69,10 @@ for path, api in PATHS.items():
 
 @router.get("/v1/models")
 async def models(
-    engine: TheEngine, registry: TheRegistry, registration: TheRegistration, caller: TheCaller
+    fleet: TheFleet, registry: TheRegistry, registration: TheRegistration, caller: TheCaller
 ) -> dict[str, Any]:
     """The models that a caller may use, under every name that works."""
-    base = engine.base
+    base = fleet.base
     if base is None:
         return {"object": "list", "data": []}
     visible = registry.all(caller.projects, caller.model_id)
@@ -81,7 +81,7 @@ async def models(
     ids = [base.name] if caller.model_id is None else []
     ids += [model.id for model in models]
     ids += [name for name in names if names.count(name) == 1]
-    card = {"object": "model", "created": 0, "owned_by": "art", "max_model_len": engine.max_seq_length}
+    card = {"object": "model", "created": 0, "owned_by": "art", "max_model_len": fleet.max_seq_length}
     return {"object": "list", "data": [{"id": name, **card} for name in ids]}
 
 

@@ -1,6 +1,6 @@
 """vLLM's API server, whose wrapped engine client samples from exact tokens of earlier turns and reports each choice.
 
-Started by `engine.py` as `python -m art_server.engine.vllm_process.child RECORDS_SOCKET [vLLM's flags]`. Every API that vLLM serves
+Started by `Engine._start_process` as `python -m art_server.engine.vllm_process.child RECORDS_SOCKET [vLLM's flags]`. Every API that vLLM serves
 (chat, completions, responses, messages; streaming or not) samples through `engine_client.generate`. The wrapper sends
 the rendered prompt of a continued conversation to the server's ledger, which may answer with other tokens. It requests
 the log-probabilities of the sampled tokens, and removes them from the output if the client did not request them. It

@@ -4,6 +4,9 @@
 Each model has its own run. A tracker that fails costs a training nothing but one warning: the tracker's library, an optional
 extra, is imported and called in a thread (`thread.py`), and sends in the background from its own queue. "otlp" sends traces
 instead of steps (`tracing.py`).
+
+A module of this package is a tracker. The module is named as the tracker's library, and its `open_run(record, folder)` begins a
+run (`thread.py`).
 """
 
 import atexit

@@ -39,7 +39,7 @@ async def serving(folder: Path) -> AsyncIterator[Server]:
     server = build(ServerConfig(path=folder, base_model="art/tiny", engines=2, exact=True, max_seq_length=512))
     await server.start()
     try:
-        await until(lambda: all(replica.state == "ready" for replica in server.engine.replicas))
+        await until(lambda: all(replica.state == "ready" for replica in server.fleet.replicas))
         yield server
     finally:
         await server.stop()
@@ -67,8 +67,8 @@ class Change:
     """The model's step changes as a job changes it, while one replica has a fault."""
 
     def __init__(self, server: Server, model: RegisteredModel):
-        assert isinstance(server.engine, Fleet)
-        self.fleet, self.model = server.engine, model
+        assert isinstance(server.fleet, Fleet)
+        self.fleet, self.model = server.fleet, model
         self.refused: set[str] = set()
 
     async def make(self, step: int, fault: str | None, victim: Engine) -> bool:

@@ -51,8 +51,8 @@ def make(path: Path, **settings: Any) -> tuple[FastAPI, Server]:
     """A server that knows model p/run at step 0, on a base model whose engine does not run."""
     server = build(ServerConfig(path=path, **settings))
     add_model(server.registry, "run", "art/tiny")
-    (engine,) = server.engine.replicas
-    server.engine.base = engine.base = BaseModel("art/tiny", TINY_DIR)
+    (engine,) = server.fleet.replicas
+    server.fleet.base = engine.base = BaseModel("art/tiny", TINY_DIR)
     engine.state = "ready"
     _log_note_once.cache_clear()
     return make_app(server, inference_port=8000), server

@@ -129,7 +129,7 @@ async def test_what_cannot_be_trained_is_reported_in_the_stream(
     (row,) = await train(app, body)
     assert set(row) == {"error"}
     assert re.search(text, row["error"], re.DOTALL), row
-    assert server.queue.next() is None
+    assert not server.queue.waiting()
 
 
 async def test_a_call_without_a_key_is_always_a_new_job(tmp_path: Path) -> None:
@@ -137,11 +137,11 @@ async def test_a_call_without_a_key_is_always_a_new_job(tmp_path: Path) -> None:
     follow_with(server, DONE)
     for _ in range(2):
         await train(app, train_body(choice(5), choice(6)))
-    first = server.queue.next()
-    assert first is not None and first.report.turns == {"ids": 2}
+    first = server.queue.get(server.queue.waiting()[0].job_id)
+    assert first.report.turns == {"ids": 2}
     server.queue.set_done(first.job_id, {}, first.report)
-    second = server.queue.next()
-    assert second is not None and second.job_id != first.job_id
+    second = server.queue.get(server.queue.waiting()[0].job_id)
+    assert second.job_id != first.job_id
 
 
 async def test_registering_again_notes_what_comes_too_late(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -203,8 +203,8 @@ async def test_registering_again_starts_a_failed_engine_with_the_new_arguments(
     app, server = make(tmp_path)
     engine: Any = FakeEngine()
     engine.state, engine.base, engine.max_seq_length = "failed", None, 512
-    server = dataclasses.replace(server, engine=engine)
-    server.base._engine = server.registration._engine = engine
+    server = dataclasses.replace(server, fleet=engine)
+    server.base._fleet = server.registration._fleet = engine
     app = make_app(server, inference_port=None)
     config = {"init_args": {"max_seq_length": 512}, "engine_args": {"tensor_parallel_size": 1}}
     asked = MODEL | {"_internal_config": config}

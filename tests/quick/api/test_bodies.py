@@ -77,7 +77,7 @@ async def test_a_train_request_that_its_path_refuses_is_not_read(
 ) -> None:
     app, server = make(tmp_path)
     if is_other_base:
-        server.engine.base = BaseModel("another", TINY_DIR)
+        server.fleet.base = BaseModel("another", TINY_DIR)
     sent = 0
 
     async def parts() -> AsyncIterator[bytes]:
@@ -287,7 +287,7 @@ async def test_a_group_is_resolved_as_it_arrives_and_the_job_waits_for_the_last(
 
     async def noted(self: NewJob, body: TrajectoryGroupBody) -> None:
         await resolve(self, body)
-        assert server.queue.next() is None
+        assert not server.queue.waiting()
         resolved.put_nowait("one")
 
     monkeypatch.setattr(NewJob, "resolve_turns", noted)
@@ -300,8 +300,8 @@ async def test_a_group_is_resolved_as_it_arrives_and_the_job_waits_for_the_last(
             assert await resolved.get() == "one"
         body.send(None)
         response = await posting
-    job = server.queue.next()
-    assert response.status_code == 200 and job is not None
+    job = server.queue.get(server.queue.waiting()[0].job_id)
+    assert response.status_code == 200
     assert (job.report.num_groups, job.report.turns) == (3, {"ids": 3})
     assert job.metrics["train/reward"] == 1.0
     rows = gzip.decompress(server.queue.trajectories(job.job_id)).splitlines()
@@ -315,11 +315,11 @@ async def test_nothing_is_kept_of_a_request_that_breaks_off(tmp_path: Path) -> N
     async with client(app) as http:
         broken = await http.post(TRAIN, content=whole[:-20], headers={"idempotency-key": "k"})
         assert (broken.status_code, broken.json()["error"]["param"]) == (422, "groups[1]")
-        assert server.queue.next() is None
+        assert not server.queue.waiting()
         follow_with(server, DONE)
         again = await http.post(TRAIN, content=whole, headers={"idempotency-key": "k"})
-    job = server.queue.next()
-    assert again.status_code == 200 and job is not None and job.report.num_groups == 2
+    job = server.queue.get(server.queue.waiting()[0].job_id)
+    assert again.status_code == 200 and job.report.num_groups == 2
 
 
 @pytest.mark.anyio

@@ -88,7 +88,7 @@ async def test_strangers_see_the_state_only(tmp_path: Path) -> None:
     infer = frozenset({"infer"})
     keys = (ApiKey(key="k", scopes=infer), ApiKey(key="old", expires=PAST))  # type: ignore[arg-type]
     app, server = make(tmp_path / "keys", api_keys=keys)
-    (engine,) = server.engine.replicas
+    (engine,) = server.fleet.replicas
     engine.state, engine.detail = "failed", "last log lines: a prompt"
     bare = Health(engine="failed").model_dump()
     for path in ("/health", "/ready"):
@@ -104,7 +104,7 @@ async def test_strangers_see_the_state_only(tmp_path: Path) -> None:
     for key, reason in (("k", "a step of 'p/a', which trains"), ("q", "a step, which trains")):
         assert (await health(app, "/health", "box", key))["waits_for"] == reason
     app, server = make(tmp_path / "keyless")
-    (engine,) = server.engine.replicas
+    (engine,) = server.fleet.replicas
     engine.state, engine.detail = "failed", "last log lines: a prompt"
     assert (await health(app, "/health", "localhost", None))["detail"] is not None
     assert await health(app, "/health", "evil.example", None) == bare
@@ -115,7 +115,7 @@ async def test_a_key_for_one_project_sees_no_name_of_another_s_model_whose_files
 ) -> None:
     keys = (ApiKey(key="k"), ApiKey(key="q", projects=frozenset({"q"})))
     app, server = make(tmp_path, api_keys=keys)
-    (engine,) = server.engine.replicas
+    (engine,) = server.fleet.replicas
     folder = server.registry.get("p", "run").folder.checkpoint_dir(0)
 
     async def deliver(folder: Path, names: object) -> str:

@@ -38,13 +38,13 @@ def test_jobs_and_payloads_survive_a_restart(tmp_path: Path) -> None:
 def test_an_interrupted_job_runs_before_those_that_wait(tmp_path: Path) -> None:
     queue = open_queue(tmp_path)
     first, second = add(queue), add(queue)
-    assert queue.next() == first
+    assert queue.waiting()[0].job_id == first.job_id
     queue.set_running(second.job_id, 1)
-    running = queue.next()
-    assert running is not None and running.job_id == second.job_id and running.target_step == 1
+    running = queue.get(queue.waiting()[0].job_id)
+    assert running.job_id == second.job_id and running.target_step == 1
     queue.set_done(second.job_id, {"loss/train": 0.5}, JobReport(notes=["tried again"]))
     queue.set_failed(first.job_id, ErrorDetail(message="no"))
-    assert queue.next() is None
+    assert not queue.waiting()
     done = queue.get(second.job_id).info()
     assert (done.state, done.step, done.metrics) == ("done", 1, {"loss/train": 0.5})
     assert queue.get(first.job_id).info().step is None

@@ -174,9 +174,9 @@ class House:
         """Waits for so many engines that serve, and no others."""
 
         def states() -> list[str]:
-            return [replica.state for replica in self.server.engine.replicas]
+            return [replica.state for replica in self.server.fleet.replicas]
 
-        await until(lambda: states() == ["ready"] * num, lambda: f"{states()}, {self.server.engine.detail}")
+        await until(lambda: states() == ["ready"] * num, lambda: f"{states()}, {self.server.fleet.detail}")
 
     async def joined(self, num_ranks: int) -> None:
         await until(lambda: len(self.server.trainer.joined) == num_ranks)

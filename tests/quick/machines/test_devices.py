@@ -66,7 +66,7 @@ def joins(tmp_path: Path) -> Any:
 
 
 async def until_offered(server: Server, num_engines: int) -> None:
-    await until(lambda: len(server.engine.replicas) == num_engines)
+    await until(lambda: len(server.fleet.replicas) == num_engines)
 
 
 def bases(folder: Path) -> dict[str, Path]:
@@ -95,7 +95,7 @@ async def facts(server: Server, url: str, models: dict[str, Path]) -> dict[str, 
         answers = {name: (await register(client, {}, str(folder)))["error"] for name, folder in models.items()}
         requested = await register(client, GPU_ARGUMENT | {"record_distributions": True})
         return {
-            "limits": server.engine.mismatch_limits,
+            "limits": server.fleet.mismatch_limits,
             "refusals": {name: (answer["code"], answer["param"]) for name, answer in answers.items()},
             "notes": requested["notes"],
             "length": requested["max_seq_length"],
@@ -166,7 +166,7 @@ async def test_a_machine_that_cannot_compute_the_base_model_is_sent_away(
         async with joins(url, "late", "cpu", engines=1) as late:
             await until(lambda: late.refusal is not None)
             assert reason in str(late.refusal)
-        assert [replica.name for replica in server.engine.replicas] == ["engine-gpu-0"]
+        assert [replica.name for replica in server.fleet.replicas] == ["engine-gpu-0"]
 
 
 async def test_a_machine_whose_card_lacks_the_number_type_is_refused(tmp_path: Path, joins: Any) -> None:
@@ -227,11 +227,11 @@ async def test_what_an_engine_computes_otherwise_on_its_device_is_said_where_it_
     server = build(config, make_trainer=new_trainer)
 
     def notes() -> list[str]:
-        return [line.text for line in server.engine.progress.lines if "gated delta layers" in line.text]
+        return [line.text for line in server.fleet.progress.lines if "gated delta layers" in line.text]
 
     async with listening(server) as url, joins(url, "gpu", "cuda", engines=1), joins(url, "cpu", "cpu", engines=1):
         await until(lambda: len(notes()) > 0)
-        await until(lambda: all(replica.state == "starting" for replica in server.engine.replicas))
+        await until(lambda: all(replica.state == "starting" for replica in server.fleet.replicas))
         (note,) = notes()
         assert "engine-cpu-0: it computes in bfloat16" in note
 

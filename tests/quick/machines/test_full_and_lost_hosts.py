@@ -82,7 +82,7 @@ async def test_a_lost_machine_has_no_engine_and_no_rank_before_its_connection_is
     async with house(tmp_path, monkeypatch) as here:
         here.host("one", engines=2, ranks=1)
         await here.ready(2)
-        first, second = here.server.engine.replicas
+        first, second = here.server.fleet.replicas
         assert isinstance(first.location, OnHost)
         host, may_close = first.location.host, asyncio.Event()
         close, stop = host._connection.close, first.stop
@@ -98,7 +98,7 @@ async def test_a_lost_machine_has_no_engine_and_no_rank_before_its_connection_is
         monkeypatch.setattr(host._connection, "close", close_later)
         monkeypatch.setattr(first, "stop", stop_later)
         host.lose("it did not obey an order")
-        await until(lambda: not here.server.engine.replicas and not here.server.trainer.joined)
+        await until(lambda: not here.server.fleet.replicas and not here.server.trainer.joined)
         await until(lambda: second.state == "none")
         may_close.set()
         await here.ready(2)

@@ -79,7 +79,7 @@ async def test_a_program_trains_on_machines_that_have_joined(tmp_path: Path, mon
                 assert (environment["ranks"], environment["max_tokens"]) == ("2", "64")
         names = {file.name for file in folder.checkpoint_dir(2).iterdir()}
         assert {"adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"} <= names
-        replicas = {replica.name: replica for replica in here.server.engine.replicas}
+        replicas = {replica.name: replica for replica in here.server.fleet.replicas}
         for name in ("one", "two"):
             replica = replicas[f"engine-{name}-0"]
             assert "p/m@2" in replica.loaded_adapters()
@@ -145,7 +145,7 @@ async def test_a_stall_of_the_network_is_no_hang_of_an_engine(tmp_path: Path, mo
     async with house(tmp_path, monkeypatch) as here, here.relay() as network:
         here.host("one", engines=1, through=network)
         await here.ready(1)
-        (replica,) = here.server.engine.replicas
+        (replica,) = here.server.fleet.replicas
         network.stall()
         with here.server.gate.inside("a request"):
             stop = here.clock.now() + 10 * HANG_SECONDS
@@ -206,7 +206,7 @@ async def test_an_engine_that_dies_is_started_again_with_one_copy_of_its_adapter
         folder = here.server.registry.get("p", "m").folder.checkpoint_dir(0)
         (folder / "optimizer.safetensors").write_bytes(b"comes and goes")
         (folder / "tokens.safetensors").write_bytes(b"comes and goes")
-        (replica,) = here.server.engine.replicas
+        (replica,) = here.server.fleet.replicas
 
         async def start_again() -> None:
             num_starts = replica.num_starts
@@ -230,7 +230,7 @@ async def test_an_adapter_that_cannot_be_loaded_costs_no_engine_and_is_not_kept_
 ) -> None:
     """vLLM refuses the first. The second was deleted when the machine fetched it."""
     async with house_with_an_engine(tmp_path, monkeypatch) as here:
-        (replica,) = here.server.engine.replicas
+        (replica,) = here.server.fleet.replicas
         (tmp_path / "broken").mkdir()
         (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"without a configuration")
         with pytest.raises(AdapterRefused, match="vLLM refused"):
@@ -250,7 +250,7 @@ async def test_a_delivery_that_takes_too_long_costs_the_engine_and_not_the_machi
         await here.ready(1)
         _, backend = await register(here)
         await backend.close()
-        (replica,) = here.server.engine.replicas
+        (replica,) = here.server.fleet.replicas
         assert isinstance(replica.location, OnHost)
         host = replica.location.host
         folder = here.server.registry.get("p", "m").folder.checkpoint_dir(0)
@@ -295,13 +295,13 @@ async def test_a_machine_that_is_silent_is_lost_and_joins_anew(tmp_path: Path, m
     async with house_with_an_engine(tmp_path, monkeypatch) as here:
 
         async def is_lost_and_joins_anew(clock: FakeClock) -> None:
-            first = here.server.engine.replicas[0]
+            first = here.server.fleet.replicas[0]
             pid = pid_of(first)
             await clock.end(SILENCE_SECONDS)
-            await until(lambda: first not in here.server.engine.replicas)
+            await until(lambda: first not in here.server.fleet.replicas)
             await until(lambda: not Path(f"/proc/{pid}").exists())
             await here.ready(1)
-            assert here.server.engine.replicas[0] is not first
+            assert here.server.fleet.replicas[0] is not first
 
         await is_lost_and_joins_anew(here.clock)
         await is_lost_and_joins_anew(here.hosts_clock)

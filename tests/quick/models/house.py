@@ -65,7 +65,7 @@ class House:
         engine: Any = self.engine
         trainer: Any = FakeTrainer()
         make_trainer = make_trainer or (lambda **_: trainer)
-        self.server = build(config, make_engine=lambda **_: engine, make_trainer=make_trainer, clock=clock)
+        self.server = build(config, make_fleet=lambda **_: engine, make_trainer=make_trainer, clock=clock)
         self.checkpoints, self.uploads = self.server.checkpoints, self.server.uploads
         self.registry = self.server.registry
         self.gate, self.queue = self.server.gate, self.server.queue

@@ -211,7 +211,7 @@ async def test_ranks_of_other_machines_get_no_plan_of_the_servers_card(tmp_path:
     keys = (ApiKey(key="joins", scopes=frozenset({"host"})),)
     async with house(tmp_path / "art", ranks=0, api_keys=keys) as here:
         engine = here.engine
-        here.server.base._engine = engine  # type: ignore[assignment]
+        here.server.base._fleet = engine  # type: ignore[assignment]
         loading = Loading(here)
         loading.loader._machine = Machine("cuda", GPUS, 256 << 30)
         await loading.loader.load("art/tiny")

@@ -25,7 +25,7 @@ class Served:
         self.engine.mismatch_limits = mismatch_limits(("float32", "float32"))
         engine: Any = self.engine
         trainer: Any = self.trainer
-        self.server = build(config, make_engine=lambda **_: engine, make_trainer=lambda **_: trainer, clock=clock)
+        self.server = build(config, make_fleet=lambda **_: engine, make_trainer=lambda **_: trainer, clock=clock)
         self.engine.vllm.take_samples = self.server.ledger.take_samples
         self.app = make_app(self.server, inference_port=None)
         self.url = ""

@@ -24,7 +24,7 @@ def make(folder: Path) -> tuple[Server, FakeEngine]:
     engine, trainer = FakeEngine(), FakeTrainer()
     fakes: Any = engine, trainer
     config = ServerConfig(path=folder)
-    server = build(config, make_engine=lambda **_: fakes[0], make_trainer=lambda **_: fakes[1])
+    server = build(config, make_fleet=lambda **_: fakes[0], make_trainer=lambda **_: fakes[1])
     return server, engine
 
 
@@ -81,8 +81,8 @@ async def test_a_download_of_the_base_model_counts_as_the_engine_s_start(tmp_pat
 
 def test_one_engine_is_a_fleet_of_one_and_needs_no_name_of_its_own(tmp_path: Path) -> None:
     server = build(ServerConfig(path=tmp_path))
-    assert [replica.name for replica in server.engine.replicas] == ["engine"]
-    assert server.engine.log_path == tmp_path / "logs" / "engine.log" and server.status.health().replicas == []
+    assert [replica.name for replica in server.fleet.replicas] == ["engine"]
+    assert server.fleet.log_path == tmp_path / "logs" / "engine.log" and server.status.health().replicas == []
     server.close()
 
 
@@ -117,10 +117,10 @@ def test_several_engines_divide_the_gpus_and_have_their_own_logs(
     gpus = tuple(Gpu(index, f"GPU-{index}", "NVIDIA L4", 24 << 30, (8, 9)) for index in range(5))
     monkeypatch.setattr("art_server.server.detect", lambda: Machine("cuda", gpus, 64 << 30))
     server = build(ServerConfig(path=tmp_path, engines=2, serve_devices=(1, 2, 3, 4), train_devices=(0,)))
-    locations = [replica.location for replica in server.engine.replicas]
+    locations = [replica.location for replica in server.fleet.replicas]
     visible = [location.variables["CUDA_VISIBLE_DEVICES"] for location in locations if isinstance(location, Here)]
     assert visible == ["GPU-1,GPU-2", "GPU-3,GPU-4"]
-    assert [replica.log_path.name for replica in server.engine.replicas] == ["engine-0.log", "engine-1.log"]
+    assert [replica.log_path.name for replica in server.fleet.replicas] == ["engine-0.log", "engine-1.log"]
     assert [replica.name for replica in server.status.health().replicas] == ["engine-0", "engine-1"]
     server.close()
 

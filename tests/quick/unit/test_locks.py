@@ -16,7 +16,7 @@ LOCKS = (
 )
 """Names of locks, and of the functions that take one."""
 
-SLOW = ("_trainer", "trainer", "_engine", "engine", "_owner", "owner", "_gate", "gate")
+SLOW = ("_trainer", "trainer", "_fleet", "fleet", "_engine", "engine", "_owner", "owner", "_gate", "gate")
 """Objects whose methods wait for a step, or for vLLM."""
 
 OWN = {
@@ -129,10 +129,10 @@ class Registration:
             await self._first()
     async def fork(self):
         async with self._checkpoints.changed("a"), self._locks["a"]:
-            await self._engine.unload("a")
+            await self._fleet.unload("a")
     async def fine(self):
         async with self._registry.models_lock:
-            await asyncio.to_thread(self.folder.create, self._engine.log_path)
+            await asyncio.to_thread(self.folder.create, self._fleet.log_path)
         await self._first()
     async def _first(self):
         await self._trainer.run(1)

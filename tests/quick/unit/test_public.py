@@ -47,8 +47,8 @@ def test_models_of_an_earlier_server_are_read(tmp_path: Path) -> None:
 def test_a_queued_job_of_an_earlier_server_is_read(tmp_path: Path) -> None:
     registry = Registry(restore(tmp_path))
     queue = JobQueue(registry.database)
-    job = queue.next()
-    assert job is not None and job.model == registry.get("p", "a").number
+    job = queue.get(queue.waiting()[0].job_id)
+    assert job.model == registry.get("p", "a").number
     assert job.state == "queued" and TrainConfig.model_validate_json(job.config) == TrainConfig(learning_rate=1e-4)
     batch = Batch.model_validate_json(queue.batch(job.job_id))
     trajectory, other = batch.groups[0].trajectories

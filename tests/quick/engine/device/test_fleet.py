@@ -87,7 +87,7 @@ class House:
         self.runner = JobRunner(
             queue=self.queue,
             registry=self.registry,
-            engine=self.fleet,
+            fleet=self.fleet,
             gate=self.gate,
             trainer=self.trainer,
             owner=self.owner,

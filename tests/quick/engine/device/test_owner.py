@@ -102,7 +102,7 @@ class House:
         self.runner = JobRunner(
             queue=self.queue,
             registry=self.registry,
-            engine=self.fleet,
+            fleet=self.fleet,
             gate=self.gate,
             trainer=self.trainer,
             owner=self.owner if world.plan.training_card is None else None,
@@ -436,7 +436,7 @@ async def test_a_step_that_is_made_again_is_loaded_again(tmp_path: Path) -> None
             registry=house.registry,
             queue=house.queue,
             gate=house.gate,
-            engine=house.fleet,
+            fleet=house.fleet,
             ledger=Ledger(tmp_path / "ledger.sqlite"),
             incoming=tmp_path / "incoming",
             keep_last=0,

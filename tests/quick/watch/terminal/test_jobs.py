@@ -110,7 +110,7 @@ def test_status_is_one_screen(run: Run, server: Running, tmp_path: Path) -> None
     queue.set_running(job.job_id, 1)
     queue.set_progress(job.job_id, "train", 3, 8)
     parts.registry.get("p", "run").history.add(0, {"val/reward": 0.25})
-    (engine,) = parts.engine.replicas
+    (engine,) = parts.fleet.replicas
     engine.state, engine.detail = "failed", "loading"
     for _ in range(8):
         add(queue, name="run")
