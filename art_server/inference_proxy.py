@@ -23,7 +23,7 @@ from art_server.ledger.ledger import Ledger, OpenRequest
 from art_server.ledger.records import Request, choice_id
 from art_server.models.base_loader import BaseLoader
 from art_server.shared.engine_messages import new_request_id
-from art_server.store.registry import RegisteredModel, Registry, ResolvedModel
+from art_server.store.registry import RegisteredModel, Registry, ResolvedModel, split_step
 
 OPERATIONS: Mapping[str, str] = {"completions": "text_completion"}
 """OpenTelemetry's name of the operation, by API. The other APIs have the operation "chat"."""
@@ -194,7 +194,7 @@ class Proxy:
             self._registry.resolve, base_name=base_name, projects=inference.projects, only=inference.only_model
         )
         resolved = resolve(inference.requested_model)
-        if inference.pinned_step is None or resolved.model is None or "@" in inference.requested_model:
+        if inference.pinned_step is None or resolved.model is None or split_step(inference.requested_model)[1]:
             return resolved
         if inference.pinned_step == "base":
             return resolve(resolved.model.record.base_model)

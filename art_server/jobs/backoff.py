@@ -12,8 +12,8 @@ from art_server.jobs.trainer_process import TrainerError
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 60.0
 """The pause before the next attempt, which doubles with each attempt."""
 MAX_DOUBTFUL = 5
-"""After so many attempts that ended with the death of the trainer's process or an unforeseen error, a job is still tried again;
-after the next one the job fails. The cause may be the job; or another program's memory or an operator, and then the cause may pass within minutes."""
+"""A job is tried again five times after the death of the trainer's process or an unforeseen error; the sixth fails the job.
+The cause may be the job; or another program's memory or an operator, and then the cause may pass within minutes."""
 MAX_DEATHS_AT_FULL_SIZE = 2
 """The kernel kills a process that takes too much memory, but two deaths may have another reason."""
 DIED, UNFORESEEN = "trainer_died", "internal_error"
@@ -21,8 +21,9 @@ DIED, UNFORESEEN = "trainer_died", "internal_error"
 
 def pause_after(error: ErrorDetail, attempts: Mapping[str, int], *, is_committed: bool = False) -> float | None:
     """Seconds until the next attempt at a job; None if the job fails. `attempts` counts the attempts that ended with an
-    error, this attempt included, by the error's code. A job whose step `is_committed` is tried again until the job is
-    finished."""
+    error, this attempt included, by the error's code. Which errors of the trainer are retryable is decided where they are
+    raised (`trainer/tasks.py`): no memory for the smallest part of a step fails the job at once. A job whose step
+    `is_committed` is tried again until the job is finished."""
     is_doubtful = error.code in (DIED, UNFORESEEN)
     num_doubtful = attempts.get(DIED, 0) + attempts.get(UNFORESEEN, 0)
     is_at_fault = num_doubtful > MAX_DOUBTFUL if is_doubtful else not error.retryable

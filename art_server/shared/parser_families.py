@@ -1,8 +1,9 @@
 """vLLM's parsers of tool calls and thinking: the families of models that have a parser, and the marks of the parsers.
 
-A parser is added in this file only. `FAMILIES` have vLLM's names of parsers; the marks have the names of the parsers' classes. `engine/inspection_process/parsers.py` chooses a model's parsers by `FAMILIES`, and
-`engine/vllm_process/whole_answers.py` streams answers by the marks. Both run in processes of their own, so this file imports
-nothing that either process needs.
+A parser is added in this file only. `engine/inspection_process/parsers.py` chooses a model's parsers by `FAMILIES`, which has
+vLLM's names of parsers. `engine/vllm_process/whole_answers.py` streams answers by `CALL_MARKS`, `CALL_ENDS` and `THINKING_MARKS`,
+which have the names of the parsers' classes. Both run in processes of their own, so this file imports nothing that either process
+needs.
 """
 
 from dataclasses import dataclass

@@ -33,7 +33,13 @@ _NAME = re.compile(NAME_PATTERN)
 MAX_NAMED = 5
 """Number of models that an error lists."""
 NOTHING_WHOLE = "MODEL %s HAS NO WHOLE CHECKPOINT: it is not served"
-ARTS_STEP = re.compile(r":step([0-9]+)$")
+_ARTS_STEP = re.compile(r":step([0-9]+)$")
+
+
+def split_step(name: str) -> tuple[str, str]:
+    """The name of a model and its step, empty without one: "p/a@3" and "p/a:step3" (as programs of ART write it) -> "p/a", "3"."""
+    path, _, step = _ARTS_STEP.sub(r"@\1", name).partition("@")
+    return path, step
 
 
 @dataclass(slots=True)
@@ -411,7 +417,7 @@ class Registry:
         """
         if text == base_name and only is None:
             return ResolvedModel(None, None)
-        path, _, step_text = ARTS_STEP.sub(r"@\1", text).partition("@")
+        path, step_text = split_step(text)
         project, slash, name = path.rpartition("/")
         visible = self.all(projects, only)
         matches = [

@@ -32,7 +32,8 @@ async def test_a_name_without_a_step_means_the_headers(tmp_path: Path) -> None:
 
         assert sampler(await ask("p/a", "0")) == ("p/a", 0)
         assert sampler(await ask("a", "1")) == ("a", 1)
-        assert sampler(await ask("p/a@1", "0")) == ("p/a@1", 1), "a name with a step means that step"
+        for named in ("p/a@1", "p/a:step1"):
+            assert sampler(await ask(named, "0")) == (named, 1), "a name with a step means that step"
         assert sampler(await ask("p/a", "base"))[1] is None
         assert sampler(await ask("base", "0"))[1] is None
         for wrong in ("7", "x"):
