@@ -289,7 +289,7 @@ def test_a_folder_in_which_a_server_works_is_left_alone(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("export", "a", tmp_path / "out", "--path", path)
-    lock_folder(ServerConfig(path=path).server_dir)
+    lock_folder(ServerConfig(path=path).server_dir, path)
     said = refused(capsys, "import", tmp_path / "out", "--model", "q/b", "--path", path)
     assert "an art-server works in" in said and "--url" in said
 
