@@ -1,0 +1,14 @@
+"""`AsyncOnly`: answers a `with` without `async`."""
+
+from typing import Never
+
+
+class AsyncOnly:
+    """Base of classes for `async with`."""
+
+    def __enter__(self) -> Never:
+        raise TypeError(
+            f"{type(self).__name__} is for `async with`: write `async with ... as ...:` in an async function"
+        )
+
+    def __exit__(self, *_: object) -> None: ...
