@@ -63,6 +63,12 @@ def _stable(value: Any) -> Any:
     return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+"""What separates the columns of tables that are no CSV in the strict sense."""
+STRUCTURE = "eval.general.dataset.structure"
+"""The section that names the columns, as `-o` and a file have it."""
+
+
 def load_rows(dataset: DatasetSection) -> Rows:
     """The rows of a data set that its filter keeps, without rows that have no question.
 
@@ -83,9 +89,14 @@ def _select(dataset: DatasetSection, located_rows: Sequence[LocatedRow]) -> Rows
     columns = list(dict.fromkeys(column for _, row in located_rows for column in row))
     question_key, is_structured = dataset.structure.question_key, not dataset.structure.disable
     if is_structured and question_key not in columns:
+        separators = [separator for separator in SEPARATORS if len(columns) == 1 and separator in columns[0]]
+        if dataset.type == "csv" and separators:
+            raise ValueError(
+                f"the first line has no comma and {SEPARATORS[separators[0]]}: save the table as CSV with commas"
+            )
         raise ValueError(
-            f"no row has the column {question_key!r}; the columns are {', '.join(columns)}; set "
-            "structure.question_key to one of them, or structure.disable to send whole rows"
+            f"no row has the column {question_key!r}; the columns are {', '.join(columns)}: name one of them with `-o "
+            f"{STRUCTURE}.question_key COLUMN`, or send whole rows with `-o {STRUCTURE}.disable true`"
         )
     kept: list[tuple[int, str, dict[str, Any]]] = []
     for number, (location, row) in enumerate(located_rows, 1):
