@@ -191,7 +191,8 @@ class Connection:
             remedy = f"is it running? Start it with `art-server --port {port}`, or pass its address to art.Backend"
             # `from None`: the errors of the HTTP library say nothing more, in ninety lines.
             raise ArtConnectionError(
-                f"no art-server answers at {self.base_url} ({error}): {fault or remedy}", retryable=True
+                f"no art-server answers at {self.base_url} ({str(error) or type(error).__name__}): {fault or remedy}",
+                retryable=True,
             ) from None
         except httpx.LocalProtocolError:  # the error's text contains the malformed header, perhaps the API key
             raise ArtError(f"{method} {url} was not sent: it has a malformed header") from None

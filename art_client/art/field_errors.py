@@ -5,7 +5,6 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
@@ -14,6 +13,8 @@ from art_protocol.display import Short
 
 NAMES: Mapping[Any, str] = {bool: "True or False", str: "a text", dict: "a dictionary"}
 """Types without a range, in words. Any: types."""
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+"""The attributes of pydantic's bounds, in words."""
 
 
 class Configuration(Strict):
@@ -72,19 +73,7 @@ def _values(annotation: Any, limits: Iterable[Any]) -> list[str]:  # Any: types,
 
 
 def _range(limits: Iterable[Any]) -> str:
-    """Bounds as text: " from 1 to 64", " above 0 and at most 1"."""
-    low = high = ""
-    for limit in limits:
-        match limit:
-            case Ge():
-                low = f"at least {limit.ge}"
-            case Gt():
-                low = f"above {limit.gt}"
-            case Le():
-                high = f"at most {limit.le}"
-            case Lt():
-                high = f"below {limit.lt}"
-            case _:
-                pass
-    bounds = " and ".join(bound for bound in (low, high) if bound)
+    """Bounds as text: " of at least 1 and at most 64", " above 0"."""
+    numbers = {name: getattr(limit, name) for limit in limits for name in BOUNDS if hasattr(limit, name)}
+    bounds = " and ".join(f"{BOUNDS[name]} {numbers[name]}" for name in BOUNDS if name in numbers)
     return f" {bounds}" if bounds.startswith(("above", "below")) else f" of {bounds}" if bounds else ""

@@ -58,14 +58,14 @@ def left_out_sentence(report: JobReport) -> str | None:
 
 @functools.cache
 def shorten_errors() -> None:
-    """From now on, an error that ends the program is printed with the program's own frames only, if the error went through `art`
-    and is meant for the program: an error of a rollout, or a sentence about an argument or a server. Others are printed whole."""
+    """From now on, an error that ends the program is printed with the program's own frames only, if the program's own line raised
+    the error, or if `art` raised it as a sentence about an argument or a server. Other errors are printed whole."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         frames = [frame for frame, _ in walk_tb(traceback)]
-        is_meant = isinstance(error, (ArtError, ValueError, TypeError)) or (bool(frames) and is_own(frames[-1]))
-        if is_meant and any(package_of(frame) in OURS for frame in frames):
+        is_sentence = isinstance(error, (ArtError, ValueError, TypeError))
+        if frames and (is_own(frames[-1]) or (is_sentence and package_of(frames[-1]) in OURS)):
             logger.debug("the error, with all frames", exc_info=(kind, error, traceback))
             shorten(error, traceback)
             traceback = error.__traceback__
