@@ -80,6 +80,11 @@ class BaseModel:
     """The chat template that `--chat-template` names; None: the model's own."""
 
     @functools.cached_property
+    def template_text(self) -> str | None:
+        """The text of `template` (blocking)."""
+        return None if self.template is None else self.template.read_text()
+
+    @functools.cached_property
     def facts(self) -> Facts:
         """What the model is (blocking: seconds for a new model). The model's files are read at the first use."""
         return read_facts(self.path, self.template)
