@@ -37,6 +37,8 @@ OF_FUNCTIONS = {
     "learning_rate": "trainer_adapters.adapter.training.learning_rate",
 }
 """Flags that set a field of the file that `_input` makes for a command without a file."""
+FILES = ("json", "jsonl", "csv", "parquet")
+"""The endings of data sets."""
 NEEDED = ("dataset", "reward", "base_model")
 """Flags that a command without a file needs."""
 
@@ -281,12 +283,17 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
         return target, overrides
     if missing := [f"--{name}" for name in NEEDED if getattr(flags, name) is None]:
         raise WrongInput([f"{target} without a file needs {', '.join(missing)}"])
+    kind: str = flags.dataset.suffix.removeprefix(".")
+    if kind not in FILES:
+        raise WrongInput(
+            [f"--dataset {flags.dataset}: name a file that ends with .{', .'.join(FILES[:-1])} or .{FILES[-1]}"]
+        )
     where, _, name = target.rpartition(":")
     run_name = f"{Path(where).stem}-{name}".replace("_", "-")
     file: dict[str, Any] = {
         "workflow": {"_type": target},
         "eval": {
-            "general": {"max_concurrency": 32, "dataset": {"_type": flags.dataset.suffix.removeprefix(".")}},
+            "general": {"max_concurrency": 32, "dataset": {"_type": kind}},
             "evaluators": {"reward": {}},
         },
         "trajectory_builders": {"builder": {"_type": "openpipe_art_traj_builder", "num_generations": 8}},

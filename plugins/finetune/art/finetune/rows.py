@@ -89,11 +89,6 @@ def _select(dataset: DatasetSection, located_rows: Sequence[LocatedRow]) -> Rows
     columns = list(dict.fromkeys(column for _, row in located_rows for column in row))
     question_key, is_structured = dataset.structure.question_key, not dataset.structure.disable
     if is_structured and question_key not in columns:
-        separators = [separator for separator in SEPARATORS if len(columns) == 1 and separator in columns[0]]
-        if dataset.type == "csv" and separators:
-            raise ValueError(
-                f"the first line has no comma and {SEPARATORS[separators[0]]}: save the table as CSV with commas"
-            )
         raise ValueError(
             f"no row has the column {question_key!r}; the columns are {', '.join(columns)}: name one of them with `-o "
             f"{STRUCTURE}.question_key COLUMN`, or send whole rows with `-o {STRUCTURE}.disable true`"
@@ -212,6 +207,9 @@ def _parse_csv(text: str) -> Iterator[LocatedRow]:
         header = [name.strip() for name in next(lines, list[str]())]
         if len(set(header)) < len(header):
             raise ValueError(f"line 1 has a column twice ({', '.join(header)}): rename one of the two")
+        separators = [SEPARATORS[separator] for separator in SEPARATORS if separator in header[0]] if header else []
+        if len(header) == 1 and separators:
+            raise ValueError(f"line 1 has {separators[0]} and no comma: save the table as CSV with commas")
         for values in filter(None, lines):
             location = f"line {lines.line_num}"
             if len(values) != len(header):
