@@ -1,6 +1,7 @@
 """The command `art-server`: opens the ports and runs the application."""
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -70,6 +71,11 @@ def open_port(host: str, port: int, flag: str) -> socket.socket:
         opened.listen(2048)
     except OSError as error:
         opened.close()
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise UsageError(
+                f"--host {host}: this machine has no such address ({error.strerror}); use 127.0.0.1, 0.0.0.0 for all of its "
+                "addresses, or one of them"
+            ) from error
         raise UsageError(
             f"{flag} {port} on {host}: {error.strerror}; choose another port, or 0 for a free one"
         ) from error

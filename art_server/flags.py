@@ -15,9 +15,25 @@ from pydantic import ValidationError
 
 from art_server import __version__
 from art_server.errors import UsageError
+from art_server.parser import Parser
 from art_server.settings import ENGINE_ARGS, KEY_LINE, KEY_VARIABLE, ApiKey, Flag, ServerConfig
 
 KEY_OPTIONS = {"name", "expires"}
+GROUPS = {
+    "addresses and keys": ("host", "port", "inference_port", "api_keys", "api_key_file", "legacy_without_key"),
+    "base model": ("base_model", "chat_template", "max_seq_length", "max_lora_rank", "max_loras"),
+    "number types and exactness": (
+        *("dtype", "trainer_dtype", "exact", "gap_limit", "record_distributions"),
+        *("splicing", "raw_special_tokens"),
+    ),
+    "devices": (
+        *("engines", "ranks", "gangs", "serve_devices", "train_devices", "shard", "handover", "cluster"),
+        *("trainer", "max_tokens_per_micro_batch", "kv_cache_gb", "engine_args"),
+    ),
+    "files": ("path", "keep_last", "rollouts_max_gb", "ledger_max_gb", "ledger_max_age_days", "trackers"),
+    "requests and jobs": ("wait_limit_seconds", "max_body_mb", "max_queued_jobs", "shares", "exit_with_parent"),
+}
+"""The settings in the order of `--help`, by title."""
 
 
 def flag_of(field: str) -> Flag:
@@ -26,20 +42,24 @@ def flag_of(field: str) -> Flag:
     return flag._replace(name=flag.name or field.replace("_", "-"))
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    parser = Parser(
         prog="art-server",
-        description="Serve a base model with trainable LoRA policies over an OpenAI-compatible API, and train them.",
+        description="Serve a base model with trainable LoRA policies over an OpenAI-compatible API,\nand train them.",
+        epilog="`art-server host` offers another machine's devices to a server:\n`art-server host --help`",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    for name, field in ServerConfig.model_fields.items():
-        flag = flag_of(name)
-        parser.add_argument(
-            f"--{flag.name}",
-            dest=name,
-            help=flag.help,
-            **_kind(field.annotation, field.default, flag),
-        )
+    for title, names in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            field, flag = ServerConfig.model_fields[name], flag_of(name)
+            group.add_argument(
+                f"--{flag.name}",
+                dest=name,
+                help=flag.help,
+                **_kind(field.annotation, field.default, flag),
+            )
     return parser
 
 
@@ -95,7 +115,8 @@ def parse(arguments: Sequence[str] | None) -> ServerConfig:
         problem = error.errors()[0]
         if not problem["loc"]:  # the error concerns several flags
             raise UsageError(problem["msg"].removeprefix("Value error, ")) from error
-        raise UsageError(f"--{flag_of(str(problem['loc'][0])).name}: {problem['msg']}") from error
+        reason = problem["msg"].removeprefix("Value error, ")
+        raise UsageError(f"--{flag_of(str(problem['loc'][0])).name}: {reason}") from error
 
 
 def read_keys(flags: Sequence[str], file: Path | None, variable: str | None) -> tuple[ApiKey, ...]:

@@ -169,7 +169,7 @@ def build(
     asked = config
     if config.cluster is not None:  # Ray places engines and ranks on machines that join
         config = config.model_copy(update={"engines": 0, "ranks": 0})
-    lock_file = files.lock_folder(config.server_dir)
+    lock_file = files.lock_folder(config.server_dir, config.path)
     computes = config.engines > 0 or config.ranks != 0
     machine = detect() if computes else machine_without_gpus()
     check_devices(config, machine)

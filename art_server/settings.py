@@ -329,9 +329,15 @@ class ServerConfig(BaseModel):
     @field_validator("chat_template")
     @classmethod
     def _check_template(cls, file: Path | None) -> Path | None:
-        if file is not None and not file.is_file():
-            raise ValueError(f"--chat-template {file} is not a file")
-        return file.resolve() if file is not None else None
+        if file is None:
+            return None
+        try:
+            file.read_text()
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not a text file") from error
+        return file.resolve()
 
     @property
     def takes_turns(self) -> bool:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from art.errors import ArtConnectionError, ArtError, ArtStatusError
 from art.waiting import Waiting, waiting_for
-from art_protocol.proxies import DIRECT
+from art_protocol.proxies import DIRECT, fault_of_address
 from art_protocol.wire import NDJSON, ErrorBody, ErrorDetail, JobEvent
 
 logger = logging.getLogger(__name__)
@@ -134,6 +134,8 @@ class Connection:
                             number = event.number
                         if event.waits_for is not None:
                             self.waiting.report(f"job {event.job_id[:8]}", started, event.waits_for)
+                        else:
+                            self.waiting.end_line()
                         on_event(event)
                         if event.event in until:
                             return event
@@ -185,17 +187,19 @@ class Connection:
                 yield response
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             port = httpx.URL(self.base_url).port or 80
+            fault = fault_of_address(self.base_url, error)
+            remedy = f"is it running? Start it with `art-server --port {port}`, or pass its address to art.Backend"
+            # `from None`: the errors of the HTTP library say nothing more, in ninety lines.
             raise ArtConnectionError(
-                f"no art-server answers at {self.base_url} ({error}): is it running? "
-                f"Start it with `art-server --port {port}`, or pass its address to art.Backend",
+                f"no art-server answers at {self.base_url} ({str(error) or type(error).__name__}): {fault or remedy}",
                 retryable=True,
-            ) from error
+            ) from None
         except httpx.LocalProtocolError:  # the error's text contains the malformed header, perhaps the API key
             raise ArtError(f"{method} {url} was not sent: it has a malformed header") from None
         except httpx.TransportError as error:
             raise _LostConnectionError(
                 f"lost the connection to art-server at {self.base_url} in {method} {path}: {error!r}"
-            ) from error
+            ) from None
 
     def _http(self) -> httpx.AsyncClient:
         """The HTTP client. Its connections belong to an event loop, so another loop gets a new client."""

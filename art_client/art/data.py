@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from tqdm.auto import tqdm
+from art.bars import make_bar
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def _iterate(
         )
     indices: list[int] = []
     done = min(initial_step, num_steps)
-    with tqdm(total=num_steps, initial=done, desc="steps", disable=not use_tqdm) as bar:
+    with make_bar(total=num_steps, initial=done, desc="steps", disable=not use_tqdm) as bar:
         for step in range(initial_step, num_steps):
             epoch, epoch_step = divmod(step, steps_per_epoch)
             if epoch_step == 0 or step == initial_step:

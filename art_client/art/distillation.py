@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
-from tqdm.auto import tqdm
-
+from art.bars import make_bar
 from art.core.model import Model
 from art.errors import ArtError
 from art.pool import run_all
@@ -171,7 +170,7 @@ async def _score(texts: Sequence[Text], teacher: Model, max_concurrent: int) -> 
         return logprobs
 
     # The teacher may be a model of the same server, whose answers would become a part of the rollout's session.
-    with no_capture(), tqdm(total=len(texts), desc="teacher", unit="text") as bar:
+    with no_capture(), make_bar(total=len(texts), desc="teacher", unit="text") as bar:
         return dict(zip(texts, await run_all(map(score, texts)), strict=True))
 
 

@@ -1,14 +1,18 @@
 """Messages to a program about its jobs and its end: sentences with number, reason and remedy, each logged once."""
 
+import functools
 import logging
 import re
 import sys
+from traceback import walk_tb
 from types import TracebackType
 from typing import NoReturn
 
 from tqdm.auto import tqdm
 
+from art.errors import ArtError
 from art.pool import format_numbers, set_total
+from art.tracebacks import OURS, is_own, package_of, shorten
 from art_protocol.wire import JobEvent, JobReport
 
 logger = logging.getLogger(__name__)
@@ -50,6 +54,24 @@ def left_out_sentence(report: JobReport) -> str | None:
     text = f"{trained} of {total} trajectories trained. Left out: {parts}."
     examples = [path for dropped in report.dropped for path in dropped.examples][:MAX_EXAMPLES]
     return text + (f" For example {', '.join(examples)}." if examples else "")
+
+
+@functools.cache
+def shorten_errors() -> None:
+    """From now on, an error that ends the program is printed with the program's own frames only, if the program's own line raised
+    the error, or if `art` raised it as a sentence about an argument or a server. Other errors are printed whole."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        frames = [frame for frame, _ in walk_tb(traceback)]
+        is_sentence = isinstance(error, (ArtError, ValueError, TypeError))
+        if frames and (is_own(frames[-1]) or (is_sentence and package_of(frames[-1]) in OURS)):
+            logger.debug("the error, with all frames", exc_info=(kind, error, traceback))
+            shorten(error, traceback)
+            traceback = error.__traceback__
+        previous(kind, error, traceback)
+
+    sys.excepthook = hook
 
 
 def interrupted(where: str, steps: dict[str, int], accepted: dict[str, int]) -> None:

@@ -20,8 +20,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Never, TypeAlias, TypeVar
 
-from tqdm.auto import tqdm
-
+from art.bars import make_bar
 from art.bodies import build_train_request
 from art.contained import contained
 from art.core.gather import gather_trajectory_groups
@@ -31,7 +30,7 @@ from art.pacing import Open, Pace
 from art.pipeline_file import PipelineFile
 from art.pool import DEFAULT_MAX_EXCEPTIONS, format_numbers
 from art.trajectories import Trajectory, TrajectoryGroup
-from art.types import TrainConfig, TrainResult
+from art.types import TrainConfig, TrainResult, to_train_config
 
 if TYPE_CHECKING:
     from art.core.backend import Backend
@@ -136,7 +135,7 @@ class PipelineTrainer(Generic[S, C]):
         self._max_concurrent = math.inf if max_concurrent is None else max_concurrent
         self._eval_every = eval_every_n_steps
         self._max_steps = math.inf if max_steps is None else max_steps
-        self._train_config = train_config or TrainConfig()
+        self._train_config = to_train_config(train_config)
         self._recent: deque[tuple[int, int]] = deque(maxlen=groups_per_step)
         """For each of the groups that finished last the number of failed rollouts, and the number of all rollouts."""
 
@@ -225,7 +224,7 @@ class PipelineTrainer(Generic[S, C]):
         running: dict[asyncio.Task[None], Open] = {}
         job: asyncio.Task[TrainResult] | None = None
         evaluation: asyncio.Task[None] | None = None
-        with tqdm(desc="pipeline", total=None if end == math.inf else end, initial=self._step) as bar:
+        with make_bar(desc="pipeline", total=None if end == math.inf else end, initial=self._step) as bar:
             while True:
                 next_job = self._step if job is None else self._step + 1
                 num_open = len(self._finished) + len(running)

@@ -11,14 +11,17 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from tqdm.auto import tqdm
-
+from art.bars import make_bar
+from art.blocking import watched
 from art.contained import contained
 from art.errors import error_text
 from art.tracebacks import shorten
 from art_protocol.signal import to_finite
+
+if TYPE_CHECKING:
+    from tqdm.auto import tqdm
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +77,17 @@ class RolloutPool:
         self._means: dict[str, _Mean] = {}
         self._max_metrics = max_metrics
         self._show_total_tokens = show_total_tokens
-        self._bar = tqdm(desc=desc, total=0, disable=desc is None)
+        self._bar = make_bar(desc=desc, total=0, disable=desc is None)
 
     def __enter__(self) -> Self:
         self._token = current_pool.set(self)
+        self._watch = watched(RolloutPool.run.__code__)
+        self._watch.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         current_pool.reset(self._token)
+        self._watch.__exit__(None, None, None)
         self._bar.close()
         if self._first_error is None:
             return

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from art import tracing
+from art.async_only import AsyncOnly
 from art.core.model import TrainableModel
 from art.scopes import Scope, current_scope
 from art.trajectories import History, Trajectory
@@ -41,7 +42,7 @@ def rollout(model: TrainableModel, session: str | None = None) -> "Rollout":
     return Rollout(model, session)
 
 
-class Rollout:
+class Rollout(AsyncOnly):
     """One rollout of an agent that was not written for ART: the address for its requests, and the resulting trajectory.
 
     An agent that sends its requests to `base_url` is captured wherever the agent runs, also in another process. If the

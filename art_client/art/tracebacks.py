@@ -5,9 +5,10 @@ Frames of `art`, of the standard library and of installed packages are left out,
 
 import sysconfig
 from collections.abc import Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import cast
 
+OURS = frozenset({"art", "art_protocol", "art_compat"})
 PACKAGES = frozenset({"site-packages", "dist-packages"})
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
@@ -38,7 +39,7 @@ def own_frames(whole: TracebackType | None) -> TracebackType | None:
     """The traceback with the program's own frames only; None if there are none."""
     frames: list[TracebackType] = []
     while whole is not None:
-        if _is_own(whole):
+        if is_own(whole.tb_frame):
             frames.append(whole)
         whole = whole.tb_next
     own: TracebackType | None = None
@@ -47,13 +48,18 @@ def own_frames(whole: TracebackType | None) -> TracebackType | None:
     return own
 
 
-def _is_own(frame: TracebackType) -> bool:
-    file = frame.tb_frame.f_code.co_filename
-    package = frame.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+def package_of(frame: FrameType) -> str:
+    """The package of the frame's module."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def is_own(frame: FrameType) -> bool:
+    """Whether the frame is of the program itself."""
+    file = frame.f_code.co_filename
     parts = file.replace("\\", "/").split("/")
     return not (
         # By name: in a checkout these packages are outside of site-packages.
-        package in ("art", "art_protocol")
+        package_of(frame) in OURS
         # Python has parts of the standard library as frozen modules, without files.
         or file.startswith((STANDARD_LIBRARY, "<frozen "))
         or not PACKAGES.isdisjoint(parts)

@@ -11,6 +11,7 @@ from collections.abc import (
     AsyncGenerator,
     Awaitable,
     Callable,
+    Coroutine,
     Generator,
     Iterable,
     Iterator,
@@ -338,6 +339,12 @@ def to_trajectory(result: object) -> Trajectory:
         return result
     if isinstance(result, BaseException):
         raise result
+    if isinstance(result, Coroutine):
+        name = getattr(cast("Coroutine[Any, Any, Any]", result), "__qualname__", "...")
+        close_unstarted([cast("Coroutine[Any, Any, Any]", result)])
+        raise TypeError(
+            f"a rollout returned the coroutine of {name}, not art.Trajectory: write `return await {name}(...)`"
+        )
     raise TypeError(f"a rollout returned {type(result).__name__}, not art.Trajectory")
 
 

@@ -6,11 +6,12 @@ plain dictionaries, and the first access to `Choice` imports `openai`, so `impor
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, cast
 
 from pydantic import ConfigDict, Field
 
-from art.unknown_fields import ART_TRAINING_FIELDS, OTHER_NAMES, PEFT_FIELDS, Strict
+from art.field_errors import Configuration
+from art.unknown_fields import ART_TRAINING_FIELDS, OTHER_NAMES, PEFT_FIELDS
 from art_protocol import wire
 from art_protocol.display import Displayed
 from art_protocol.wire import JobReport
@@ -45,27 +46,55 @@ __all__ = [
 ]
 
 
-class TrainConfig(Strict, wire.TrainConfig):
+class TrainConfig(Configuration, wire.TrainConfig):
     """The configuration of one train call; docs/train-config.md has all fields. Defaults: GRPO with group mean and
     standard deviation, the loss averaged over the batch's tokens, one AdamW step without weight decay (Shao et al.
     2024, arXiv:2402.03300).
 
     Raises:
-        ValidationError: a value is out of range, or a field is unknown. The message names the field, and for an unknown
-            field also the field that was meant.
+        ValueError: a value is out of range, or a field is unknown. The message names the field, and its range or the field that
+            was meant.
     """
 
     _other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
     _left_out: ClassVar[frozenset[str] | None] = ART_TRAINING_FIELDS
 
 
-class LoRAConfig(Strict, wire.LoRAConfig):
+class LoRAConfig(Configuration, wire.LoRAConfig):
     """Configuration of the trained adapter, fixed when a model is first registered: `rank` (8), `alpha` (16) and
     `target_modules` (None: all linear layers of the language model except the output head). `r` and `lora_alpha` are
     PEFT's names for the first two."""
 
     _renamed: ClassVar[Mapping[str, str]] = {"r": "rank", "lora_alpha": "alpha"}
     _left_out: ClassVar[frozenset[str] | None] = PEFT_FIELDS
+
+
+def to_train_config(config: object) -> wire.TrainConfig:
+    """The configuration that a program passes to a train call. A dictionary of fields is taken, too; None: the defaults.
+
+    Raises:
+        TypeError: the configuration is something else.
+        ValueError: a field is unknown or out of range.
+    """
+    if isinstance(config, wire.TrainConfig):
+        return config
+    if config is None:
+        return TrainConfig()
+    if isinstance(config, Mapping):
+        return TrainConfig(**cast("Mapping[str, Any]", config))
+    call = ": `model.train_sft` takes it" if isinstance(config, TrainSFTConfig) else ""
+    raise TypeError(f"config is a {type(config).__name__}, not art.TrainConfig(learning_rate=...){call}")
+
+
+def to_sft_config(config: object) -> "TrainSFTConfig":
+    """As `to_train_config`, for `model.train_sft`."""
+    if isinstance(config, TrainSFTConfig):
+        return config
+    if config is None:
+        return TrainSFTConfig()
+    if isinstance(config, Mapping):
+        return TrainSFTConfig(**cast("Mapping[str, Any]", config))
+    raise TypeError(f"config is a {type(config).__name__}, not art.TrainSFTConfig(learning_rate=...)")
 
 
 SHOWN_METRICS = ("train/reward", "loss/train")
@@ -90,14 +119,14 @@ LocalTrainResult = TrainResult
 """ART's name."""
 
 
-class TrainSFTConfig(Displayed, Strict):
+class TrainSFTConfig(Displayed, Configuration):
     """The configuration of `model.train_sft`."""
 
     model_config = ConfigDict(extra="forbid")
 
-    learning_rate: float | list[float] = 5e-5
+    learning_rate: Annotated[float, Field(gt=0, le=1)] | list[Annotated[float, Field(ge=0, le=1)]] = 5e-5
     """A list has the rate of each optimizer step (`art.utils.sft.create_lr_schedule`)."""
-    batch_size: int | Literal["auto"] = "auto"
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Trajectories of one optimizer step, in the given order. auto: 2."""
     assistant_turns: Literal["all", "last"] = "all"
     """The assistant's messages that are trained. The others are context."""

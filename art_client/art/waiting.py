@@ -1,26 +1,24 @@
-"""Reports on stderr what calls to a server wait for: what the server's start has done, and why a call waits.
+"""Reports on stderr what calls to a server wait for: the server's start, or why a call waits.
 
-A line of the server's start is printed within a second; while an engine starts, no ten seconds pass without a line. Other
-reasons are printed after ten seconds, and then every minute.
+In a terminal this is one line that changes each second. In a file the reason is printed after ten seconds, then every minute.
 """
 
 import asyncio
-import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
 import httpx
 from pydantic import ValidationError
-from tqdm.auto import tqdm
 
+from art.bars import StatusLine, is_terminal
 from art_protocol.proxies import DIRECT
 from art_protocol.wire import Health, ProgressLine
 
-FIRST_SECONDS, AGAIN_SECONDS = 10.0, 60.0
-"""The wait after which a reason is printed, and the time until the same reason is printed again."""
-START_SECONDS = 8.0
-"""Longest time without a line while an engine starts."""
+FIRST_SECONDS = 10.0
+"""The wait after which a reason is printed."""
+START = "start"
+"""The reason of reports about the server's start."""
 LOOK_SECONDS = 1.0
 """The time between two checks of how long the calls have waited."""
 
@@ -32,8 +30,9 @@ class Waiting:
         self._base_url = base_url
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._since: dict[object, tuple[float, str]] = {}
-        self._last_reason, self._printed_at = "", 0.0
-        self._last_line = 0
+        self._line = StatusLine()
+        self._last: ProgressLine | None = None
+        """The newest line of the server's start."""
         self._started_at = 0.0
         self._is_ready = False
         """Whether the engine was ready or failed at the last check, so that nothing of a start is left to report."""
@@ -55,16 +54,20 @@ class Waiting:
                 self._stop_watching(loop)
 
     def _stop_watching(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.end_line()
         if self._task is not None and self._task.get_loop() is loop:
             self._task.cancel()
             self._task = None  # a cancelled task is not yet done when the next call begins
 
     def report(self, what: str, since: float, reason: str) -> None:
-        """Prints the reason after ten seconds, and the same reason at most once a minute. `since` is monotonic time."""
-        now = time.monotonic()
-        is_again = reason == self._last_reason and now - self._printed_at < AGAIN_SECONDS
-        if now - since >= FIRST_SECONDS and not is_again:
-            self._print(f"{what} has waited {now - since:.0f} s for {reason}", reason)
+        """Shows the reason after ten seconds. `since` is monotonic time."""
+        seconds = time.monotonic() - since
+        if seconds >= FIRST_SECONDS:
+            self._line.show(f"art: {what} has waited {seconds:.0f} s for {reason}", reason)
+
+    def end_line(self) -> None:
+        """Removes the report from a terminal, because nothing waits any longer."""
+        self._line.end()
 
     async def _watch(self) -> None:
         checked_at = 0.0
@@ -82,28 +85,27 @@ class Waiting:
                 reason = f"the server at {self._base_url}, which does not answer"
                 self.report(what, since, reason)
                 continue
-            self._show_start(health)
+            self._show_start(health, since)
             if health.waits_for is not None and self._is_ready:
                 self.report(what, since, health.waits_for)
 
-    def _show_start(self, health: Health) -> None:
-        """Prints what the server's start has done since the last report, or that the start still runs."""
-        was_ready, self._is_ready = self._is_ready, health.engine in ("ready", "failed")
-        new = [line for line in health.progress if line.number > self._last_line]
-        if new:
-            self._last_line = new[-1].number
-            self._started_at = time.monotonic() - new[-1].seconds
-        if self._is_ready and (was_ready or not self._last_reason):
-            return  # the engine was ready before this program's first call
-        for line in new:
-            self._print(_as_text(line))
-        if not self._is_ready and time.monotonic() - self._printed_at >= START_SECONDS:
-            seconds = time.monotonic() - self._started_at if self._last_line else 0.0
-            self._print(f"{seconds:4.0f} s  waiting for {(health.waits_for or 'the engine').rstrip('.')}")
+    def _show_start(self, health: Health, since: float) -> None:
+        """Shows what the server's start does, or that the start has ended."""
+        self._is_ready = health.engine in ("ready", "failed")
+        if health.progress and (self._last is None or health.progress[-1].number > self._last.number):
+            self._last = health.progress[-1]
+            self._started_at = time.monotonic() - self._last.seconds
+        if self._is_ready:
+            if self._line.reason == START:
+                text = "the engine could not be started" if health.engine == "failed" else "the engine is ready"
+                self._line.end(f"art: {self._start_seconds():.0f} s  {text}")
+            return
+        text = self._last.text if self._last is not None else (health.waits_for or "the engine starts").rstrip(".")
+        if is_terminal() or time.monotonic() - since >= FIRST_SECONDS:
+            self._line.show(f"art: {self._start_seconds():.0f} s  {text}", START)
 
-    def _print(self, text: str, reason: str = "start") -> None:
-        self._last_reason, self._printed_at = reason, time.monotonic()
-        tqdm.write(f"art: {text}", file=sys.stderr)
+    def _start_seconds(self) -> float:
+        return time.monotonic() - self._started_at if self._last is not None else 0.0
 
     async def _health(self) -> Health | None:
         with suppress(httpx.HTTPError, ValidationError):
@@ -111,10 +113,6 @@ class Waiting:
                 answer = await client.get(f"{self._base_url}/health", timeout=5.0)
                 return Health.model_validate_json(answer.content)
         return None
-
-
-def _as_text(line: ProgressLine) -> str:
-    return f"{line.seconds:4.0f} s  {line.text}"
 
 
 _known: dict[tuple[str, str | None], Waiting] = {}

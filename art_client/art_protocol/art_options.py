@@ -71,5 +71,5 @@ def apply_options(config: TrainConfig, options: Mapping[str, Any]) -> tuple[Trai
         own.pop("beta", None)  # ART's records contain `beta` and `kl_penalty_coef`, one of them with 0
     if translated or own:
         fields = config.model_dump(exclude_unset=True) | translated | own
-        config = type(config).model_validate(fields)
+        config = type(config)(**fields)
     return config, ignored

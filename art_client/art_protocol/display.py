@@ -1,4 +1,5 @@
-"""How records look in a notebook: a `repr` of one line, and completion without names that do nothing here."""
+"""How records look in a notebook: a `repr` of one line, and completion without names that do nothing here; numbers with
+their nouns."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -14,6 +15,13 @@ PYDANTIC_V1 = frozenset(
 """Old names that pydantic warns of."""
 MAX_SHOWN = 60
 """Characters of one value's `repr`."""
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: `1, "engine" -> "1 engine"`, `2, "trajectory" -> "2 trajectories"`."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun.removesuffix('y')}ies" if noun.endswith("y") else f"{number} {noun}s"
 
 
 class Displayed:

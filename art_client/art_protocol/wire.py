@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from art_protocol.demonstrations import read_tools
-from art_protocol.display import Displayed
+from art_protocol.display import Displayed, counted
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 """Valid names of projects, models and sessions. A name becomes a folder or a part of URLs."""
@@ -384,8 +384,7 @@ class Dropped(Reply):
 
     def __str__(self) -> str:
         """What was left out, and why."""
-        plural = "trajectories" if self.unit == "trajectory" else f"{self.unit}s"
-        return f"{self.count} {self.unit if self.count == 1 else plural}, because {self.reason}"
+        return f"{counted(self.count, self.unit)}, because {self.reason}"
 
 
 class Difference(Reply):
@@ -406,9 +405,9 @@ class Difference(Reply):
 
     def __str__(self) -> str:
         """Which turns do not continue the earlier turns, and where."""
-        rollouts = "1 rollout has" if self.count == 1 else f"{self.count} rollouts have"
+        has = "has" if self.count == 1 else "have"
         return (
-            f"{rollouts} turns that do not continue those before them, and are sequences of their own: {self.whose} was "
+            f"{counted(self.count, 'rollout')} {has} turns that do not continue those before them, and are sequences of their own: {self.whose} was "
             f"{self.expected!r} and is {self.found!r} in a later request ({self.example})"
         )
 

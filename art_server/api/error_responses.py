@@ -35,6 +35,21 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 """The answer of all routes to an error, for `/openapi.json`."""
 NO_JSON = "the header content-type is not application/json; "
+OTHER_SERVICES: Mapping[str, str] = {
+    "embeddings": "embeddings",
+    "rerank": "reranking",
+    "moderations": "moderations",
+    "images": "images",
+    "audio": "speech",
+    "realtime": "realtime sessions",
+    "files": "files",
+    "vector_stores": "vector stores",
+    "batches": "batches",
+    "assistants": "assistants",
+    "threads": "threads",
+    "fine_tuning": "fine-tuning jobs of OpenAI's API (`model.train` trains)",
+}
+"""What paths of OpenAI's API stand for that this server does not have, by the first part behind /v1/."""
 HTTP_CODES: Mapping[int, str] = {400: "invalid_body", 413: "body_too_large"}
 """The codes of FastAPI's own errors, by status."""
 
@@ -132,7 +147,13 @@ def _no_route(request: Request) -> str:
         return f"no such route: the base_url lacks /v1, {request.base_url}v1"
     if path.startswith("/v1/v1/"):
         return f"no such route: the base_url has /v1 too often, {request.base_url}v1, for Anthropic's client {request.base_url}"
-    return "no such route; see /openapi.json"
+    kind = path.removeprefix("/v1/").partition("/")[0]
+    if path.startswith("/v1/") and kind in OTHER_SERVICES:
+        return (
+            f"no such route: this server has no {OTHER_SERVICES[kind]}, because it serves a language model only; give the "
+            "agent's client for them another base_url"
+        )
+    return "no such route: `/openapi.json` lists the routes of this server"
 
 
 def add_error_handlers(app: FastAPI) -> None:

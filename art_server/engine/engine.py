@@ -328,7 +328,7 @@ class Engine:
     async def _supervise(self) -> None:
         """Starts vLLM, and restarts it when it ends or hangs, until the engine is given up. After an error on our side,
         such as a full disk, `Background` calls this again after a pause, without limit."""
-        failures = 0
+        failures, has_served = 0, False
         await self._end_process()
         await self._set_state("starting", self._why_restarted())
         while failures < MAX_FAILED_STARTS:
@@ -339,16 +339,16 @@ class Engine:
                     await self._bring_up()
                 except (EngineDied, *LOST) as error:
                     failures += 1
-                    cause = find_cause(self._log.tail(LOG_SEARCH_LINES))
                     last_lines = f"{error}; last log lines:\n{self._log.tail(LOG_TAIL_LINES)}"
+                    await self._end_process()  # vLLM's log is complete then
+                    cause = find_cause(self._log.tail(LOG_SEARCH_LINES))
                     self.detail = cause.sentence if cause is not None else last_lines
                     logger.error("%s start %d failed: %s", self.name, failures, self.detail)
                     self.progress.note(f"{self.name}: start {failures} failed")
-                    await self._end_process()
-                    if cause is not None and cause.is_lasting:
+                    if cause is not None and cause.is_lasting and not has_served:
                         break
                     continue
-            failures = 0
+            failures, has_served = 0, True
             self.progress.note(f"{self.name}: ready")
             reason = await self._watch()
             await self._set_state("starting", f"It is being restarted because {reason}.")

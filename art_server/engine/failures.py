@@ -39,6 +39,24 @@ CAUSES = (
 )
 """Patterns in the log, each with a message; {0} is the pattern's first group that matched."""
 
+ERROR = re.compile(
+    r"^(?:\([^)]*\) )?(?:ERROR .*?)?\b(?:\w+\.)*((\w+(?:Error|Exception))(?:: (.+)|(?<=NotImplementedError)))$",
+    re.MULTILINE,
+)
+"""The last line of an error's traceback, also behind what vLLM's processes and loggers write before each line."""
+FOLLOWING = re.compile(
+    "EngineDeadError|See (root cause|stack trace)|Engine core initialization failed|CancelledError|BrokenPipeError|"
+    "Connection(Reset|Refused)Error"
+)
+"""Errors of vLLM's other processes, which follow from the first process's error."""
+LASTING = frozenset(
+    {
+        *("ValueError", "ValidationError", "NotImplementedError", "AssertionError", "TypeError"),
+        *("KeyError", "AttributeError", "IndexError"),
+    }
+)
+"""Errors of a program that computes the same again with the same model."""
+UNSUPPORTED = re.compile(r"\bunsupported\b|\bnot (supported|implemented)\b", re.IGNORECASE)
 
 TRACEBACK = "Traceback (most recent call last)"
 """Only the log from here on is searched: warnings before it can name errors that did no harm."""
@@ -61,6 +79,17 @@ def find_cause(log: str) -> Cause | None:
         if match is not None:
             cause = next(group for group in match.groups() if group).strip()
             return Cause(sentence.format(cause[:300]), sentence is not OTHER_PROGRAM)
+    return _find_error(log)
+
+
+def _find_error(log: str) -> Cause | None:
+    """The error that ended vLLM's process, in vLLM's own words."""
+    for text, kind, message in ERROR.findall(log):
+        if FOLLOWING.search(text):
+            continue
+        if kind in LASTING or UNSUPPORTED.search(message):
+            return Cause(f"vLLM cannot run this base model here ({text[:300]}): use another base model", True)
+        return Cause(f"vLLM ended with {text[:300]}", False)
     return None
 
 

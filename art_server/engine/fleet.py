@@ -32,7 +32,7 @@ from art_server.shared.clock import REAL, Clock
 from art_server.shared.trainer_messages import MismatchLimits
 from art_server.store.base_models import BaseModel
 
-NO_REPLICA = "no machine has joined yet that offers an engine: start `art-server host` there, or use --engines 1"
+NO_REPLICA = "no machine offers an engine now: start `art-server host` on one, or this server with --engines 1"
 
 
 class Fleet:

@@ -178,6 +178,8 @@ class Attempt:
         config = TrainConfig.model_validate_json(self.job.config)
         batch = await asyncio.to_thread(self._queue.batch, self.job.job_id)
         start = await asyncio.to_thread(self.model.folder.read_checkpoint, step - 1)
+        base = self._fleet.base
+        template = await asyncio.to_thread(lambda: base.template_text) if base is not None else None
         started = time.monotonic()
         async with self._holding_device():
             self._stop_if_cancelled()
@@ -208,6 +210,7 @@ class Attempt:
                 notes=[*done.notes, *note_lost(lost)],
                 probe=done.probe,
                 environment=done.environment,
+                chat_template=template,
             )
             await run_whole(self.model.folder.commit_checkpoint, temporary, record)
             if self._owner is not None:

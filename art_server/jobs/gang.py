@@ -122,9 +122,7 @@ class Gang:
             self.ranks = available
             self._use(str(self._meeting))
         if not available:
-            raise TrainerError(
-                "no_rank", "no machine has joined that offers a rank: start `art-server host` there", True
-            )
+            raise TrainerError("no_rank", "no machine offers a rank now: start `art-server host` on one", True)
 
     def _check_devices(self) -> None:
         """Checks that all ranks compute on one kind of device, before they are started.

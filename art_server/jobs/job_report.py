@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from art_protocol.demonstrations import SHAREGPT, is_sharegpt
+from art_protocol.display import counted
 from art_protocol.wire import (
     Difference,
     Dropped,
@@ -171,7 +172,8 @@ class ReportCounts:
             why = f"; the first: {first.type}: {first.message[:300]}" if first else ""
             return f"the groups contain no trajectory ({self.num_failed} rollouts failed{why}): nothing to train"
         reasons = "; ".join(
-            f"{reason} ({count} times, e.g. {examples[0]})" for reason, (count, examples) in self.dropped.items()
+            f"{reason} ({counted(count, 'time')}, e.g. {examples[0]})"
+            for reason, (count, examples) in self.dropped.items()
         )
         hint = ""
         if self.has_sharegpt:

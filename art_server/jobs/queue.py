@@ -15,6 +15,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from art_protocol.display import counted
 from art_protocol.wire import ErrorDetail, JobReport, JobState, TrainConfig
 from art_server.errors import Conflict, NotFound, TooMany
 from art_server.jobs.batch_signs import BatchSigns
@@ -161,7 +162,7 @@ class JobQueue:
         pending = self._rows(f"SELECT model FROM {JOBS} WHERE state IN ('queued', 'running') AND project = ?", project)
         if len(pending) >= self._max_queued:
             raise TooMany(
-                f"the queue of project '{project}' is full with {len(pending)} jobs: wait until some have ended, cancel some "
+                f"the queue of project '{project}' is full with {counted(len(pending), 'job')}: wait until some have ended, cancel some "
                 "(DELETE /api/jobs/JOB), or start the server with a larger --max-queued-jobs",
                 code="queue_full",
             )
@@ -243,7 +244,7 @@ class JobQueue:
             pending = self._rows(f"SELECT project || '/' || name FROM {JOBS} WHERE {where}", model)
             if pending:
                 raise Conflict(
-                    f"{len(pending)} jobs of model '{pending[0][0]}' wait or run: repeat the request when they have ended",
+                    f"model '{pending[0][0]}' has {counted(len(pending), 'job')} not ended: repeat the request after the last",
                     code="jobs_pending",
                     param="name",
                 )

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import aiohttp
 
+from art_protocol.display import counted
 from art_server import __version__
 from art_server.engine.command import remove_run_dirs
 from art_server.engine.device.assignment import gpu_without_bfloat16
@@ -39,6 +40,7 @@ from art_server.machines.orders import (
     Refusal,
     Welcome,
 )
+from art_server.parser import Parser
 from art_server.process.children import PARENT_VARIABLE, Children, be_child, set_up_logs
 from art_server.process.installation import check_builds, check_system, installed_builds
 from art_server.shared.clock import REAL, Clock
@@ -75,17 +77,17 @@ def read_token(file: Path) -> str:
     """
     try:
         words = file.read_text().split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--token-file {file} cannot be read: {error}") from error
+    except OSError as error:
+        raise UsageError(f"--token-file {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--token-file {file} is not a text file") from error
     if not words:
         raise UsageError(f"--token-file {file} is empty: write a key with the scope 'host' into it")
     return words[0]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="art-server host", description="Offer this machine's devices to an art-server."
-    )
+    parser = Parser(prog="art-server host", description="Offer this machine's devices to an art-server.")
     parser.add_argument("--join", required=True, metavar="URL", help="address of the server")
     parser.add_argument(
         "--token-file",
@@ -205,7 +207,9 @@ class Host:
         if isinstance(answer, Refusal):
             raise Refused(answer.reason)
         assert isinstance(answer, Welcome)
-        logger.info("joined %s as %s: %d engines, %d ranks", self.url, self.offer.name, *self.offer.numbers)
+        engines, ranks = self.offer.numbers
+        offers = f"{counted(engines, 'engine')}, {counted(ranks, 'rank')}"
+        logger.info("joined %s as %s: %s", self.url, self.offer.name, offers)
         self._has_joined = True
         outgoing: asyncio.Queue[HostMessage] = asyncio.Queue()
         machinery = Machinery(
@@ -300,7 +304,7 @@ def main(arguments: Sequence[str]) -> None:
             raise UsageError(f"--join {flags.join}: write an address such as http://gpu-box:7623")
         folder = flags.path
         os.umask(0o077)
-        lock = files.lock_folder(folder)
+        lock = files.lock_folder(folder, folder)
         set_up_logs()
         children = Children(folder, folder / "logs")
         children.reap()

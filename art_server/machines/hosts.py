@@ -13,6 +13,7 @@ from fastapi.responses import FileResponse
 from pydantic import ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from art_protocol.display import counted
 from art_server.engine.device.assignment import check_bfloat16
 from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.device.owner import DeviceOwner
@@ -201,7 +202,7 @@ class Hosts:
             if self._fleet.base is not None:
                 for engine in engines:
                     engine.start(self._fleet.base, self._fleet.requested)
-            offers = f"{greeting.engines} engines, {greeting.ranks} ranks"
+            offers = f"{counted(greeting.engines, 'engine')}, {counted(greeting.ranks, 'rank')}"
             self._fleet.progress.note(f"host {greeting.name} joined from {greeting.address} with {offers}")
             yield
         finally:

@@ -1,6 +1,7 @@
 """Finds a base model's weights: "art/tiny", "smollm2", a folder, or a Hugging Face id."""
 
 import contextlib
+import difflib
 import functools
 import importlib.util
 import logging
@@ -19,6 +20,8 @@ from art_server.store.base_facts import Facts, read_facts
 logger = logging.getLogger(__name__)
 
 TINY_DIR = Path(__file__).parents[1] / "tiny_model"
+OWN_NAMES = ("art/tiny", "smollm2")
+"""The names of base models that come without the hub."""
 SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 HUB_FILES = [*SMALL_FILES, "*.safetensors"]
@@ -78,6 +81,11 @@ class BaseModel:
     path: Path
     template: Path | None = None
     """The chat template that `--chat-template` names; None: the model's own."""
+
+    @functools.cached_property
+    def template_text(self) -> str | None:
+        """The text of `template` (blocking)."""
+        return None if self.template is None else self.template.read_text()
 
     @functools.cached_property
     def facts(self) -> Facts:
@@ -155,8 +163,10 @@ def _check_folder(folder: Path, name: str) -> Path:
 
 
 def _unknown(name: str, tried: list[str]) -> InvalidInput:
+    near = difflib.get_close_matches(name[:200], OWN_NAMES, n=1)
+    hint = f"Did you mean '{near[0]}'? " if near else ""
     return InvalidInput(
-        f"base_model '{name[:200]}' cannot be loaded; tried: {'; '.join(tried)}. "
+        f"base_model '{name[:200]}' cannot be loaded; tried: {'; '.join(tried)}. {hint}"
         "Name a Hugging Face id that this server can reach, a folder on the server, 'art/tiny' or 'smollm2'.",
         code="unknown_base_model",
         param="base_model",

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from art_server.errors import Conflict, StorageFull
+from art_server.errors import Conflict, StorageFull, UsageError
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """Errors of a disk that cannot be written: full, over quota, file too large, read-only, broken."""
@@ -21,24 +21,59 @@ LOCK_ATTEMPTS, LOCK_SECONDS = 20, 0.05
 
 
 def keep_private(root: Path) -> None:
-    """Makes new files of this process and its children readable by their user only, and restricts the folders that an
-    earlier server created under its path."""
+    """Makes new files of this process and its children readable by their user only. Makes the folder `root`, and restricts the
+    folders that an earlier server created there.
+
+    Raises:
+        UsageError: the folder cannot be made.
+        OSError: the rights of a folder cannot be changed.
+    """
     os.umask(0o077)
+    make_folder(root)
     for folder in (root / ".server", root / "logs", *root.glob("*/models")):
         if folder.is_dir():
             folder.chmod(0o700)
 
 
-def lock_folder(server_dir: Path) -> int:
-    """Locks a server's folder: two servers in it would break each other's jobs. Returns the lock's descriptor.
+def make_folder(folder: Path) -> None:
+    """Makes a folder of `--path`, with its parents.
 
     Raises:
-        Conflict: another server holds the lock.
+        UsageError: the folder cannot be made.
+    """
+    with path_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def path_errors(path: Path) -> Iterator[None]:
+    """Translates an error of the block about a folder or file of `--path`.
+
+    Raises:
+        UsageError: the folder or file cannot be made or used.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+        raise UsageError(
+            f"--path: {path} cannot be made or used ({reason}): name a folder in which this user may write"
+        ) from error
+
+
+def lock_folder(folder: Path, path: Path) -> int:
+    """Locks the folder of a server or host, which is made if necessary: two servers in one folder would break each other's jobs.
+    `path` is the value of `--path`. Returns the lock's descriptor.
+
+    Raises:
+        Conflict: another server or host holds the lock.
+        UsageError: the folder cannot be made.
     """
     import fcntl  # imported here: Windows lacks it, and commands that only read run there too
 
-    server_dir.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(server_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    make_folder(folder)
+    with path_errors(folder / "lock"):
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     for _ in range(LOCK_ATTEMPTS):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,7 +82,7 @@ def lock_folder(server_dir: Path) -> int:
             time.sleep(LOCK_SECONDS)
     os.close(descriptor)
     raise Conflict(
-        f"another art-server works in {server_dir.parent.resolve()}: stop it, or give this one another --path",
+        f"another art-server works in {path.resolve()}: stop it, or give this one another --path",
         code="path_in_use",
         param="path",
     )

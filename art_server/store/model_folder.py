@@ -79,6 +79,8 @@ class CheckpointRecord(BaseModel):
     """What the engine must reproduce before the step serves. A step without a probe serves unchecked."""
     environment: dict[str, str] = {}
     """The job's `trainer_messages.Done.environment`."""
+    chat_template: str | None = None
+    """The text of the server's `--chat-template` when the step was made; None: the base model's own template."""
     files: dict[str, str] = {}
     """SHA-256 of each file, by name. Empty in a checkpoint that was written without digests."""
 

@@ -409,7 +409,8 @@ class Registry:
 
         Accepts "PROJECT/NAME[@k]", "NAME[@k]" if the name is unique among the models that the caller may see, or the
         base model's name. k is a step or "best"; without k it is the newest step that serves. ":stepK" at the end is "@K", as
-        programs of ART write it.
+        programs of ART write it. In front of PROJECT/NAME and of a base model's name with a slash, one more name and slash are
+        left out: some frameworks write "openai/PROJECT/NAME".
 
         Raises:
             NotFound: there is no such model or step.
@@ -418,15 +419,22 @@ class Registry:
         if text == base_name and only is None:
             return ResolvedModel(None, None)
         path, step_text = split_step(text)
+        provider, _, rest = path.partition("/")
+        if provider and "/" in rest:
+            if rest == base_name and only is None:
+                return ResolvedModel(None, None)
+            path = rest
         project, slash, name = path.rpartition("/")
         visible = self.all(projects, only)
         matches = [
             model for model in visible if model.record.name == name and (not slash or model.record.project == project)
         ]
         if not matches:
+            is_project = any(model.record.project == text for model in visible)
+            hint = f"'{text}' is a project: write {text}/NAME, or NAME alone if the agent's framework cuts names at slashes; "
             raise NotFound(
-                f"no model '{text[:200]}' here; {known_models(text, [model.id for model in visible])}; base model: "
-                f"{base_name or 'none'}",
+                f"no model '{text[:200]}' here; {hint if is_project else ''}"
+                f"{known_models(text, [model.id for model in visible])}; base model: {base_name or 'none'}",
                 code="unknown_model",
                 param="model",
             )

@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    GenerationConfig,
     PreTrainedModel,
 )
 
@@ -42,6 +43,8 @@ def load_base(base_model: str, dtype: torch.dtype, device: torch.device) -> PreT
         attn_implementation=usual_attention(model_class, config),
         use_safetensors=True,
         trust_remote_code=False,
+        # Nothing is generated here, and transformers would refuse some files that vLLM reads.
+        generation_config=GenerationConfig(),
     )
     match_engine(base)
     return base.eval()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 
 from art_server.errors import NotFound, ServerError, Unavailable, UsageError, missing_extra
+from art_server.parser import Parser
 from art_watch.terminal import commands
 
 NOTHING_TO_COPY = 3
@@ -17,16 +18,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command `art`, as users of ART know it. Without arguments it lists all commands. Exits with 2 after an error,
     with 1 if there is nothing of this name to show or no server, with 3 if there is no checkpoint to copy, and with 130
     after Ctrl-C."""
-    parser = make_parser()
-    if not (sys.argv[1:] if arguments is None else arguments):
-        return parser.print_help()
-    # art-server parses the flags of `art run`, `--help` among them.
-    command, flags = parser.parse_known_args(arguments)
-    if command.command == "run":
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["run"]:
         from art_server import cli
 
-        return cli.main(flags)
-    command = parser.parse_args(arguments)
+        return cli.main(words[1:])
+    parser = make_parser()
+    if not words:
+        return parser.print_help()
+    command = parser.parse_args(words)
     try:
         run(command)
     except KeyboardInterrupt:
@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (UsageError, ServerError, OSError) as error:
-        print(f"art: {error}", file=sys.stderr)
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print(f"art: {text}", file=sys.stderr)
         sys.exit(exit_status(error, command.command))
 
 
@@ -44,9 +45,9 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of `art`. An annex adds commands by a function of the group `art.commands`. The function gets argparse's
     subparsers, and sets two defaults for each parser: `run`, a function of the parsed flags, and `extra`, the extra with the
     packages that the command needs (None: the server's packages)."""
-    parser = argparse.ArgumentParser(prog="art", description="Train LLM agents with reinforcement learning.")
+    parser = Parser(prog="art", description="Train LLM agents with reinforcement learning.")
     added = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    added.add_parser("run", help="run a server: the same as art-server", add_help=False)
+    added.add_parser("run", help="run a server: the same as art-server")
     commands.add_commands(added)
     for entry in entry_points(group="art.commands"):
         entry.load()(added)

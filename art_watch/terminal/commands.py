@@ -19,7 +19,9 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     """Adds the parsers."""
     commands.add_parser("status", help="what a server does now, where its time goes, its jobs and models")
     runs = commands.add_parser("runs", help="all models in one table")
-    runs.add_argument("--sort", choices=("name", "reward", "time"), default="name")
+    runs.add_argument(
+        "--sort", choices=("name", "reward", "time"), default="name", help="order of the models (%(default)s)"
+    )
     _add_show(commands.add_parser("show", help="the rollouts of a step, as people read them"))
     _add_plot(commands.add_parser("plot", help="metrics by step, as charts"))
     tail = commands.add_parser("tail", help="the last ten events, then each step and each change of a job")
@@ -34,8 +36,10 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
         parser.add_argument("--json", action="store_true", help="JSON in place of tables")
         parser.set_defaults(run=run_shown, extra="terminal")
     page = commands.add_parser("view", help="the page over a folder, in a browser")
-    page.add_argument("dir", type=Path, nargs="?", default=Path(".art"), metavar="DIR")
-    page.add_argument("--port", type=integer(1, 65535), default=VIEW_PORT)
+    page.add_argument(
+        "dir", type=Path, nargs="?", default=Path(".art"), metavar="DIR", help="the folder of a server (%(default)s)"
+    )
+    page.add_argument("--port", type=integer(1, 65535), default=VIEW_PORT, help="port of the page (%(default)s)")
     page.add_argument("--no-browser", action="store_true", help="open no browser")
     page.set_defaults(run=run_view, extra="view")
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import httpx
 from pydantic import ValidationError
 
+from art_protocol.proxies import fault_of_address
 from art_protocol.wire import ErrorBody
 from art_server.errors import (
     Conflict,
@@ -142,9 +143,10 @@ class HttpSource:
         raise kind(visible(error.message) + remedy, code=error.code)
 
     def _no_answer(self, error: httpx.TransportError) -> Unavailable:
+        remedy = "start art-server there, or name another server with --url or a folder with --path"
         return Unavailable(
-            f"no answer from {self.where} ({str(error) or type(error).__name__}): start art-server there, or name another "
-            "server with --url or a folder with --path",
+            f"no answer from {self.where} ({str(error) or type(error).__name__}): "
+            f"{fault_of_address(self.where, error) or remedy}",
             code="no_server",
         )
 

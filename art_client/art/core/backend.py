@@ -16,19 +16,20 @@ from typing import Any, Self, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
-from tqdm.auto import tqdm
 
 from art import tracing
+from art.async_only import AsyncOnly
+from art.bars import make_bar
 from art.bodies import build_log_request, build_train_request
 from art.connection import ACCEPTED, ENDED, REQUEST_TIMEOUT_SECONDS, Connection, JobRequest
 from art.core.model import Model, TrainableModel, clean_key
 from art.errors import ArtError, ArtJobError, ArtStatusError
 from art.job import Job
-from art.notices import Notices, interrupted, show_event
+from art.notices import Notices, interrupted, shorten_errors, show_event
 from art.reporting import OnStep, Reporting
 from art.scopes import add_server
 from art.trajectories import Trajectory, TrajectoryGroup, group_list
-from art.types import TrainResult
+from art.types import TrainResult, to_train_config
 from art_protocol.wire import (
     DIGEST_HEADER,
     IDEMPOTENCY_HEADER,
@@ -58,7 +59,7 @@ REGISTER_TIMEOUT_SECONDS = 1800
 """The first model of a base model waits until the server has loaded the weights, and possibly downloaded them."""
 
 
-class Backend:
+class Backend(AsyncOnly):
     """The art-server at an address.
 
     `base_url` and `api_key` default to ART_SERVER_URL (else http://127.0.0.1:7623) and ART_API_KEY. While the server is
@@ -80,6 +81,7 @@ class Backend:
         trackers: Sequence[str] = (),
         on_step: OnStep | None = None,
     ) -> None:
+        shorten_errors()
         url, key = _fill_in_from_environment(base_url, api_key)
         self._connection = Connection(_normalize_url(url), key, reconnect_seconds, self._check_server)
         self._models: list[Model] = []
@@ -166,13 +168,13 @@ class Backend:
         expected_step: int | None = None,
     ) -> TrainResult:
         """Trains one step; see `TrainableModel.train`."""
-        groups, config = group_list(groups, "train"), config or TrainConfig()
+        groups, config = group_list(groups, "train"), to_train_config(config)
         call = _TrainCall(self, model)
         # With disable=None tqdm shows the bar on a terminal only, and the stderr of a notebook is no terminal.
         is_shown = verbose or hasattr(builtins, "__IPYTHON__")
         with (
             tracing.training(call.name) as link,
-            tqdm(desc="train", disable=False if is_shown else None) as bar,
+            make_bar(desc="train", disable=False if is_shown else None) as bar,
         ):
 
             def take(event: JobEvent) -> None:
@@ -196,7 +198,7 @@ class Backend:
         expected_step: int | None = None,
     ) -> Job:
         """Requests the training of one step; see `TrainableModel.submit`."""
-        groups, config = group_list(groups, "submit"), config or TrainConfig()
+        groups, config = group_list(groups, "submit"), to_train_config(config)
         call = _TrainCall(self, model)
         with tracing.training(call.name) as link:
             build = functools.partial(build_train_request, groups, config, expected_step)

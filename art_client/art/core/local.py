@@ -16,13 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from tqdm.auto import tqdm
-
+from art.bars import StatusLine
 from art.core.backend import Backend
 from art.core.model import Model
 from art.errors import ArtConnectionError, ArtError
 from art.reporting import OnStep
-from art.waiting import START_SECONDS
 from art_protocol.log_file import LogFile
 
 logger = logging.getLogger(__name__)
@@ -76,8 +74,6 @@ class LocalBackend(Backend):
         async with self._start_lock:
             if self._server is not None and self._server.poll() is None:
                 return
-            log = self._server_log.path
-            tqdm.write(f"art: starting art-server in {self._path}, log {log}", file=sys.stderr)
             # Not in a thread, where a cancellation could lose the process. The launch takes milliseconds.
             self._server = self._launch()
             atexit.register(self._stop)
@@ -115,13 +111,19 @@ class LocalBackend(Backend):
             )
 
     async def _wait_until_ready(self) -> None:
-        started_at = reported_at = time.monotonic()
+        line = StatusLine()
+        try:
+            await self._wait_until_it_answers(line)
+        finally:
+            line.end()
+
+    async def _wait_until_it_answers(self, line: StatusLine) -> None:
+        started_at = time.monotonic()
         deadline = started_at + self._start_timeout_seconds
         while time.monotonic() < deadline:
             self._check_server()
-            if time.monotonic() - reported_at > START_SECONDS:
-                reported_at = time.monotonic()
-                tqdm.write(f"art: {reported_at - started_at:4.0f} s  art-server starts", file=sys.stderr)
+            seconds = time.monotonic() - started_at
+            line.show(f"art: {seconds:.0f} s  art-server starts, log {self._server_log.path}", "start")
             address = await asyncio.to_thread(self._read_address)
             if address is not None:
                 self._connection.base_url = address

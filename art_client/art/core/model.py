@@ -22,7 +22,7 @@ from art.job import Job
 from art.loops import running_loop
 from art.protocols import ServerBackend
 from art.trajectories import Trajectory, TrajectoryGroup
-from art.types import LoRAConfig, TrainResult, TrainSFTConfig
+from art.types import LoRAConfig, TrainResult, TrainSFTConfig, to_sft_config, to_train_config
 from art_protocol.display import Displayed
 from art_protocol.wire import (
     NAME_PATTERN,
@@ -323,7 +323,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         return await self.backend().train(
             self,
             groups,
-            config or TrainConfig(),
+            to_train_config(config),
             verbose=verbose,
             idempotency_key=idempotency_key,
             expected_step=expected_step,
@@ -356,7 +356,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         return await self.backend().submit(
             self,
             groups,
-            config or TrainConfig(),
+            to_train_config(config),
             idempotency_key=idempotency_key,
             expected_step=expected_step,
         )
@@ -384,7 +384,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
             ArtJobError: the job fails.
             ArtConnectionError: no server answers in time.
         """
-        config = config or TrainSFTConfig()
+        config = to_sft_config(config)
         chosen = sft.choose(trajectories, best_of_group=config.best_of_group)
         groups = [sft.as_group(trajectory, config.assistant_turns) for trajectory in chosen]
         return await self.backend().train(

@@ -22,6 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from art_protocol.display import counted
 from art_server.machines.placing import CANNOT, Placing
 from art_server.process.children import PARENT_VARIABLE, be_child, claim_stdout
 
@@ -130,10 +131,12 @@ class PlacedHosts:
         raise AssertionError("no host ends for good")
 
     def _requirement(self, engine: Bundle, gang: Bundle) -> str:
-        """Such as "--cluster: 2 engines need 1 CPU, 1 GPU each and 4 ranks 4 CPU, 4 GPU on one machine"."""
-        engines = f"{self._placing.engines} engines need {text_of([engine])} each" if self._placing.engines else ""
-        ranks = f"{self._placing.ranks} ranks {text_of([gang])} on one machine" if gang else ""
-        return f"--cluster: {' and '.join(filter(None, (engines, ranks)))}"
+        """Such as "--cluster: room is needed for 2 engines with 1 CPU, 1 GPU each and 4 ranks with 4 CPU, 4 GPU on one
+        machine"."""
+        num_engines, num_ranks = self._placing.engines, self._placing.ranks
+        engines = f"{counted(num_engines, 'engine')} with {text_of([engine])} each" if num_engines else ""
+        ranks = f"{counted(num_ranks, 'rank')} with {text_of([gang])} on one machine" if gang else ""
+        return f"--cluster: room is needed for {' and '.join(filter(None, (engines, ranks)))}"
 
     async def _keep(self, name: str, group: PlacementGroup, index: int, bundle: Bundle, flags: list[str]) -> NoReturn:
         folder = os.path.join(tempfile.gettempdir(), f"art-hosts-{os.getuid()}", f"{self._placing.number}-{name}")

@@ -26,7 +26,7 @@ from art.job import Job
 from art.metrics import SUMMED, MetricsBuilder
 from art.protocols import ServerBackend
 from art.trajectories import Trajectory, TrajectoryGroup, group_list
-from art.types import LoRAConfig, TrainResult, TrainSFTConfig
+from art.types import LoRAConfig, TrainResult, TrainSFTConfig, to_train_config
 from art_compat import internal_config, offline_log
 from art_compat.internal_config import CLIENT_CONFIG_IGNORED
 from art_compat.third_party_backend import ThirdPartyBackend, train_there
@@ -178,7 +178,7 @@ class TrainableModel(core.TrainableModel[ConfigT], Model[ConfigT], Generic[Confi
         """`trajectory_groups` is ART's name for `groups`. `_config` contains options under ART's names, which override
         `config`."""
         groups = under_either_name(groups, trajectory_groups)
-        config = config or TrainConfig()
+        config = to_train_config(config)
         backend: Any = self._links.backend
         if isinstance(backend, ThirdPartyBackend):
             return await train_there(backend, self, groups, config, _config or {}, verbose)
@@ -209,7 +209,7 @@ class TrainableModel(core.TrainableModel[ConfigT], Model[ConfigT], Generic[Confi
     ) -> Job:
         if isinstance(self._links.backend, ThirdPartyBackend):
             raise ValueError("submit needs an art-server: register the model with art.Backend")
-        config = internal_config.with_defaults(config or TrainConfig(), internal_config.read(self._internal_config))
+        config = internal_config.with_defaults(to_train_config(config), internal_config.read(self._internal_config))
         return await super().submit(groups, config, idempotency_key=idempotency_key, expected_step=expected_step)
 
     async def train_sft(

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ OF_FUNCTIONS = {
     "learning_rate": "trainer_adapters.adapter.training.learning_rate",
 }
 """Flags that set a field of the file that `_input` makes for a command without a file."""
+FILES = ("json", "jsonl", "csv", "parquet")
+"""The endings of data sets."""
 NEEDED = ("dataset", "reward", "base_model")
 """Flags that a command without a file needs."""
 
@@ -68,8 +71,8 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     _add_flag(finetune, "config_file", metavar="FILE", help="the same as FILE")
     _add_flag(finetune, "dataset", type=Path, metavar="FILE", help="rows to train on: json, jsonl, csv or parquet")
     _add_flag(finetune, "validation_interval", metavar="EPOCHS", type=int, help="epochs between two validations (5)")
-    _add_flag(finetune, "num_epochs", metavar="N", type=int)
-    _add_flag(finetune, "output_dir", type=Path, metavar="DIR")
+    _add_flag(finetune, "num_epochs", metavar="N", type=int, help="passes over the rows (a function: 10)")
+    _add_flag(finetune, "output_dir", type=Path, metavar="DIR", help="folder of the run, which a run continues")
     _add_flag(finetune, "reward", metavar="TYPE", help="of a function: its evaluator, such as agent.py:score")
     _add_flag(finetune, "base_model", metavar="NAME", help="of a function: the base model of the trained adapter")
     _add_flag(finetune, "num_generations", metavar="N", type=int, help="of a function: rollouts of each row (8)")
@@ -114,12 +117,39 @@ def run_finetune(flags: argparse.Namespace) -> None:
 
     async def call() -> None:
         file, overrides = _input(flags)
-        if flags.check:
-            await runs.check(file, overrides)
-        else:
-            await runs.run(file, overrides, fresh=flags.fresh)
+        with _typed_flags(flags):
+            if flags.check:
+                await runs.check(file, overrides)
+            else:
+                await runs.run(file, overrides, fresh=flags.fresh)
 
     _end(call())
+
+
+@contextlib.contextmanager
+def _typed_flags(flags: argparse.Namespace) -> Iterator[None]:
+    """Problems of the block name the flag that was typed, not the field that the flag sets.
+
+    Raises:
+        WrongInput: the input of the block is wrong.
+    """
+    from art.finetune.errors import WrongInput
+
+    typed = {
+        f"-o {field}: ": f"--{name}: " for name, field in (OF_FILES | OF_FUNCTIONS).items() if _is_set(flags, name)
+    }
+    try:
+        yield
+    except WrongInput as error:
+        problems: list[str] = []
+        for problem in error.problems:
+            prefix = next((prefix for prefix in typed if problem.startswith(prefix)), "")
+            problems.append(typed.get(prefix, "") + problem.removeprefix(prefix))
+        raise WrongInput(problems) from error
+
+
+def _is_set(flags: argparse.Namespace, name: str) -> bool:
+    return getattr(flags, name, None) is not None
 
 
 def run_eval(flags: argparse.Namespace) -> None:
@@ -129,7 +159,8 @@ def run_eval(flags: argparse.Namespace) -> None:
     async def call() -> None:
         overrides = [*_overrides_from(flags, {"validation_dataset": OF_FILES["validation_dataset"]}), *flags.override]
         steps = {"step": flags.step, "baseline": flags.baseline}
-        print(await evaluating.evaluate(flags.target, overrides, **steps, reps=flags.reps))
+        with _typed_flags(flags):
+            print(await evaluating.evaluate(flags.target, overrides, **steps, reps=flags.reps))
 
     _end(call())
 
@@ -245,19 +276,24 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
     target: str = flags.target or flags.config_file
     overrides = [*_overrides_from(flags, OF_FILES), *flags.override]
     if ":" not in target or Path(target).exists():
-        if misplaced := [f"--{name}" for name in OF_FUNCTIONS if getattr(flags, name) is not None]:
+        if misplaced := [f"--{name}" for name in OF_FUNCTIONS if _is_set(flags, name)]:
             raise WrongInput(
                 [f"{', '.join(misplaced)} belong to a function without a file: set them with -o KEY VALUE"]
             )
         return target, overrides
     if missing := [f"--{name}" for name in NEEDED if getattr(flags, name) is None]:
         raise WrongInput([f"{target} without a file needs {', '.join(missing)}"])
+    kind: str = flags.dataset.suffix.removeprefix(".")
+    if kind not in FILES:
+        raise WrongInput(
+            [f"--dataset {flags.dataset}: name a file that ends with .{', .'.join(FILES[:-1])} or .{FILES[-1]}"]
+        )
     where, _, name = target.rpartition(":")
     run_name = f"{Path(where).stem}-{name}".replace("_", "-")
     file: dict[str, Any] = {
         "workflow": {"_type": target},
         "eval": {
-            "general": {"max_concurrency": 32, "dataset": {"_type": flags.dataset.suffix.removeprefix(".")}},
+            "general": {"max_concurrency": 32, "dataset": {"_type": kind}},
             "evaluators": {"reward": {}},
         },
         "trajectory_builders": {"builder": {"_type": "openpipe_art_traj_builder", "num_generations": 8}},
@@ -284,4 +320,4 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
 
 def _overrides_from(flags: argparse.Namespace, fields: dict[str, str]) -> list[tuple[str, Any]]:
     """The fields of a file that flags set, each with its value."""
-    return [(field, getattr(flags, name)) for name, field in fields.items() if getattr(flags, name) is not None]
+    return [(field, getattr(flags, name)) for name, field in fields.items() if _is_set(flags, name)]

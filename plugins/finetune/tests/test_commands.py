@@ -15,6 +15,7 @@ import pytest
 from art.finetune import FinetuneError, NoServer, NoSignal
 from art.finetune.checking import check
 from art.finetune.reading import of_dict
+from art.finetune.rows import STRUCTURE, load_rows
 from art_finetune.commands import add_commands, continuing_command, run_finetune
 from tests.makers.finetune_file import finetune_file
 
@@ -155,6 +156,51 @@ def test_flags_that_do_not_fit_are_refused(
     with pytest.raises(SystemExit) as ended:
         run_finetune(parsed(*arguments))
     assert ended.value.code == 2 and capsys.readouterr().err.startswith("art: ") and not asked
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--reward agent.py:scor", "art: --reward: agent.py has no 'scor': did you mean 'score'?"),
+        ("--learning_rate -1", "art: --learning_rate: "),
+        ("--num_epochs 0", "art: --num_epochs: must be greater than or equal to 1, not the number 0"),
+        ("--dataset none.csv", "none.csv: no such file"),
+        ("--dataset agent.py", "art: --dataset agent.py: name a file that ends with .json, .jsonl, .csv or .parquet"),
+        ("--dataset own.csv", "`-o eval.general.dataset.structure.question_key COLUMN`"),
+        (
+            "--dataset excel.csv",
+            "excel.csv: line 1 has semicolons and no comma: save the table as CSV with commas",
+        ),
+        ("--validation_dataset none.csv", "art: --validation_dataset: none.csv: no such file"),
+        ("--output_dir rows.csv/out", "rows.csv/out cannot be used (Not a directory): name a folder"),
+    ],
+)
+def test_a_wrong_value_names_the_flag_that_was_typed(
+    flags: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in {"rows": "question,answer", "own": "ticket,answer", "excel": "ticket;answer"}.items():
+        (folder / f"{name}.csv").write_text(f"{text}\nwhy,1\n")
+    usual = ["--dataset", "rows.csv", "--reward", "agent.py:score", "--base_model", "art/tiny"]
+    server = [
+        "-o",
+        "trainer_adapters.adapter.backend.ip",
+        "127.0.0.1",
+        "-o",
+        "trainer_adapters.adapter.backend.port",
+        "9",
+    ]
+    with pytest.raises(SystemExit) as ended:
+        run_finetune(parsed("finetune", "agent.py:answer", *usual, *flags.split(), *server))
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and said in printed and len(printed.splitlines()) == 1, printed
+
+
+def test_the_flag_that_names_a_column_helps(folder: Path) -> None:
+    (folder / "own.csv").write_text("ticket,answer\nwhy,1\n")
+    file = finetune_file({}, "own.csv")
+    overrides = [(f"{STRUCTURE}.question_key", "ticket")]
+    (row,) = load_rows(check(of_dict(file, overrides)).eval.general.dataset).rows
+    assert row.question == "why"
 
 
 @pytest.mark.parametrize(("error", "code"), [(FinetuneError, 1), (NoSignal, 3), (NoServer, 4)])

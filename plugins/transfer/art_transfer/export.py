@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 from art_server.errors import InvalidInput
@@ -13,13 +14,19 @@ from art_server.store.base_models import (
     SMOLLM2_ID,
     find_base_model,
     find_folder,
+    weight_bytes,
 )
 from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE
 
+TEMPLATE_FILE = "chat_template.jinja"
+"""The file of a model's chat template, which transformers and vLLM read before `tokenizer_config.json`."""
+
 
 def write_adapter(content: Path, description: Description, folder: Path) -> None:
-    """Writes a PEFT folder whose configuration names the base model by its public name."""
+    """Writes a PEFT folder whose configuration names the base model by its public name. The chat template is in the folder if
+    it is not the base model's own."""
     files.copy_file(content / ADAPTER_FILE, folder / ADAPTER_FILE)
+    write_template(description, folder)
     config = json.loads((content / CONFIG_FILE).read_bytes())
     config["base_model_name_or_path"] = public_name(description.base_model)
     files.write_json(folder / CONFIG_FILE, config)
@@ -36,7 +43,8 @@ def public_name(base_model: str) -> str:
 
 def write_merged(content: Path, description: Description, folder: Path) -> None:
     """Writes the base model with the adapter merged into its weights, in the base model's dtype, and copies the
-    other files of the base model's folder: tokenizer, chat template, generation settings.
+    other files of the base model's folder: tokenizer, chat template, generation settings. The chat template is that of the
+    server that made the step. Tells on stderr what is done.
 
     Raises:
         InvalidInput: the base model's weights are quantised.
@@ -56,15 +64,38 @@ def write_merged(content: Path, description: Description, folder: Path) -> None:
             code="not_mergeable",
         )
     dtype = config.get_text_config().dtype or torch.float32
+    size = f"{weight_bytes(base.path) / 1e9:.2g} GB"
+    tell(f"loading {base.name}, {size}")
     model = PeftModel.from_pretrained(load_base(str(base.path), dtype, torch.device("cpu")), content)
+    tell("merging the adapter into its layers")
     # `safe_merge`: PEFT checks the merged weights for NaN.
-    model.merge_and_unload(safe_merge=True).save_pretrained(folder)
+    merged = model.merge_and_unload(progressbar=sys.stderr.isatty(), safe_merge=True)
+    # `load_base` has adapted its own configuration to what is computed here.
+    merged.config = next(
+        own for own in (config, config.get_text_config(), merged.config) if type(own) is type(merged.config)
+    )
+    tell(f"writing the merged model, {size}")
+    merged.save_pretrained(folder)
+    # Transformers has written its own defaults.
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    write_template(description, folder)
     for pattern in SMALL_FILES:
         for file in base.path.glob(pattern):
             # These describe files of weights that the new folder does not have.
             is_of_weights = file.name.endswith(".index.json") or file.name == OTHER_CONFIG
             if not is_of_weights and not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
+
+
+def write_template(description: Description, folder: Path) -> None:
+    """Writes the chat template that the step's server used, if it is not the base model's own."""
+    if description.chat_template is not None:
+        files.write_file(folder / TEMPLATE_FILE, description.chat_template.encode())
+
+
+def tell(what: str) -> None:
+    """Tells on stderr what the command does."""
+    print(f"art: {what}", file=sys.stderr, flush=True)
 
 
 def push_folder(folder: Path, repository: str) -> str:

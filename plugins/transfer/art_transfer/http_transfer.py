@@ -9,6 +9,7 @@ from typing import Self, TypeVar
 import httpx
 from pydantic import ValidationError
 
+from art_protocol.proxies import fault_of_address
 from art_protocol.wire import ErrorBody, ModelInfo, ModelList, Reply
 from art_server.errors import InvalidInput, Unavailable
 from art_server.store.archive import Description, read_tar, write_tar
@@ -110,7 +111,9 @@ def repeat(request: Callable[[], T]) -> T:
     try:
         return request()
     except httpx.TransportError as error:
-        raise Unavailable(f"no answer from the server: {error!r}", code="no_server") from error
+        address = str(error.request.url)
+        remedy = fault_of_address(address, error) or "start art-server there, or name another server with --url"
+        raise Unavailable(f"no answer from the server at {address} ({error!r}): {remedy}", code="no_server") from error
 
 
 def read_reply(kind: type[R], response: httpx.Response) -> R:

@@ -7,14 +7,17 @@ complete checkpoint or none.
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import shutil
+import signal
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from art_server.errors import Conflict, InvalidInput, NotFound, ServerError
 from art_server.store import base_models, files
@@ -51,26 +54,73 @@ MAX_STEP_DIGITS = 12
 
 def export_model(flags: argparse.Namespace) -> None:
     target = flags.dir.absolute()
+    clear_unfinished(target)
+    clear_unfinished(target.parent)
     is_there = target.exists()
     if is_there and (not target.is_dir() or any(target.iterdir())):
         raise InvalidInput(f"{flags.dir} exists already: name a new folder", code="target_exists")
     # An empty folder stays: it may be a mount point or the current folder, which no rename replaces.
-    temporary = (target if is_there else target.parent) / f".{uuid.uuid4().hex}.tmp"
     write = write_merged if flags.merge else write_adapter
-    try:
+    with unfinished_folder(target if is_there else target.parent) as temporary:
         with opened_model(flags, flags.model) as (content, description):
-            temporary.mkdir(parents=True)
             write(content, description, temporary)
         if is_there:
             for file in temporary.iterdir():
                 os.rename(file, target / file.name)
         else:
             os.rename(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     print(f"{flags.model}, step {description.step}: {flags.dir}")
     if flags.push is not None:
         print(push_folder(flags.dir, flags.push))
+
+
+UNFINISHED = ".*.art-export.tmp"
+"""The names of folders that an export writes and has not finished."""
+
+
+@contextlib.contextmanager
+def unfinished_folder(parent: Path) -> Iterator[Path]:
+    """A new folder, which is deleted at the end of the block unless it was renamed: also after SIGTERM and SIGHUP, which end the
+    block with SystemExit. Its lock tells other exports that this process runs.
+
+    Raises:
+        InvalidInput: the folder cannot be made.
+    """
+    folder = parent / UNFINISHED.replace("*", uuid.uuid4().hex)
+    handlers = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
+    descriptor: int | None = None
+    try:
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise InvalidInput(
+                f"{parent} cannot be made or written ({error.strerror}): name another folder", code="bad_target"
+            ) from error
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if descriptor is not None:
+            os.close(descriptor)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, _: object) -> Never:
+    sys.exit(128 + number)
+
+
+def clear_unfinished(parent: Path) -> None:
+    """Deletes what exports that were killed have left in a folder."""
+    for folder in parent.glob(UNFINISHED):
+        with contextlib.suppress(OSError):  # BlockingIOError: that export still runs
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def import_folder(flags: argparse.Namespace) -> None:
@@ -182,7 +232,7 @@ def store_in_folder(root: Path, folder: ModelFolder, content: Path, description:
     description = check_on_base(description, base, content, known)
     config = ServerConfig(path=root)
     try:
-        lock = files.lock_folder(config.server_dir)
+        lock = files.lock_folder(config.server_dir, root)
     except Conflict as error:
         raise Conflict(f"an art-server works in {root}: pass its address with --url", code=error.code) from error
     files.keep_private(root)

@@ -3,6 +3,10 @@
 import base64
 import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -27,7 +31,7 @@ from art_server.store.model_folder import (
     DESCRIPTION_FILE,
     OPTIMIZER_FILE,
 )
-from art_transfer import http_transfer
+from art_transfer import http_transfer, transfer
 from art_transfer.export import public_name
 from tests.makers.first_steps import write_first_checkpoint
 from tests.makers.toy_models import make_model
@@ -289,7 +293,7 @@ def test_a_folder_in_which_a_server_works_is_left_alone(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("export", "a", tmp_path / "out", "--path", path)
-    lock_folder(ServerConfig(path=path).server_dir)
+    lock_folder(ServerConfig(path=path).server_dir, path)
     said = refused(capsys, "import", tmp_path / "out", "--model", "q/b", "--path", path)
     assert "an art-server works in" in said and "--url" in said
 
@@ -462,3 +466,100 @@ def test_a_step_is_copied_again_after_its_optimizer_state_was_deleted(path: Path
 def test_a_proxy_that_does_not_reach_the_server_is_asked_again(status: int) -> None:
     with pytest.raises(Unavailable):
         http_transfer.raise_refusal(httpx.Response(status, text="<html>bad gateway"))
+
+
+# --- an export that is long, or cut off ---------------------------------------------------------------------------
+
+
+def base_folder(root: Path, **generation: object) -> Path:
+    """A copy of art/tiny, with another generation_config.json."""
+    shutil.copytree(TINY_DIR, root / "base")
+    (root / "base" / "generation_config.json").write_text(json.dumps(generation))
+    return root / "base"
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        {"do_sample": False, "temperature": 0.0, "top_p": 0.9},
+        {"temperature": -1},
+        {"unknown": {"a": 1}},
+    ],
+)
+def test_a_merge_survives_any_generation_config(generation: dict[str, Any], path: Path, tmp_path: Path) -> None:
+    """Each can be served, and transformers would not write it."""
+    content = model(path, "a", "p").checkpoint_dir(2)
+    run("import", content, "--model", "q/b", "--base-model", base_folder(tmp_path, **generation), "--path", path)
+    run("export", "b", tmp_path / "out", "--merge", "--path", path)
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == generation, "as it was"
+
+
+def test_an_export_has_the_chat_template_of_the_server(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    description = path / "p/models/a/checkpoints/0002" / DESCRIPTION_FILE
+    description.write_text(json.dumps(json.loads(description.read_text()) | {"chat_template": "mine: {{ messages }}"}))
+    run("export", "p/a", tmp_path / "merged", "--merge", "--path", path)
+    told = capsys.readouterr().err
+    assert "art: loading art/tiny" in told and "art: writing the merged model" in told
+    run("export", "p/a", tmp_path / "adapter", "--path", path)
+    for folder in ("merged", "adapter"):
+        assert (tmp_path / folder / "chat_template.jinja").read_text() == "mine: {{ messages }}"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False).startswith("mine: ")
+
+
+@pytest.mark.parametrize(
+    ("number", "is_there"),
+    [
+        (signal.SIGTERM, False),
+        (signal.SIGTERM, True),
+        (signal.SIGHUP, False),
+        (signal.SIGINT, False),
+        (signal.SIGKILL, False),
+        (signal.SIGKILL, True),
+    ],
+)
+def test_an_export_that_is_killed_leaves_nothing(
+    number: signal.Signals, is_there: bool, path: Path, tmp_path: Path
+) -> None:
+    """What SIGKILL leaves is deleted by the next export."""
+    target = tmp_path / "new" / "out" if is_there else tmp_path / "out"
+    if is_there:
+        target.mkdir(parents=True)
+    # The export ends in the middle of its folder.
+    program = f"""
+import os, signal
+from art_transfer import transfer
+from art_watch.terminal.cli import main
+def write(content, description, folder):
+    (folder / "half").write_text("x")
+    os.kill(os.getpid(), {int(number)})
+    signal.pause()
+transfer.write_merged = write
+main(["export", "p/a", {str(target)!r}, "--merge", "--path", {str(path)!r}])
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    before = {"path", "new"} if is_there else {"path"}
+    if number == signal.SIGKILL:
+        assert ended.returncode == -signal.SIGKILL and list(tmp_path.rglob(".*.tmp"))
+    else:
+        assert ended.returncode == 128 + number, ended.stderr
+        assert {file.name for file in tmp_path.iterdir()} == before and not list(tmp_path.rglob(".*.tmp"))
+        assert "Traceback" not in ended.stderr
+    run("export", "p/a", target, "--path", path)
+    assert (target / ADAPTER_FILE).exists() and not list(tmp_path.rglob(".*.tmp"))
+
+
+def test_an_export_that_runs_is_left_alone(path: Path, tmp_path: Path) -> None:
+    with transfer.unfinished_folder(tmp_path) as running:
+        run("export", "p/a", tmp_path / "out", "--path", path)
+        assert running.is_dir()
+    assert not running.exists()
+
+
+def test_a_target_that_cannot_be_written(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for target in (tmp_path / "file" / "out", Path("/proc/nothing/out")):
+        assert "name another folder" in refused(capsys, "export", "p/a", target, "--path", path)
+    assert "File name too long" in refused(capsys, "export", "p/a", tmp_path / ("x" * 300), "--path", path)

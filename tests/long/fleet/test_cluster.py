@@ -68,7 +68,7 @@ def test_an_example_trains_on_two_machines_of_a_ray_that_is_there(two_nodes: str
 
 
 REFUSED = {
-    "too many engines": ([], ["--engines", "9"], {}, r"9 engines need 1 CPU each.*and Ray has [12] CPU and [12] CPU"),
+    "too many engines": ([], ["--engines", "9"], {}, r"9 engines with 1 CPU each.*and Ray has [12] CPU and [12] CPU"),
     "ranks on no machine": ([], ["--ranks", "3"], {}, r"3 ranks 3 CPU on one machine, and Ray has"),
     "another token": ([], [], {"RAY_AUTH_TOKEN": "f" * 64}, r"check address and token|the same token"),
 }

@@ -5,10 +5,17 @@ from collections.abc import AsyncIterator
 import pytest
 
 import art
+from art import bars
 from tests.fakes.server import MODEL_INFO, Answer, FakeServer, Request
 from tests.quick.client.demonstrations import TRAIN
 
 __all__ = ["MODEL_INFO", "Answer", "FakeServer", "Request"]
+
+
+@pytest.fixture(autouse=True)
+def every_line_of_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar prints each of its states, also into the captured stderr, which is no terminal."""
+    monkeypatch.setattr(bars, "SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -96,4 +96,4 @@ def test_the_bar_starts_where_the_program_resumes(capsys: pytest.CaptureFixture[
     next(bar)
     assert "3/5" in capsys.readouterr().err
     assert len(list(bar)) == 1
-    assert "5/5" in capsys.readouterr().err.split("\r")[-1]
+    assert "5/5" in capsys.readouterr().err.splitlines()[-1]

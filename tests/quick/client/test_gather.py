@@ -442,7 +442,7 @@ async def test_rollouts_may_return_several_trajectories_even_from_a_generator():
 async def test_bar_shows_running_means_and_failures(capsys: pytest.CaptureFixture[str]):
     groups = [art.TrajectoryGroup([rollout(1), rollout(0)]), art.TrajectoryGroup([rollout(-1)])]
     await art.gather_trajectory_groups(groups, pbar_desc="play", max_exceptions=1)
-    bar = capsys.readouterr().err.split("\r")[-1]
+    bar = capsys.readouterr().err.splitlines()[-1]
     assert "play: 100%" in bar and "3/3" in bar
     assert "reward=0.5, exceptions=1, won=0.5" in bar
 
@@ -463,7 +463,7 @@ async def test_bar_ends_full_for_coroutines_of_groups(capsys: pytest.CaptureFixt
         return art.TrajectoryGroup([await rollout(1), await rollout(1)])
 
     await art.gather_trajectory_groups([make_group(), made_elsewhere()])
-    assert "5/5" in capsys.readouterr().err.split("\r")[-1]
+    assert "5/5" in capsys.readouterr().err.splitlines()[-1]
 
 
 async def test_sampled_tokens_are_recorded_and_shown(capsys: pytest.CaptureFixture[str]):

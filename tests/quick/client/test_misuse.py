@@ -1,8 +1,12 @@
 """What a new program gets wrong, and the sentence that says what to write instead."""
 
 import asyncio
+import functools
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,3 +111,105 @@ async def test_the_step_of_an_accepted_job_is_known(
     server.on("POST", TRAIN, Answer(lines=[accepted, done]))
     await model.train(groups)
     assert backend._coming_steps() == {}
+
+
+async def test_a_dictionary_is_a_configuration(
+    server: FakeServer, model: art.TrainableModel, groups: list[art.TrajectoryGroup]
+) -> None:
+    accepted, done = {"event": "accepted", "job_id": "j"}, {"event": "done", "job_id": "j", "step": 4}
+    server.on("POST", TRAIN, lambda _: Answer(lines=[accepted, done]))
+    config: Any = {"learning_rate": 3e-5}
+    await model.train(groups, config=config)
+    await model.submit(groups, config)
+    await model.backend().train(model, groups, config)  # type: ignore[attr-defined]
+    assert [request.json()["config"]["learning_rate"] for request in server.sent("POST", TRAIN)] == [3e-5] * 3
+    await model.train_sft([art.Trajectory()], config)  # type: ignore[arg-type]
+    assert server.sent("POST", TRAIN)[-1].json()["config"]["objective"] == "likelihood"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"learning_rate": -1}, "learning_rate is -1: it must be a number above 0"),
+        ({"lr": 1e-5}, "here it is `learning_rate`"),
+        (1e-5, r"config is a float, not art.TrainConfig\(learning_rate=...\)"),
+        (art.TrainSFTConfig(), r"`model.train_sft` takes it"),
+    ],
+)
+async def test_another_configuration_is_named(
+    model: art.TrainableModel, groups: list[art.TrajectoryGroup], config: Any, said: str
+) -> None:
+    for call in (model.train, model.submit, functools.partial(model.backend().train, model)):  # type: ignore[attr-defined]
+        with pytest.raises((ValueError, TypeError), match=said):
+            await call(groups, config)
+
+
+async def test_with_is_answered_with_async_with(model: art.TrainableModel) -> None:
+    scopes: list[Any] = [art.rollout(model), model.backend()]
+    for scope in scopes:
+        with pytest.raises(TypeError, match="write `async with"), scope:
+            pass
+
+
+async def test_a_rollout_that_returns_a_coroutine_has_to_await_it() -> None:
+    async def forgetful() -> Any:
+        return rollout()
+
+    with pytest.raises(TypeError, match=r"returned the coroutine of rollout, .*: write `return await rollout\(...\)`"):
+        await art.gather_trajectories([forgetful()])
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("https://127.0.0.1:{port}/v1", "it does not speak TLS: write http://127.0.0.1:{port}"),
+        ("http://no.such.host.invalid", "no machine has this name"),
+        ("http://127.0.0.1:9", "is it running? Start it with `art-server --port 9`"),
+    ],
+)
+async def test_an_address_that_cannot_be_reached(url: str, said: str) -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """What an HTTP server answers to the first bytes of TLS."""
+        await reader.read(100)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    model = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(art.ArtConnectionError) as refused:
+            await model.register(art.Backend(url.format(port=port), reconnect_seconds=0))
+    assert said.format(port=port) in str(refused.value)
+    assert refused.value.__suppress_context__, "the HTTP library's tracebacks say nothing more"
+
+
+PROGRAMS = {
+    "no server": "await model.register(art.Backend('http://127.0.0.1:9'))",
+    "unknown field": "art.Backend(); await model.train([], config=art.TrainConfig(learning_rte=1))",
+    "negative": "art.Backend(); await model.train([], config={'learning_rate': -1})",
+    "not registered": "art.Backend(); await model.train([])",
+    "rollout": "art.Backend(); await art.gather_trajectory_groups([art.TrajectoryGroup(rollout() for _ in range(8))])",
+}
+PROGRAM = """
+import asyncio
+import art
+
+async def rollout():
+    return {{}}["reward"]
+
+async def main():
+    model = art.TrainableModel(name="a", project="p", base_model="art/tiny")
+    {line}
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("fault", PROGRAMS)
+def test_a_program_with_a_fault_prints_at_most_25_lines(fault: str, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM.format(line=PROGRAMS[fault]))
+    ended = subprocess.run([sys.executable, file], capture_output=True, text=True, cwd=tmp_path, check=False)
+    lines = ended.stderr.splitlines()
+    assert ended.returncode == 1 and len(lines) <= 25, ended.stderr
+    assert "program.py" in ended.stderr and "/art_client/" not in ended.stderr and "/asyncio/" not in ended.stderr

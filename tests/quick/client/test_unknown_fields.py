@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 import art
 from art.unknown_fields import OTHER_NAMES
@@ -28,13 +27,13 @@ from art_protocol.wire import TrainConfig
 )
 def test_a_name_of_another_library_is_translated(name: str, meant: str) -> None:
     unknown: dict[str, Any] = {name: 1}
-    with pytest.raises(ValidationError, match=f"no field '{name}'.*{meant}"):
+    with pytest.raises(ValueError, match=f"no field '{name}'.*{meant}"):
         art.TrainConfig(**unknown)
 
 
 def test_all_unknown_fields_are_named_at_once() -> None:
     unknown: dict[str, Any] = {"kl_coef": 0.1, "num_generations": 8, "nonsense": 1}
-    with pytest.raises(ValidationError, match=r"(?s)kl_coef.*num_generations.*nonsense"):
+    with pytest.raises(ValueError, match=r"(?s)kl_coef.*num_generations.*nonsense"):
         art.TrainConfig(**unknown)
 
 
@@ -53,7 +52,7 @@ def test_every_other_record_names_the_field_too() -> None:
         (art.History, "tool", "tools"),
     ):
         unknown: dict[str, Any] = {name: 1}
-        with pytest.raises(ValidationError, match=f"did you mean '{meant}'"):
+        with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
             kind(**unknown)
 
 

@@ -37,6 +37,12 @@ TRACEBACK = "(EngineCore pid=7) ERROR core.py Traceback (most recent call last):
             "needed, which is larger than the available KV cache memory (2.10 GiB). Based",
             "KV cache has no room: To serve at least one request with the model's max seq len (40960)",
         ),
+        (
+            "RuntimeError: Unsupported block size: 16",
+            "cannot run this base model here (RuntimeError: Unsupported block size: 16): use another base model",
+        ),
+        ("NotImplementedError", "cannot run this base model here"),
+        ("KeyError: 'layers.0.mixer'", "cannot run this base model here (KeyError: 'layers.0.mixer')"),
     ],
 )
 def test_causes_that_stay(line: str, cause: str) -> None:
@@ -47,13 +53,33 @@ def test_causes_that_stay(line: str, cause: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "log",
+    ("log", "cause"),
     [
-        "",
-        TRACEBACK + "RuntimeError: CUDA error: an illegal memory access was encountered\n",
-        "WARNING ImportError: no triton here\n" + TRACEBACK + "torch.OutOfMemoryError: 20 MiB\n",
-        "WARNING ModuleNotFoundError: No module named 'x'\nINFO killed\n",
+        ("", None),
+        (
+            TRACEBACK + "RuntimeError: CUDA error: an illegal memory access was encountered\n",
+            "vLLM ended with RuntimeError: CUDA error: an illegal memory access was encountered",
+        ),
+        (
+            "WARNING ImportError: no triton here\n" + TRACEBACK + "torch.OutOfMemoryError: 20 MiB\n",
+            "vLLM ended with OutOfMemoryError: 20 MiB",
+        ),
+        ("WARNING ModuleNotFoundError: No module named 'x'\nINFO killed\n", None),
     ],
 )
-def test_causes_that_may_pass(log: str) -> None:
-    assert find_cause(log) is None
+def test_causes_that_may_pass(log: str, cause: str | None) -> None:
+    read = find_cause(log)
+    assert (read and read.sentence) == cause
+    assert read is None or not read.is_lasting
+
+
+def test_the_first_error_is_the_cause_and_not_what_follows_from_it() -> None:
+    read = find_cause(
+        TRACEBACK
+        + "(EngineCore pid=7) ERROR 11-30 09:00:00 [core.py:866]   File 'x.py', line 1, in run\n"
+        + "(EngineCore pid=7) ERROR 11-30 09:00:00 [core.py:866] RuntimeError: Unsupported block size: 16\n"
+        + "(APIServer pid=6) ERROR 11-30 09:00:01 [serving.py:9] vllm.v1.engine.exceptions.EngineDeadError: EngineCore "
+        + "encountered an issue. See stack trace (above) for the root cause.\n"
+        + "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert read is not None and "(RuntimeError: Unsupported block size: 16)" in read.sentence and read.is_lasting

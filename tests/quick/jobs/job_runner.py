@@ -46,7 +46,7 @@ class House:
         self.runner = JobRunner(
             queue=self.queue,
             registry=self.registry,
-            engine=self.engine,  # type: ignore[arg-type]
+            fleet=self.engine,  # type: ignore[arg-type]
             gate=self.gate,
             trainer=self.trainer,  # type: ignore[arg-type]
             owner=DeviceOwner() if num_gangs == 1 else None,

@@ -56,6 +56,18 @@ async def test_a_job_becomes_a_step(tmp_path: Path) -> None:
         assert house.trainer.batches == [{"groups": [], "distributions": [], "num_groups": None}]
 
 
+async def test_a_step_keeps_the_chat_template_of_the_server(tmp_path: Path) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text("{{ messages }}")
+    async with running(tmp_path, "a") as house:
+        folder = house.registry.get("p", "a").folder
+        assert house.engine.base is not None
+        for base in (house.engine.base, replace(house.engine.base, template=template)):
+            house.engine.base = base
+            assert await house.wait(house.add_job("a")) == ["done"]
+        assert [folder.read_checkpoint(step).chat_template for step in (1, 2)] == [None, "{{ messages }}"]
+
+
 ENVIRONMENT: dict[str, Exception] = {
     "disk full": StorageFull("no room", code="no_disk_space"),
     "disk full in the trainer": TrainerError("no_disk_space", "os error 28", retryable=True),

@@ -186,20 +186,20 @@ def test_a_taken_port_is_refused() -> None:
 
 def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
     config = parse(["--path", str(tmp_path)])
-    lock_folder(config.server_dir)
+    lock_folder(config.server_dir, config.path)
     with refused(Conflict, "path_in_use", "path"):
-        lock_folder(config.server_dir)
+        lock_folder(config.server_dir, config.path)
 
 
 def test_a_command_that_looks_stops_no_server(tmp_path: Path) -> None:
     """`art status` holds the folder's lock for a moment."""
     config = parse(["--path", str(tmp_path)])
-    os.close(lock_folder(config.server_dir))
+    os.close(lock_folder(config.server_dir, config.path))
     looking = os.open(config.server_dir / "lock", os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
     timer = threading.Timer(0.1, os.close, [looking])
     timer.start()
-    os.close(lock_folder(config.server_dir))
+    os.close(lock_folder(config.server_dir, config.path))
     timer.join()
 
 

@@ -74,7 +74,7 @@ def write_on_a_full_disk(_: Path) -> None:
 
 def lock_twice(root: Path) -> None:
     for _ in range(2):
-        files.lock_folder(root / ".server")
+        files.lock_folder(root / ".server", root)
 
 
 async def not_run() -> art.Trajectory:
@@ -184,7 +184,7 @@ SENTENCES: list[tuple[str, Callable[[Path], Any], str]] = [
     (
         "queue_full",
         lambda root: add(queue(root, max_queued=1)),
-        "the queue of project 'p' is full with 1 jobs: wait until some have ended, cancel some (DELETE /api/jobs/JOB), or start "
+        "the queue of project 'p' is full with 1 job: wait until some have ended, cancel some (DELETE /api/jobs/JOB), or start "
         "the server with a larger --max-queued-jobs",
     ),
     (
@@ -192,21 +192,21 @@ SENTENCES: list[tuple[str, Callable[[Path], Any], str]] = [
         lambda _: train(bare("c-0")),
         "no group holds a trainable turn: the choice's record is not in the ledger, and the choice carries no "
         "tokens: request `logprobs` so that choices carry them, train on the server that sampled, or start it "
-        "with a larger --ledger-max-gb or --ledger-max-age-days (1 times, e.g. "
-        "groups[0].trajectories[0].messages_and_choices[0]); the trajectory holds no trainable turn (1 times, "
+        "with a larger --ledger-max-gb or --ledger-max-age-days (1 time, e.g. "
+        "groups[0].trajectories[0].messages_and_choices[0]); the trajectory holds no trainable turn (1 time, "
         "e.g. groups[0].trajectories[0])",
     ),
     (
         "no_trainable_turn",
         lambda _: train({"role": "user", "content": "x"}),
-        "no group holds a trainable turn: the trajectory holds no trainable turn (1 times, e.g. "
+        "no group holds a trainable turn: the trajectory holds no trainable turn (1 time, e.g. "
         "groups[0].trajectories[0]). No trajectory contains a choice: put `completion.choices[0]` into it, not "
         "only its message; an agent under art.rollout needs the rollout's base_url or api_key, and the model's name: the logs of its trajectory say where its requests went",
     ),
     (
         "no_trainable_turn",
         lambda _: train({"from": "human", "value": "x"}),
-        "no group holds a trainable turn: the trajectory holds no trainable turn (1 times, e.g. "
+        "no group holds a trainable turn: the trajectory holds no trainable turn (1 time, e.g. "
         "groups[0].trajectories[0]). The messages are of the form ShareGPT: write each message as {'role': ..., 'content': "
         "...}, for example [{'role': {'human': 'user', 'gpt': 'assistant'}.get(m['from'], m['from']), 'content': "
         "m['value']} for m in row['conversations']]",

@@ -30,6 +30,20 @@ def test_a_name_resolves_to_the_step_that_serves(tmp_path: Path) -> None:
             registry.resolve(text, "base", None, only="p/a")
 
 
+def test_a_provider_in_front_of_the_name_is_left_out(tmp_path: Path) -> None:
+    """Frameworks such as Mirascope have names of the form PROVIDER/NAME."""
+    make_model(tmp_path, "shop", "agent", steps=2)
+    registry = Registry(tmp_path)
+    for text in ("openai/shop/agent", "hosted_vllm/shop/agent@1"):
+        assert registry.resolve(text, "art/tiny", None) == registry.resolve("shop/agent@1", "art/tiny", None)
+    assert registry.resolve("openai/art/tiny", "art/tiny", None).model is None
+    for text in ("openai/agent", "a/b/shop/agent", "/shop/agent", "openai/tiny"):
+        with pytest.raises(NotFound):
+            registry.resolve(text, "art/tiny", None)
+    with pytest.raises(NotFound, match="'shop' is a project: write shop/NAME, or NAME alone"):
+        registry.resolve("shop", "art/tiny", None)
+
+
 def test_a_wrong_name_is_answered_with_the_one_that_was_meant_and_at_most_five(tmp_path: Path) -> None:
     for number in range(8):
         make_model(tmp_path, "p", f"agent-{number}")

@@ -47,7 +47,7 @@ FLOORS = [
     {"trainer", "engine/vllm_process"},
     {"process", "flags"},
     {"store"},
-    {"settings", "errors"},
+    {"settings", "errors", "parser"},
     {"compat", "environments", "finetune", "rewards", "skypilot", "trackers"},
     {"art", "art_server"},
     {"shared"},

@@ -128,7 +128,9 @@ def opened(
             folder = _folder(path, asked)
         except OSError as error:
             raise WrongInput(
-                [f"finetuning.output_dir: {path} cannot be used ({error}): name a folder that can be written"]
+                [
+                    f"finetuning.output_dir: {path} cannot be used ({error.strerror or error}): name a folder that can be written"
+                ]
             ) from error
         yield folder
 

@@ -63,6 +63,12 @@ def _stable(value: Any) -> Any:
     return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+"""What separates the columns of tables that are no CSV in the strict sense."""
+STRUCTURE = "eval.general.dataset.structure"
+"""The section that names the columns, as `-o` and a file have it."""
+
+
 def load_rows(dataset: DatasetSection) -> Rows:
     """The rows of a data set that its filter keeps, without rows that have no question.
 
@@ -84,8 +90,8 @@ def _select(dataset: DatasetSection, located_rows: Sequence[LocatedRow]) -> Rows
     question_key, is_structured = dataset.structure.question_key, not dataset.structure.disable
     if is_structured and question_key not in columns:
         raise ValueError(
-            f"no row has the column {question_key!r}; the columns are {', '.join(columns)}; set "
-            "structure.question_key to one of them, or structure.disable to send whole rows"
+            f"no row has the column {question_key!r}; the columns are {', '.join(columns)}: name one of them with `-o "
+            f"{STRUCTURE}.question_key COLUMN`, or send whole rows with `-o {STRUCTURE}.disable true`"
         )
     kept: list[tuple[int, str, dict[str, Any]]] = []
     for number, (location, row) in enumerate(located_rows, 1):
@@ -201,6 +207,9 @@ def _parse_csv(text: str) -> Iterator[LocatedRow]:
         header = [name.strip() for name in next(lines, list[str]())]
         if len(set(header)) < len(header):
             raise ValueError(f"line 1 has a column twice ({', '.join(header)}): rename one of the two")
+        separators = [SEPARATORS[separator] for separator in SEPARATORS if separator in header[0]] if header else []
+        if len(header) == 1 and separators:
+            raise ValueError(f"line 1 has {separators[0]} and no comma: save the table as CSV with commas")
         for values in filter(None, lines):
             location = f"line {lines.line_num}"
             if len(values) != len(header):

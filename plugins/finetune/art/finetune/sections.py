@@ -257,6 +257,10 @@ class Training(art.TrainConfig):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
+    def __init__(self, **fields: Any) -> None:
+        """Raises pydantic's errors, of which each has the location of a value in the file."""
+        BaseModel.__init__(self, **fields)
+
 
 class AdapterSection(Component):
     backend: BackendSection = BackendSection()

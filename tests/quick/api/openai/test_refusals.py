@@ -84,7 +84,8 @@ async def test_a_name_in_two_projects_is_asked_once(tmp_path: Path) -> None:
     [
         ("/chat/completions", "lacks /v1, http://127.0.0.1:7623/v1"),
         ("/v1/v1/messages", "too often"),
-        ("/v1/embeddings", "openapi.json"),
+        ("/v1/embeddings", "this server has no embeddings"),
+        ("/v1/nonsense", "openapi.json"),
     ],
 )
 async def test_a_base_url_without_v1_is_named(path: str, said: str, tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_numbers_that_json_cannot_hold_are_null(run: Run, tmp_path: Path) -> Non
 def test_the_server_that_holds_the_folder_s_lock_is_read(run: Run, folder: Path, url: str, tmp_path: Path) -> None:
     files.write_json(tmp_path / ".server" / "address.json", {"url": url, "pid": 1})
     assert json.loads(run("runs", "--json", "--path", tmp_path).out) == {"models": []}
-    lock = files.lock_folder(tmp_path / ".server")
+    lock = files.lock_folder(tmp_path / ".server", tmp_path)
     try:
         models = json.loads(run("runs", "--json", "--path", tmp_path).out)["models"]
         assert [model["id"] for model in models] == [MODEL, OTHER]

@@ -1,0 +1,28 @@
+"""The parser of the commands `art-server`, `art-server host` and `art`: an error is one line, with the flag that was meant."""
+
+import argparse
+import difflib
+import sys
+from typing import Any, Never
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, which prints no usage before an error."""
+
+    def error(self, message: str) -> Never:
+        """Ends the process with status 2 and one line."""
+        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists the flags)\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # Any: argparse has several signatures
+        """As argparse does, after a check of the flags' names, which argparse checks last."""
+        words: list[str] = list(sys.argv[1:] if args is None else args)
+        if self._subparsers is None:  # else a command checks its own flags
+            for word in words[: words.index("--") if "--" in words else None]:
+                self._check_flag(word.partition("=")[0])
+        return super().parse_known_args(words, namespace)
+
+    def _check_flag(self, word: str) -> None:
+        known = self._option_string_actions
+        if word.startswith("--") and not any(flag.startswith(word) for flag in known):
+            near = difflib.get_close_matches(word, known, n=1)
+            self.error(f"there is no flag {word}" + (f": did you mean {near[0]}?" if near else ""))

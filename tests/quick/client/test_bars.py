@@ -1,0 +1,71 @@
+"""Bars and waiting lines: in place in a terminal, a line now and then in a file."""
+
+import os
+import pty
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+from art import bars
+from art.bars import StatusLine, make_bar
+
+PROGRAM = """
+import time
+from art.bars import StatusLine, make_bar
+line = StatusLine()
+for second in range(50):
+    line.show(f"art: {second} s  the engine starts " + 300 * "x", "start")
+line.end()
+bar = make_bar(desc="gather", total=100)
+for _ in range(100):
+    bar.update()
+    time.sleep(0.002)
+bar.close()
+"""
+
+
+def output_in_a_terminal() -> str:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stderr=theirs, stdout=theirs) as program:
+        os.close(theirs)
+        pieces: list[bytes] = []
+        while True:
+            try:
+                piece = os.read(ours, 2**16)
+            except OSError:  # the program has ended
+                break
+            pieces.append(piece)
+        assert program.wait() == 0
+    os.close(ours)
+    return b"".join(pieces).decode()
+
+
+def test_a_terminal_has_one_line_that_changes() -> None:
+    text = output_in_a_terminal()
+    assert text.count("\n") == 1 and text.count("\r") > 20, "the bar's own end is the only line"
+    assert max(len(part.rstrip("\r\n")) for part in text.split("\r")) <= 80, "no line wraps"
+
+
+def test_a_file_has_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bars, "SECONDS", 30.0)
+    monkeypatch.setattr(bars, "_printed_at", time.monotonic() - 1000)
+    for _ in range(3):
+        bar = make_bar(desc="gather", total=100, mininterval=0)
+        for _ in range(100):
+            bar.update()
+        bar.close()
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and "\r" not in text and "gather: 100%" in text
+
+
+def test_a_file_has_the_same_reason_once(capsys: pytest.CaptureFixture[str]) -> None:
+    line = StatusLine()
+    for second in range(50):
+        line.show(f"art: {second} s", "start")
+    line.show("art: another", "other")
+    line.end("art: ready")
+    assert capsys.readouterr().err.splitlines() == ["art: 0 s", "art: another", "art: ready"]
