@@ -185,7 +185,3 @@ def own_address(url: str, inference_url: str) -> dict[str, Any]:
 def address(config: ServerConfig, opened: socket.socket) -> str:
     shown = f"[{config.host}]" if ":" in config.host else config.host
     return f"http://{shown}:{opened.getsockname()[1]}"
-
-
-if __name__ == "__main__":
-    main()

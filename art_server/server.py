@@ -259,6 +259,7 @@ def build(
         trainer=trainer,
         ledger=ledger,
         queue=queue,
+        children=children,
         clock=clock,
     )
     registration = Registration(registry=registry, base=base, fleet=fleet, max_lora_rank=config.max_lora_rank)

@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from art_protocol.wire import JobReport, TrainConfig
 from art_server.jobs.job_row import COLUMNS, JOBS, JobRow, read_job
 from art_server.store.model_folder import ModelFolder
 from art_server.store.server_database import FILE
+from art_watch.costs import LOGGED, costs, opened, price
 from art_watch.runs import Runs, read_record
 
 MAX_JOBS = 500
@@ -27,7 +27,7 @@ DEAD, SUBMITTED = "data/step_num_groups_dead", "data/step_num_groups_submitted"
 
 
 def context(runs: Runs, folder: ModelFolder) -> dict[str, Any]:
-    """A run's base, times, tokens, configuration and notes."""
+    """A run's base, times, tokens, configuration, notes and costs."""
     history, record = runs.history(folder), read_record(folder)
     num_rows, first_at, last_at = history.span()
     created_at = record.created_at if record is not None else 0.0
@@ -37,6 +37,7 @@ def context(runs: Runs, folder: ModelFolder) -> dict[str, Any]:
     rates = history.newest("loss/learning_rate", 1)
     if created_at:
         first_at = datetime.fromtimestamp(created_at, UTC).isoformat()
+    about = folder.read_about()
     return {
         "base_model": record.base_model if record is not None else None,
         "lora": record.lora.model_dump() if record is not None else None,
@@ -51,7 +52,10 @@ def context(runs: Runs, folder: ModelFolder) -> dict[str, Any]:
         "changed": changed_from_defaults(config),
         "learning_rate": rates[0] if rates else config.get("learning_rate"),
         "notes": notes(jobs),
-        "about": folder.read_about().model_dump(),
+        "costs": costs(runs.root, folder, created_at),
+        "price": price(about.price_per_hour, first_at, last_at),
+        "logged_costs": history.total(LOGGED),
+        "about": about.model_dump(),
     }
 
 
@@ -80,19 +84,14 @@ def read_jobs(root: Path, folder: ModelFolder, registered_at: float) -> list[Job
     file = root / ".server" / FILE
     if not file.exists():
         return []
-    # Without a write-ahead log nobody writes the table, and SQLite needs no files beside it.
-    mode = "mode=ro" if file.with_name(f"{file.name}-wal").exists() else "immutable=1"
     query = (
         f"SELECT {COLUMNS} FROM {JOBS} WHERE project = ? AND folder = ? AND registered_at = ? AND NOT is_deleted"
         " ORDER BY number DESC LIMIT ?"
     )
     values = (folder.project, folder.name, registered_at, MAX_JOBS)
-    try:
-        with contextlib.closing(sqlite3.connect(f"file:{quote(str(file))}?{mode}", uri=True)) as database:
-            database.row_factory = sqlite3.Row
-            return [read_job(row) for row in database.execute(query, values)]
-    except sqlite3.Error:
-        return []
+    with contextlib.suppress(sqlite3.Error), opened(file) as database:
+        return [read_job(row) for row in database.execute(query, values)]
+    return []
 
 
 def changed_from_defaults(config: dict[str, Any]) -> dict[str, Any]:

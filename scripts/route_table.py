@@ -25,11 +25,11 @@ def route_table(app: FastAPI) -> str:
 
 
 def routes_of(app: FastAPI) -> Iterator[tuple[str, str, str]]:
-    """The method, the path and the largest body of each route."""
+    """The method, the path and the largest body of each route. "{name:path}", a name with slashes, is written "{name}"."""
     for route in app.routes:
         if isinstance(route, APIRoute) and route.include_in_schema:
             for method in route.methods:
-                yield method, route.path, limit_of(route, method)
+                yield method, route.path.replace(":path}", "}"), limit_of(route, method)
     for path in PATHS:
         yield "POST", path, INFERENCE
 

@@ -57,7 +57,7 @@ class Server:
         self.url, self.inference_url = content["url"], content["inference_url"]
 
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "art_server.cli"]
+        return [sys.executable, "-m", "art_server"]
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + READY_SECONDS
@@ -111,7 +111,7 @@ def joined_host(server: Server, folder: Path, name: str, num_engines: int) -> It
     home = folder / name
     home.mkdir()
     (home / "key").write_text("joins\n")
-    command = [sys.executable, "-m", "art_server.cli", "host", "--join", server.url, "--token-file", "key"]
+    command = [sys.executable, "-m", "art_server", "host", "--join", server.url, "--token-file", "key"]
     with open(home / "log", "wb") as log:
         process = subprocess.Popen(
             [*command, "--name", name, "--engines", str(num_engines), "--ranks", "1"],

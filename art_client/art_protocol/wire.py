@@ -387,6 +387,15 @@ class Dropped(Reply):
         return f"{counted(self.count, self.unit)}, because {self.reason}"
 
 
+class Unused(Reply):
+    """Rollouts of a job of which nothing was trained, for one reason."""
+
+    reason: str
+    num_rollouts: int
+    num_tokens: int = 0
+    """Sampled tokens of these rollouts, as far as the server knows them."""
+
+
 class Difference(Reply):
     """Why turns begin a new sequence: the first text that differs from the earlier turns. A report has one difference for
     each shape of rollouts (the roles of the messages, and whose text differs), with the texts of the first such rollout."""
@@ -436,6 +445,10 @@ class JobReport(Reply):
     differences: list[Difference] = []
     """Where turns that begin a new sequence first differ from the turns before them, by shape of rollouts."""
     dropped: list[Dropped] = []
+    num_sampled_tokens: int = 0
+    """Sampled tokens of all trajectories that the server resolved, also of those that were not trained."""
+    unused: list[Unused] = []
+    """The rollouts of which nothing was trained, failed ones included. Each rollout counts for one reason."""
     num_unnamed_requests: int = 0
     """Number of requests to the model that name no session and whose answers are not in the job, counted since the job's
     first rollout with a session began."""
@@ -578,6 +591,8 @@ class About(Body):
 
     tags: list[Annotated[str, Field(min_length=1, max_length=40)]] = Field(default=[], max_length=20)
     notes: str = Field(default="", max_length=20_000)
+    price_per_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """What an hour of the run's machines costs, in any currency."""
 
 
 class RollbackRequest(Body):

@@ -2,12 +2,12 @@
 
 A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. Inference (`/v1`) needs the scope `infer`, a machine that
 joins the scope `host`, any other route the scope `train`. `/health` and `/ready` need no key; without a valid key they show
-only the engine's state. The files of the page need no key, its data the caller's key. A key that the ART wire issued permits
-inference on one model. With `--legacy-without-key`, callers without a key may use the routes of the ART wire only. The URL
-(`/s/SESSION/v1`), the header `x-art-session`, the key (`KEY::SESSION`) or the header `x-session-id` may name a session,
-which becomes part of the `Caller`. Without configured keys the server listens on loopback and trusts the programs of its
-machine, but not web pages in a browser there: requests with a foreign origin or host name are refused. A proxy adds TLS and
-limits of requests (docs/howto/proxy.md).
+only the engine's state. The files of the page need no key, its data the caller's key. OPTIONS of `/v1` needs none, because
+browsers send none. A key that the ART wire issued permits inference on one model. With `--legacy-without-key`, callers without
+a key may use the routes of the ART wire only. The URL (`/s/SESSION/v1`), the header `x-art-session`, the key (`KEY::SESSION`)
+or the header `x-session-id` may name a session, which becomes part of the `Caller`. Without configured keys the server listens
+on loopback and trusts the programs of its machine, but not web pages in a browser there: requests with a foreign origin or host
+name are refused. A proxy adds TLS and limits of requests (docs/howto/proxy.md).
 """
 
 import contextlib
@@ -141,7 +141,7 @@ class Authentication:
             raise NotFound("this port serves /v1 only", code="unknown_route")
         headers = Headers(scope=scope)
         presented, _, key_session = (presented_key(headers) or "").partition(SESSION_MARK)
-        if is_open(path):
+        if is_open(path) or (scope.get("method") == "OPTIONS" and path.startswith("/v1/")):
             with contextlib.suppress(ServerError):
                 return self._identify(path, headers, presented)
             return STRANGER

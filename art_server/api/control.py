@@ -60,11 +60,13 @@ DIGEST = re.compile("[0-9a-f]{64}")
 router = APIRouter(route_class=SmallBodies)
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(status: TheStatus, caller: TheCaller) -> Health:
     return visible_health(status, caller)
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(status: TheStatus, caller: TheCaller) -> JSONResponse:
     state = status.health()

@@ -1,5 +1,6 @@
 """The report of a job: what it trains, what it leaves out and why, counted while its turns are resolved (`resolve.py`)."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from art_protocol.wire import (
     TrainConfig,
     TrajectoryBody,
     TrajectoryGroupBody,
+    Unused,
 )
 from art_server.errors import InvalidInput
 from art_server.jobs.advice import advise
@@ -26,9 +28,11 @@ from art_server.shared.advantages import (
     GroupTokens,
     count_masked,
     has_advantage,
+    is_masked,
+    trained_positions,
     trained_tokens,
 )
-from art_server.shared.trainer_messages import Batch
+from art_server.shared.trainer_messages import Batch, TrainableTrajectory
 
 MAX_EXAMPLES = 5
 """Examples that a report lists for each reason; the count includes all."""
@@ -37,6 +41,9 @@ MAX_SHAPES = 10
 """Differences that a report lists."""
 
 NO_TURN = "the trajectory holds no trainable turn"
+EQUAL = "all rewards in the group are equal: no signal"
+CUT = "cut at a length limit, and overlong='mask' leaves it out"
+FAILED = "the rollout failed"
 
 MAX_OPENING = 60
 """Characters of a demonstration's first user message in an error, by which its row is found in a shuffled file."""
@@ -231,6 +238,8 @@ def make_report(
             for count, first, path in [*counts.differences.values()][:MAX_SHAPES]
         ],
         dropped=_left_out(batch, unmasked, counts, config),
+        num_sampled_tokens=sum(num_sampled(trajectory) for group in batch.groups for trajectory in group.trajectories),
+        unused=_unused(batch, tokens_of_groups, unmasked, counts, config),
         config=config.model_dump(),
         num_tokens_without_logprob=num_without_logprob,
         sampled_steps=dict(sorted(counts.steps.items())),
@@ -256,15 +265,49 @@ def _left_out(
         dropped.append(Dropped(reason=reason, count=count, unit=unit, examples=examples))
     num_equal = sum(tokens is None for tokens in unmasked)
     if num_equal:
-        reason = "all rewards in the group are equal: no signal"
-        dropped.append(Dropped(reason=reason, count=num_equal, unit="group"))
+        dropped.append(Dropped(reason=EQUAL, count=num_equal, unit="group"))
     num_masked = sum(count_masked(group, config) for group in batch.groups)
     if num_masked:
-        reason = "cut at a length limit, and overlong='mask' leaves it out"
-        dropped.append(Dropped(reason=reason, count=num_masked, unit="trajectory"))
+        dropped.append(Dropped(reason=CUT, count=num_masked, unit="trajectory"))
     if counts.num_failed:
-        dropped.append(Dropped(reason="the rollout failed", count=counts.num_failed, unit="rollout"))
+        dropped.append(Dropped(reason=FAILED, count=counts.num_failed, unit="rollout"))
     return dropped
+
+
+def _unused(
+    batch: Batch,
+    tokens_of_groups: Sequence[GroupTokens | None],
+    unmasked: Sequence[GroupTokens | None],
+    counts: ReportCounts,
+    config: TrainConfig,
+) -> list[Unused]:
+    """The rollouts of which nothing is trained, by reason."""
+    num_rollouts: Counter[str] = Counter()
+    num_tokens: Counter[str] = Counter()
+    for group, trained, trainable in zip(batch.groups, tokens_of_groups, unmasked, strict=True):
+        for index, trajectory in enumerate(group.trajectories):
+            if trained is not None and any(trained[index]):
+                continue
+            reason = NO_TURN
+            if any(is_masked(sequence, config) for sequence in trajectory.sequences):
+                reason = CUT
+            elif trajectory.sequences and trainable is None:
+                reason = EQUAL
+            num_rollouts[reason] += 1
+            num_tokens[reason] += num_sampled(trajectory)
+    # The batch has no groups without a trainable turn.
+    num_rollouts[NO_TURN] += counts.num_trajectories - sum(len(group.trajectories) for group in batch.groups)
+    num_rollouts[FAILED] += counts.num_failed
+    return [
+        Unused(reason=reason, num_rollouts=num, num_tokens=num_tokens[reason])
+        for reason, num in num_rollouts.most_common()
+        if num
+    ]
+
+
+def num_sampled(trajectory: TrainableTrajectory) -> int:
+    """Number of sampled tokens of a trajectory."""
+    return sum(len(trained_positions(sequence)) for sequence in trajectory.sequences)
 
 
 def _unscored_notes(counts: ReportCounts, config: TrainConfig) -> list[str]:

@@ -5,6 +5,7 @@ side of a start is `on_host.py`. The server names the files of a folder, and `FI
 import asyncio
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,12 +50,15 @@ from art_server.machines.orders import (
     Write,
 )
 from art_server.process.children import Children
+from art_server.process.conversion import find_converted
 from art_server.process.place import Here, ProcessHere
 from art_server.process.receiver import Receiver
 from art_server.settings import ServerConfig
 from art_server.store import files
 from art_server.store.base_facts import CACHE_DIR
 from art_server.store.base_models import BaseModel, find_base_model
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 """The path of a file in its folder or in one subfolder: `mlp.up_proj/adapter_model.safetensors`."""
@@ -215,7 +220,12 @@ class Machinery:
     # --- base models ---
 
     async def _use_base(self, order: UseBase) -> None:
-        base = await asyncio.to_thread(find_base_model, order.name, CACHE_DIR)
+        base = await find_converted(
+            partial(find_base_model, order.name, CACHE_DIR),
+            children=self._list,
+            log_dir=self._folder / "logs",
+            report=logger.info,
+        )
         own_digests = await asyncio.to_thread(base_digests, base.path)
         if own_digests != order.digests:
             all_names = own_digests.keys() | order.digests

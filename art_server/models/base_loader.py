@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from art_server.jobs.queue import JobQueue
 from art_server.jobs.trainer import ServerTrainer
 from art_server.jobs.trainer_process import TrainerError
 from art_server.ledger.ledger import Ledger
+from art_server.process.children import Children
+from art_server.process.conversion import find_converted
 from art_server.settings import ServerConfig
 from art_server.shared.clock import REAL, Clock
 from art_server.shared.trainer_messages import LoadTask
@@ -54,6 +57,7 @@ class BaseLoader:
         trainer: ServerTrainer,
         ledger: Ledger,
         queue: JobQueue,
+        children: Children,
         clock: Clock = REAL,
     ):
         self._config = config
@@ -65,6 +69,7 @@ class BaseLoader:
         self._trainer = trainer
         self._ledger = ledger
         self._queue = queue
+        self._children = children
         self._clock = clock
         self._progress = fleet.progress
         self._file = config.server_dir / "base.json"
@@ -78,6 +83,8 @@ class BaseLoader:
         """The folder of the trainer's base model."""
         self._downloading: str | None = None
         """The hub id of the model that is being downloaded."""
+        self._converting: str | None = None
+        """The part of the running conversion of a model."""
 
     async def start(self) -> None:
         """Begins to load the base model that the command line names, else the model that served last. Returns after
@@ -135,9 +142,9 @@ class BaseLoader:
         await cancel(self._warming)
 
     @property
-    def download(self) -> str | None:
-        """The progress of the running download; None if there is none."""
-        return base_models.download_progress(self._downloading) if self._downloading else None
+    def fetch_progress(self) -> str | None:
+        """The progress of the running download or conversion; None if there is none."""
+        return base_models.download_progress(self._downloading) if self._downloading else self._converting
 
     async def load(self, name: str, requested: Mapping[str, str] | None = None) -> BaseModel:
         """Starts engine and trainer with a requested base model, if it is not loaded. Returns the loaded base model.
@@ -191,17 +198,26 @@ class BaseLoader:
             return base
 
     async def _find_files(self, name: str) -> BaseModel:
-        """The base model with its weights, which may have to be downloaded. Reports the download's progress."""
+        """The base model with its weights, which may have to be downloaded or converted. Reports the progress."""
         self._progress.begin(f"base model {name}: looking for its files")
         progress = None
         if base_models.is_hub_id(name):
             self._downloading = name
             progress = asyncio.create_task(self._log_download(name))
         try:
-            return await asyncio.to_thread(self._find, name)
+            return await find_converted(
+                partial(self._find, name),
+                children=self._children,
+                log_dir=self._config.log_dir,
+                report=partial(self._note_conversion, name),
+            )
         finally:
-            self._downloading = None
+            self._downloading = self._converting = None
             await cancel(progress)
+
+    def _note_conversion(self, name: str, part: str) -> None:
+        self._converting = f"base model {name}: {part}"
+        self._progress.note(self._converting)
 
     async def _note_facts(self, base: BaseModel) -> None:
         size = await asyncio.to_thread(base_models.weight_bytes, base.path)

@@ -42,16 +42,16 @@ class Status:
 
     def health(self, *, names_model: bool = True) -> Health:
         """The engine's state, the server's faults, and what requests wait for. Without `names_model` no model is named."""
-        fleet, download, trained = self._fleet, self._base.download, self._gate.model
+        fleet, fetching, trained = self._fleet, self._base.fetch_progress, self._gate.model
         step = None
         if trained is not None:
             step = f"a step of '{trained}', which trains" if names_model else "a step, which trains"
-        if fleet.base is None and download is not None:
+        if fleet.base is None and fetching is not None:
             return Health(
                 engine="starting",
                 version=__version__,
-                detail=download,
-                waits_for=download,
+                detail=fetching,
+                waits_for=fetching,
                 progress=fleet.progress.lines,
             )
         return Health(
@@ -96,7 +96,7 @@ class Status:
     def _doing(self) -> frozenset[Doing]:
         fleet, gate = self._fleet, self._gate
         activities: set[Doing] = {"waiting"} if gate.num_waiting else set()
-        if fleet.state == "starting" or (fleet.base is None and self._base.download is not None):
+        if fleet.state == "starting" or (fleet.base is None and self._base.fetch_progress is not None):
             activities.add("starting")
             return frozenset(activities)
         phase = self._runner.phase

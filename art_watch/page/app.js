@@ -8,7 +8,7 @@
 import { ApiError, Changes, setKey } from "./api.js";
 import { checkpoints } from "./checkpoints.js";
 import { compare } from "./compare.js";
-import { el, empty, hashOf, renewTimes } from "./dom.js";
+import { el, empty, hashOf, prose, renewTimes } from "./dom.js";
 import { groups } from "./groups.js";
 import { jobs } from "./jobs.js";
 import { overview } from "./overview.js";
@@ -58,7 +58,7 @@ function unknown() {
 
 function failed(error, { parts }) {
   const up = parts[0] === "run" && parts[3] ? hashOf(parts.slice(0, 3)) : "#/";
-  const node = el("div", { class: "empty", role: "alert" }, el("h1", { tabindex: -1 }, "This cannot be shown"), el("p", {}, error.message), el("p", {}, el("a", { href: up }, "Back")));
+  const node = el("div", { class: "empty", role: "alert" }, el("h1", { tabindex: -1 }, "This cannot be shown"), el("p", {}, prose(error.message)), el("p", {}, el("a", { href: up }, "Back")));
   return { title: "Error", up, node, isFailed: true };
 }
 

@@ -2,7 +2,7 @@
 
 import { aboutSection } from "./about.js";
 import { look, ofModel } from "./api.js";
-import { ago, duration, el, number, plural, refill, setting, short } from "./dom.js";
+import { ago, duration, el, number, plural, prose, refill, setting, short } from "./dom.js";
 
 const SHOWN_NOTES = 3;
 
@@ -35,6 +35,7 @@ export function contextPanel(route) {
       ["Duration", found.started_at && found.last_at && duration((Date.parse(found.last_at) - Date.parse(found.started_at)) / 1000)],
       ["Trained tokens", found.num_jobs > 0 && [number(found.trained_tokens),
         found.num_trained_steps > 0 && found.num_trained_steps < found.num_jobs && el("span", { class: "muted" }, ` in ${short(found.num_trained_steps)} of ${plural(found.num_jobs, "step")}`)]],
+      ...costFacts(found),
       ["Learning rate", found.learning_rate !== null && found.learning_rate !== undefined && setting(found.learning_rate)],
       ["Configuration", changed.length > 0
         ? changed.map(([name, value], place) => [place > 0 && ", ", el("span", { class: "muted" }, `${name} `), setting(value)])
@@ -43,7 +44,8 @@ export function contextPanel(route) {
     const rest = found.notes.slice(SHOWN_NOTES), config = Object.entries(found.config);
     refill(node, el("section", { class: "panel", "aria-label": "About this run" },
       el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-      found.idle && el("p", { class: "bad" }, found.idle),
+      found.idle && el("p", { class: "bad" }, prose(found.idle)),
+      unusedList(found.costs),
       noteList(found.notes.slice(0, SHOWN_NOTES)),
       (rest.length > 0 || config.length > 0) && el("details", { open: hasAll, ontoggle: (event) => { hasAll = event.target.open; } },
         el("summary", {}, [rest.length && plural(rest.length, "older note"), config.length && "the whole configuration in force"].filter(Boolean).join(", ")),
@@ -54,7 +56,28 @@ export function contextPanel(route) {
 }
 
 function noteList(notes) {
-  return notes.length > 0 && el("ul", { class: "notes" }, notes.map((note) => el("li", { class: note.is_bad && "bad" }, el("b", {}, stepsOf(note)), " ", note.text)));
+  return notes.length > 0 && el("ul", { class: "notes" }, notes.map((note) => el("li", { class: note.is_bad && "bad" }, el("b", {}, stepsOf(note)), " ", prose(note.text))));
+}
+
+// What the jobs of the run have cost.
+function costFacts({ costs, price, about, logged_costs: logged }) {
+  return [
+    ["Sampled tokens", costs && [number(costs.num_tokens), el("span", { class: "muted" }, ` in ${plural(costs.num_rollouts, "rollout")}`)]],
+    ["Time in steps", costs && duration(costs.step_seconds)],
+    ["Price", price !== null && [number(price), el("span", { class: "muted" }, ` at ${short(about.price_per_hour)} an hour`)]],
+    ["Logged costs", logged > 0 && number(logged)],
+  ];
+}
+
+// The rollouts that trained nothing, by reason.
+function unusedList(costs) {
+  if (!costs?.unused.length) return null;
+  const [rollouts, tokens] = ["num_rollouts", "num_tokens"].map((name) => costs.unused.reduce((sum, each) => sum + each[name], 0));
+  const share = costs.num_tokens ? `, ${Math.round((100 * tokens) / costs.num_tokens)}% of the sampled tokens` : "";
+  return el("div", { class: "unused" },
+    el("p", {}, `${short(rollouts)} of ${plural(costs.num_rollouts, "rollout")} trained nothing${share}:`),
+    el("ul", { class: "notes" }, costs.unused.map((each) => el("li", {},
+      el("b", {}, `${plural(each.num_rollouts, "rollout")}${each.num_tokens ? `, ${plural(each.num_tokens, "token")}` : ""}:`), " ", prose(each.reason)))));
 }
 
 function stepsOf({ first, last, count, has_older_numbers: hasOlder }) {

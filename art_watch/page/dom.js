@@ -13,6 +13,11 @@ export function el(tag, attributes = {}, ...children) {
   return node;
 }
 
+// A sentence of the server or of a program. What stands between backticks is code.
+export function prose(text) {
+  return text.split(/`([^`\n]+)`/).map((part, place) => (place % 2 ? el("code", {}, part) : part));
+}
+
 // The hash of a page: its parts, then its settings. Empty settings are left out.
 export function hashOf(parts, settings = {}) {
   const kept = Object.entries(settings).filter(([, value]) => value !== "" && value !== null && value !== undefined);

@@ -1,7 +1,7 @@
 // The queue of a running server: what runs, what waits and for what, what has ended.
 
 import { cancelJob, get, look } from "./api.js";
-import { ago, button, duration, el, empty, link, number, plural, refill, row, table } from "./dom.js";
+import { ago, button, duration, el, empty, link, number, plural, prose, refill, row, table } from "./dom.js";
 
 const COLUMNS = [["Run"], ["Actions"], ["Step", true], ["Trained tokens", true], ["Accepted"], ["Duration", true]];
 const REFRESH_SECONDS = 2;
@@ -55,11 +55,11 @@ export async function jobs() {
     const left = job.report.dropped.map((each) => `${plural(each.count, each.unit)} left out: ${each.reason}`);
     const notes = [...left, ...job.report.notes];
     return notes.length > 0 && el("details", { open: opened.has(job.job_id), ontoggle: (event) => opened[event.target.open ? "add" : "delete"](job.job_id) },
-      el("summary", {}, plural(notes.length, "note")), el("ul", { class: "notes" }, notes.map((note) => el("li", {}, note))));
+      el("summary", {}, plural(notes.length, "note")), el("ul", { class: "notes" }, notes.map((note) => el("li", {}, prose(note)))));
   };
   const progress = (job) => {
-    if (job.waits_for) return `waits for ${job.waits_for}`;
-    if (job.error && job.state !== "running") return el("span", { class: "bad" }, job.error.message);
+    if (job.waits_for) return prose(`waits for ${job.waits_for}`);
+    if (job.error && job.state !== "running") return el("span", { class: "bad" }, prose(job.error.message));
     if (job.state !== "running") return plural(job.report.num_groups_trained, "group");
     const bar = job.total ? el("progress", { max: job.total, value: job.completed ?? 0, "aria-label": "Progress" }) : null;
     return el("span", { class: "line" }, job.phase, bar, job.total ? `${job.completed ?? 0} of ${job.total}` : null);

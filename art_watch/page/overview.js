@@ -1,10 +1,10 @@
 // The table of runs, and on a running server where its time goes.
 
 import { look } from "./api.js";
-import { ago, button, el, empty, hashOf, keepSettings, link, number, plural, refill, row, sparkline, table } from "./dom.js";
+import { ago, button, el, empty, hashOf, keepSettings, link, number, plural, prose, refill, row, sparkline, table } from "./dom.js";
 
 const REFRESH_SECONDS = 5;
-const COLUMNS = [["Run"], ["Step", true], ["Reward", true], ["Validation", true], ["Best step"], ["Updated"], ["Rows", true], ["Base model"], ["Compare"]];
+const COLUMNS = [["Run"], ["Step", true], ["Reward", true], ["Validation", true], ["Best step"], ["Updated"], ["Logged steps", true], ["Base model"], ["Compare"]];
 const SORTS = { last: "updated", id: "name", reward: "reward", val_reward: "validation" };
 const ACTIVITIES = [["rollouts", "Rollouts"], ["waiting", "Waiting at the gate"], ["training", "Training"], ["swap", "Swap"], ["starting", "Engine starts"], ["idle", "Idle"]];
 
@@ -92,7 +92,7 @@ export function activityBar({ activity, health }) {
     return el("li", { class: name === activity.largest && "largest" }, el("span", {}, text),
       el("b", { title: String(share) }, `${Math.round(share * 100)}%`), el("span", { class: "track" }, fill));
   });
-  const reason = health.waits_for && el("p", { class: "muted" }, `Requests wait for ${health.waits_for}.`);
+  const reason = health.waits_for && el("p", { class: "muted" }, prose(`Requests wait for ${health.waits_for}.`));
   return el("section", { class: "panel", "aria-labelledby": "activity" }, el("h2", { id: "activity" }, "Where the time goes"),
-    el("ul", { class: "activity" }, parts), el("p", {}, activity.sentence), reason);
+    el("ul", { class: "activity" }, parts), el("p", {}, prose(activity.sentence)), reason);
 }

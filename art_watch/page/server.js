@@ -1,7 +1,7 @@
 // The health of a running server, its memory, and the ends of its logs.
 
 import { look } from "./api.js";
-import { bytes, el, keepSettings, number, plural, refill, select } from "./dom.js";
+import { bytes, el, keepSettings, number, plural, prose, refill, select } from "./dom.js";
 import { activityBar } from "./overview.js";
 
 const REFRESH_SECONDS = 5;
@@ -41,13 +41,13 @@ function health({ health: found, machine }) {
   const faults = Object.entries(found.faults);
   const facts = [
     ["Engine", badge(found.engine)],
-    ...found.replicas.map((replica) => [replica.name, el("span", {}, badge(replica.engine), ` ${plural(replica.num_requests, "request")}, ${plural(replica.num_starts, "start")}`, replica.detail && ` ${replica.detail}`)]),
-    ["Base model", found.base_model ?? "none"], ["Version", found.version], ["Detail", found.detail], ["Requests wait for", found.waits_for],
+    ...found.replicas.map((replica) => [replica.name, el("span", {}, badge(replica.engine), ` ${plural(replica.num_requests, "request")}, ${plural(replica.num_starts, "start")}`, replica.detail && prose(` ${replica.detail}`))]),
+    ["Base model", found.base_model ?? "none"], ["Version", found.version], ["Detail", found.detail && prose(found.detail)], ["Requests wait for", found.waits_for && prose(found.waits_for)],
     ["Longest stall of the server", el("span", {}, number(found.longest_stall_seconds), " s")],
     ...Object.entries(machine?.resident_bytes ?? {}).map(([name, size]) => [`Memory, ${name}`, bytes(size)]),
     ["Free disk space", machine && bytes(machine.disk_free_bytes)],
   ].filter(([, value]) => value !== null && value !== undefined);
   return el("section", { class: "panel", "aria-labelledby": "health" }, el("h2", { id: "health" }, "Health"),
     el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-    faults.length ? el("ul", { class: "faults" }, faults.map(([part, error]) => el("li", { class: "bad" }, el("b", {}, `${part}:`), ` ${error}`))) : el("p", {}, "No faults."));
+    faults.length ? el("ul", { class: "faults" }, faults.map(([part, error]) => el("li", { class: "bad" }, el("b", {}, `${part}:`), prose(` ${error}`)))) : el("p", {}, "No faults."));
 }

@@ -39,7 +39,7 @@ runpy.run_module("vllm.entrypoints.launchers.api_server.entry", run_name="__main
 def start_ours(path: Path) -> tuple[subprocess.Popen[bytes], str]:
     arguments = ["--path", str(path), "--port", "0", "--inference-port", "0", "--base-model", MODEL]
     with open(path / "ours.log", "wb") as log:
-        command = [sys.executable, "-m", "art_server.cli", *arguments]
+        command = [sys.executable, "-m", "art_server", *arguments]
         process = subprocess.Popen(command, stdout=log, stderr=log)
     file = path / ".server" / "address.json"
     while not file.exists():

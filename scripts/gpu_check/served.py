@@ -73,7 +73,7 @@ def fleet(machine: Machine) -> Cases:
 
 
 def start_server(path: Path, log: Path, base: str, flags: Sequence[str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "art_server.cli", "--path", str(path), "--base-model", base]
+    command = [sys.executable, "-m", "art_server", "--path", str(path), "--base-model", base]
     command += ["--port", "0", "--inference-port", "0", "--exit-with-parent"]
     command += ["--max-seq-length", "2048", *flags]
     with log.open("wb") as file:

@@ -18,7 +18,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from art_protocol import history as rows
-from art_protocol.wire import Dropped, JobReport, LoRAConfig, TrainConfig
+from art_protocol.wire import Dropped, JobReport, LoRAConfig, TrainConfig, Unused
 from art_server.shared import clock
 from art_server.store.database import insert
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
@@ -86,11 +86,20 @@ def write_jobs(root: Path, steps: Sequence[tuple[ModelFolder, int]], **changes: 
 def job_row(folder: ModelFolder, step: int) -> dict[str, Any]:
     """A row of the table of jobs. The job of step 1 has a note."""
     config = TrainConfig(learning_rate=LEARNING_RATE)
-    dead = Dropped(reason="all rewards in the group are equal: no signal", count=1, unit="group")
+    equal = "all rewards in the group are equal: no signal"
+    dead = Dropped(reason=equal, count=1, unit="group")
     report = JobReport(
         num_groups=6,
         num_groups_trained=5,
+        num_trajectories=47,
+        num_trajectories_trained=39,
+        num_failed_rollouts=1,
         num_trained_tokens=3000 + step,
+        num_sampled_tokens=4000 + step,
+        unused=[
+            Unused(reason=equal, num_rollouts=8, num_tokens=1000),
+            Unused(reason="the rollout failed", num_rollouts=1),
+        ],
         config=config.model_dump(),
         dropped=[dead],
         notes=["2 groups were sampled twice"] if step == 1 else [],
@@ -104,6 +113,7 @@ def job_row(folder: ModelFolder, step: int) -> dict[str, Any]:
         "finished_at": clock.now() - 60.0 + STEP_SECONDS,
         "state": "done",
         "phase": "finish",
+        "seconds": 31.0,
         "target_step": step,
     }
 

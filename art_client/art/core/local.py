@@ -94,7 +94,7 @@ class LocalBackend(Backend):
 
     def _command(self) -> list[str]:
         # "-u": Python keeps output to a file in a buffer, and a killed server's last lines would not be in the log.
-        return [sys.executable, "-u", "-m", "art_server.cli"]
+        return [sys.executable, "-u", "-m", "art_server"]
 
     def _launch(self) -> subprocess.Popen[bytes]:
         flags = ["--host", "127.0.0.1", "--port", "0", "--inference-port", "0"]

@@ -9,7 +9,7 @@ the ledger's records before they end the answer.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -22,7 +22,8 @@ from art_server.api.openai.answers import answer_json
 from art_server.api.openai.grammar_limits import check_grammars
 from art_server.api.openai.responses import add_stored, check_response_fields, names_stored
 from art_server.api.openai.streaming import answer_stream
-from art_server.api.parameters import TheCaller, TheFleet, TheRegistration, TheRegistry
+from art_server.api.parameters import TheCaller, TheFleet, TheRegistration, TheRegistry, TheServer
+from art_server.engine.fleet import Fleet
 from art_server.errors import BadRequest, InvalidInput
 from art_server.inference_proxy import InferenceRequest
 from art_server.ledger.conversation import conversation_of
@@ -67,6 +68,7 @@ for path, api in PATHS.items():
     router.add_route(path, forward, methods=["POST"], name=api)
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models")
 async def models(
     fleet: TheFleet, registry: TheRegistry, registration: TheRegistration, caller: TheCaller
@@ -81,8 +83,57 @@ async def models(
     ids = [base.name] if caller.model_id is None else []
     ids += [model.id for model in models]
     ids += [name for name in names if names.count(name) == 1]
-    card = {"object": "model", "created": 0, "owned_by": "art", "max_model_len": fleet.max_seq_length}
-    return {"object": "list", "data": [{"id": name, **card} for name in ids]}
+    return {"object": "list", "data": [card(name, fleet) for name in ids]}
+
+
+@router.head("/v1/models/{name:path}", include_in_schema=False)
+@router.get("/v1/models/{name:path}")
+async def model(
+    name: str,
+    server: TheServer,
+    fleet: TheFleet,
+    registry: TheRegistry,
+    registration: TheRegistration,
+    caller: TheCaller,
+) -> dict[str, Any]:
+    """One model, by any name that an inference request may have: with its project, with a step, or the base model's."""
+    if not name:
+        return await models(fleet, registry, registration, caller)
+    await server.base.wait_found()
+    base = fleet.base.name if fleet.base is not None else None
+    resolved = registry.resolve(name, base, caller.projects, caller.model_id)
+    if resolved.model is not None:
+        registration.check_trainable(resolved.model)  # its base model is loaded
+    return card(name, fleet)
+
+
+def card(name: str, fleet: Fleet) -> dict[str, Any]:
+    """A model as OpenAI's clients read it."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "art",
+        "max_model_len": fleet.max_seq_length,
+    }
+
+
+def answer_options(methods: str) -> Callable[[Request], Awaitable[Response]]:
+    """The answer to OPTIONS, which needs no key: a route's methods. Without CORS headers a browser's page gets no further."""
+
+    async def options(_: Request) -> Response:
+        return Response(status_code=204, headers={"allow": methods})
+
+    return options
+
+
+METHODS: Mapping[str, str] = {
+    **dict.fromkeys(PATHS, "POST, OPTIONS"),
+    "/v1/models": "GET, HEAD, OPTIONS",
+    "/v1/models/{name:path}": "GET, HEAD, OPTIONS",
+}
+for path, methods in METHODS.items():
+    router.add_route(path, answer_options(methods), methods=["OPTIONS"], include_in_schema=False)
 
 
 def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceRequest:

@@ -60,7 +60,7 @@ class HostActor:
         # Ray sets OMP_NUM_THREADS to the CPUs of the actor. The host's engines and ranks use more cores.
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "art_server.cli", "host", "--token-file", file, "--path", folder, *flags),
+            *(sys.executable, "-m", "art_server", "host", "--token-file", file, "--path", folder, *flags),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,

@@ -49,7 +49,7 @@ def test_axe_finds_nothing_serious(page: Any, serve: Any, root: Path) -> None:
         page.emulate_media(color_scheme="light", reduced_motion="reduce")  # no page is half faded in
         open_page(page, url, hash_)
         if name == "charts":
-            page.get_by_role("button", name="Tags, notes, name").click()
+            page.get_by_role("button", name="Tags, notes, price, name").click()
             page.wait_for_selector("#notes")
             page.get_by_role("button", name="Delete this run").click()
         violations = axe.run(page).response["violations"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from art_protocol.wire import ErrorDetail
+from art_protocol.wire import About, ErrorDetail, JobReport, Unused
 from art_server.api.keys import Keys
 from art_server.settings import ApiKey
 from art_server.store.model_folder import ModelFolder
@@ -18,7 +18,7 @@ from art_watch.view import make_view
 from tests.engine.browser.charts import captions
 from tests.engine.browser.conftest import NUM_STEPS
 from tests.fakes.page_server import make_live
-from tests.makers.demo import HOSTILE_METRIC, log, rows_by_step
+from tests.makers.demo import HOSTILE_METRIC, log, rows_by_step, write_jobs
 from tests.quick.models.house import House
 
 RUN = "#/run/demo/webnav-8b"
@@ -90,6 +90,21 @@ def test_a_run_says_what_it_is_and_what_its_jobs_noted(page: Any, serve: Any, ro
     assert f"in {NUM_STEPS + 1} of {NUM_STEPS + 2} steps" in about.inner_text()
 
 
+def test_a_run_says_what_it_has_cost_and_what_trained_nothing(page: Any, serve: Any, root: Path) -> None:
+    unused = Unused(reason="cut, `overlong`", num_rollouts=1200, num_tokens=34000)
+    report = JobReport(num_trajectories=1200, num_sampled_tokens=40000, unused=[unused], notes=["<b>no</b> `a < b`"])
+    write_jobs(root, [(folder_of(root), NUM_STEPS + 1)], job_id="n", report=report.model_dump_json())
+    folder_of(root).write_about(About(price_per_hour=4.5))
+    page.goto(serve(make_view(root)).url + RUN)
+    about = page.get_by_label("About this run")
+    about.wait_for()
+    text = about.inner_text()
+    assert " at 4.5 an hour" in text and "Time in steps\n" in text
+    assert f"in {48 * NUM_STEPS + 1200:,} rollouts" in text and "of the sampled tokens:" in text
+    assert "1,200 rollouts, 34,000 tokens: cut, overlong" in text and "<b>no</b> a < b" in text
+    assert about.locator("code").all_inner_texts() == ["overlong", "a < b"]
+
+
 def test_a_run_without_its_jobs_says_that_its_configuration_is_not_known(page: Any, serve: Any, root: Path) -> None:
     (root / ".server" / "server.sqlite").unlink()
     page.goto(serve(make_view(root)).url + RUN)
@@ -102,14 +117,15 @@ def test_a_run_is_tagged_noted_renamed_and_deleted(page: Any, serve: Any, root: 
     here = House(root)
     url = serve(here.app, lifespan="off").url
     page.goto(f"{url}/{RUN}")
-    page.get_by_role("button", name="Tags, notes, name").click()
+    page.get_by_role("button", name="Tags, notes, price, name").click()
     page.locator("#tags").fill("best, <i>rate</i>")
     page.locator("#notes").fill("first\nsecond")
+    page.locator("#price").fill("4.5")
     page.get_by_role("button", name="Save", exact=True).click()
     page.wait_for_selector(".about .badge:text-is('best')")
     about = folder_of(root).read_about()
-    assert (about.tags, about.notes) == (["best", "<i>rate</i>"], "first\nsecond")
-    page.get_by_role("button", name="Tags, notes, name").click()
+    assert (about.tags, about.notes, about.price_per_hour) == (["best", "<i>rate</i>"], "first\nsecond", 4.5)
+    page.get_by_role("button", name="Tags, notes, price, name").click()
     page.locator("#new-name").fill("sql-repair")
     page.get_by_role("button", name="Rename", exact=True).click()
     page.wait_for_selector("text=model 'demo/sql-repair' exists already")
@@ -121,7 +137,7 @@ def test_a_run_is_tagged_noted_renamed_and_deleted(page: Any, serve: Any, root: 
     page.get_by_label("Filter").fill("<i>rate")
     page.wait_for_selector("[data-run='demo/renamed'] .badge:text-is('best')")
     page.get_by_role("link", name="demo/renamed").click()
-    page.get_by_role("button", name="Tags, notes, name").click()
+    page.get_by_role("button", name="Tags, notes, price, name").click()
     page.get_by_role("button", name="Delete this run").click()
     page.get_by_role("button", name="No", exact=True).click()
     page.get_by_role("button", name="Delete this run").click()

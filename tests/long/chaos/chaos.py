@@ -43,7 +43,7 @@ USER_KEY = "chaos"
 MODULES = {
     "trainer": "art_server.trainer.worker",
     "engine": "art_server.engine.vllm_process.child",
-    "host": "art_server.cli host",
+    "host": "art_server host",
     "actor": "ray::HostActor",
     "driver": "art_cluster.ray_process",
     "gcs": "gcs_server",
@@ -118,7 +118,7 @@ class Machine:
             self.relay = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
             assert self.relay.stdout is not None
             self._port = int(self.relay.stdout.readline())
-        command = [sys.executable, "-m", "art_server.cli", "host", "--join", f"http://127.0.0.1:{self._port}"]
+        command = [sys.executable, "-m", "art_server", "host", "--join", f"http://127.0.0.1:{self._port}"]
         command += ["--token-file", "key", "--name", self.name, "--engines", "1", "--ranks", "1"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with open(self._home / "log", "ab") as log:

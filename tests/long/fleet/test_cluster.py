@@ -88,7 +88,7 @@ def test_what_ray_can_never_place_ends_the_server(two_nodes: str, tmp_path: Path
         two_nodes,
         *flags,
     ]
-    command = [sys.executable, "-m", "art_server.cli", *arguments]
+    command = [sys.executable, "-m", "art_server", *arguments]
     done = subprocess.run(command, env=os.environ | environment, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert re.search(sentence, done.stderr), done.stderr

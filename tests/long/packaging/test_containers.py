@@ -73,7 +73,7 @@ def test_the_commands_of_the_cpu_image_end_in_a_server_that_answers(tmp_path: Pa
 
 def build_arguments() -> dict[str, str | None]:
     """What the build gets on this machine: files linked from uv's cache, torch from find-links where there are any."""
-    arguments: dict[str, str | None] = {"UV_LINK_MODE": "hardlink", "UV_COMPILE_BYTECODE": "0"}
+    arguments: dict[str, str | None] = {"UV_LINK_MODE": "hardlink"}
     arguments["UV_CACHE_DIR"] = os.environ.get("UV_CACHE_DIR")
     find_links = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS")
     if find_links:

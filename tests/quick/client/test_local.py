@@ -166,5 +166,5 @@ def test_server_stops_with_a_program_that_never_closed_it(script: Path):
 
 def test_command_runs_the_server_of_this_environment():
     command = LocalBackend()._command()
-    assert command[0] == sys.executable and command[-2:] == ["-m", "art_server.cli"]
+    assert command[0] == sys.executable and command[-2:] == ["-m", "art_server"]
     assert "LocalBackend" in repr(art.LocalBackend())

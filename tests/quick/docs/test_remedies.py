@@ -98,11 +98,11 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 
 def host_parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
-    made: list[argparse.ArgumentParser] = []
-    monkeypatch.setattr(Parser, "parse_args", lambda parser, _: made.append(parser))
+    parsers: list[argparse.ArgumentParser] = []
+    monkeypatch.setattr(Parser, "parse_args", lambda parser, _: parsers.append(parser))
     host.parse([])
     monkeypatch.undo()
-    return made[0]
+    return parsers[0]
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from art_protocol.wire import TrainConfig, TrajectoryGroupBody
 from art_server.errors import InvalidInput, RecordsMissing
+from art_server.jobs.job_report import CUT, EQUAL, FAILED, NO_TURN
 from art_server.jobs.reasons import AMBIGUOUS, NO_RECORD, NO_TOKENS, TWICE
 from art_server.jobs.turns import ResolvedTurn, join_turns
 from art_server.ledger import conversation
@@ -239,6 +240,35 @@ def test_equal_rewards_and_failures_are_counted() -> None:
     assert len(batch.groups) == 1
     assert (report.num_groups, report.num_groups_trained, report.num_failed_rollouts) == (1, 0, 1)
     assert {dropped.count for dropped in report.dropped} == {1}
+
+
+UNTRAINED: list[tuple[list[list[dict[str, Any]]], dict[str, Any], list[tuple[str, int, int]]]] = [
+    ([[choice([1], [2, 4])], [choice([1], [3])]], {"rewards": [1.0, 1.0]}, [(EQUAL, 2, 3)]),
+    ([[choice([1], [2])], [choice([1], [3])], [{"role": "user", "content": "q"}]], {}, [(NO_TURN, 1, 0)]),
+    (
+        [[choice([1], [2])], [choice([1], [3])], [choice([1], [4, 5]) | {"finish_reason": "length"}]],
+        {"config": TrainConfig(overlong="mask")},
+        [(CUT, 1, 2)],
+    ),
+    (
+        [[choice([1], [2])], [choice([1], [3])]],
+        {"exceptions": [{"type": "ValueError", "message": "no"}]},
+        [(FAILED, 1, 0)],
+    ),
+]
+"""Trajectories, the rest of a request, and the rollouts of which nothing is trained: reason, number, sampled tokens."""
+
+
+@pytest.mark.parametrize(("trajectories", "more", "unused"), UNTRAINED)
+def test_rollouts_that_train_nothing_are_counted_once_each(
+    trajectories: list[list[dict[str, Any]]], more: dict[str, Any], unused: list[tuple[str, int, int]]
+) -> None:
+    _, report = run(trajectories, **more)
+    assert [(entry.reason, entry.num_rollouts, entry.num_tokens) for entry in report.unused] == unused
+    assert report.num_trajectories_trained + sum(num for _, num, _ in unused) == (
+        report.num_trajectories + report.num_failed_rollouts
+    )
+    assert report.num_sampled_tokens == report.num_trained_tokens + sum(tokens for *_, tokens in unused)
 
 
 def said_choice(text: str, logprobs: list[float] | None = None) -> dict[str, Any]:

@@ -2,19 +2,22 @@
 
 import asyncio
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from art_server.engine.device.detection import Gpu, Machine
 from art_server.engine.device.plan import Card
 from art_server.errors import Conflict, InvalidInput
 from art_server.models import base_loader
+from art_server.process import conversion
 from art_server.settings import ApiKey
-from art_server.store.base_models import SMALL_FILES, TINY_DIR, BaseModel
+from art_server.store.base_models import SMALL_FILES, TINY_DIR, BaseModel, NotConverted
 from tests.fakes.clock import FakeClock
 from tests.makers.first_steps import write_first_checkpoint
 from tests.quick.models.house import TINY_LORA, House, add_model, house
@@ -168,6 +171,65 @@ async def test_requests_wait_while_the_base_model_is_being_found(
         may_end.set()
         answer = (await asked).json()["error"]
         assert answer["code"] == "key_reused"  # the queue was asked; this body is another
+        await loading.loader.stop()
+
+
+CONVERTING = "base model smollm2: converting, once: part 2 of 4, reads the weights"
+
+
+@pytest.fixture
+def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a base model that a conversion has yet to make (`tests/fakes/conversion.py`)."""
+    folder = tmp_path / "cache" / "smollm2"
+    folder.parent.mkdir()
+
+    def find(name: str, *_: object, **__: object) -> BaseModel:
+        if not folder.exists():
+            raise NotConverted(name, folder)
+        return BaseModel(name, folder)
+
+    monkeypatch.setattr(base_loader, "find_base_model", find)
+    monkeypatch.setattr(conversion, "PROGRAM", "tests.fakes.conversion")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    return folder
+
+
+async def test_a_conversion_is_shown_and_blocks_nothing(tmp_path: Path, converted: Path) -> None:
+    async with house(tmp_path / "art") as here, here.client() as http:
+        loading = Loading(here)
+        load = asyncio.create_task(loading.loader.load("smollm2"))
+        await until(lambda: loading.loader.fetch_progress == CONVERTING)
+        health = (await http.get("/health")).json()
+        assert (health["engine"], health["detail"], health["waits_for"]) == ("starting", CONVERTING, CONVERTING)
+        assert health["progress"][-1]["text"] == CONVERTING
+        converted.with_name("ends").touch()
+        assert (await load).path == converted
+        assert loading.loader.fetch_progress is None
+        await loading.loader.stop()
+
+
+async def test_a_server_that_stops_ends_the_conversion(tmp_path: Path, converted: Path) -> None:
+    async with house(tmp_path / "art") as here:
+        loader, children = Loading(here).loader, here.server.config.server_dir / "children.json"
+        loader._file.write_text('{"base_model": "smollm2"}')
+        starting = asyncio.create_task(loader.start())
+        await until(lambda: loader.fetch_progress == CONVERTING)
+        (pid,) = json.loads(children.read_text())
+        await loader.stop()
+        await starting
+        assert json.loads(children.read_text()) == []
+        assert not psutil.pid_exists(int(pid)) and os.listdir(tmp_path / "cache") == []
+
+
+async def test_a_conversion_that_fails_says_why_and_is_tried_again(tmp_path: Path, converted: Path) -> None:
+    async with house(tmp_path / "art") as here:
+        loading = Loading(here)
+        converted.with_name("fails").touch()
+        with refused(InvalidInput, "unknown_base_model", "base_model") as raised:
+            await loading.loader.load("smollm2")
+        assert "No space left on device" in raised.value.message and "conversion.log" in raised.value.message
+        converted.with_name("ends").touch()
+        assert (await loading.loader.load("smollm2")).path == converted
         await loading.loader.stop()
 
 

@@ -206,7 +206,7 @@ def test_a_command_that_looks_stops_no_server(tmp_path: Path) -> None:
 def test_without_its_extra_the_server_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(name='uvicorn')")
     result = subprocess.run(
-        [sys.executable, "-c", "from art_server.cli import main; main([])"],
+        [sys.executable, "-c", "from art_server.__main__ import main; main()"],
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'art_client'}", "PATH": ""},
         cwd=tmp_path,
         capture_output=True,

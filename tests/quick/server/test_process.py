@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("process")
     path, key_file, log = folder / "art", folder / "keys", folder / "log"
     key_file.write_text("first-secret name=alice\nsecond-secret infer\n")
-    command = [sys.executable, "-m", "art_server.cli", "--port", "0", "--inference-port", "0"]
+    command = [sys.executable, "-m", "art_server", "--port", "0", "--inference-port", "0"]
     command += ["--path", str(path), "--api-key-file", str(key_file), "--api-key", "from-flag"]
     address = path / ".server" / "address.json"
     with log.open("wb") as output:
@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def run_server(path: Path, *flags: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     """A server that ends by itself."""
-    command = [sys.executable, "-m", "art_server.cli", "--port", "0", "--inference-port", "0"]
+    command = [sys.executable, "-m", "art_server", "--port", "0", "--inference-port", "0"]
     return subprocess.run(
         [*command, "--path", str(path), *flags],
         env={**os.environ, **variables},

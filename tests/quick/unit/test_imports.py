@@ -29,6 +29,7 @@ from scripts.import_graph import (
 )
 
 FLOORS = [
+    {"__main__"},
     {"cluster", "transfer", "art_watch/terminal"},
     {"cli"},
     {"app"},

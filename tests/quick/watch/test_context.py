@@ -1,9 +1,12 @@
 """What a run is, against the files and the table of jobs."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 
-from art_protocol.wire import Difference, Dropped, ErrorDetail, JobReport
+import pytest
+
+from art_protocol.wire import About, Difference, Dropped, ErrorDetail, JobReport
 from art_server.store.model_folder import ModelFolder
 from art_server.store.model_table import ModelTable
 from art_server.store.server_database import FILE
@@ -112,3 +115,37 @@ def test_a_folder_without_a_table_of_jobs_has_the_rest(tmp_path: Path) -> None:
     (tmp_path / ".server" / FILE).write_bytes(b"no database")
     run = context(Runs(tmp_path), folder)
     assert (run["base_model"], run["num_rows"], run["trained_tokens"], run["notes"]) == (None, 1, 0, [])
+
+
+def test_costs_are_those_of_all_jobs_and_say_what_trained_nothing(tmp_path: Path) -> None:
+    (folder,) = make_demo(tmp_path, runs=1, steps=2, rollouts=8)
+    whole = JobReport(num_trajectories=10, num_failed_rollouts=2, num_sampled_tokens=500)
+    for state, name in (("failed", "x"), ("cancelled", "y"), ("queued", "z")):
+        write_jobs(tmp_path, [(folder, 3)], job_id=name, state=state, seconds=None, report=whole.model_dump_json())
+    run = context(Runs(tmp_path), folder)
+    assert run["costs"] == {
+        "num_jobs": 4,
+        "num_rollouts": 2 * 48 + 2 * 12,
+        "num_tokens": 4001 + 4002 + 2 * 500,
+        "step_seconds": 62.0,
+        "unused": [
+            {"reason": "all rewards in the group are equal: no signal", "num_rollouts": 16, "num_tokens": 2000},
+            {"reason": "the job failed", "num_rollouts": 12, "num_tokens": 500},
+            {"reason": "the job was cancelled", "num_rollouts": 12, "num_tokens": 500},
+            {"reason": "the rollout failed", "num_rollouts": 2, "num_tokens": 0},
+        ],
+    }
+    log(folder, 2, {"costs/all": 1.5})
+    assert context(Runs(tmp_path), folder)["logged_costs"] == 1.5
+
+
+def test_costs_need_jobs_and_a_price_needs_an_hour_s(tmp_path: Path) -> None:
+    (folder,) = make_demo(tmp_path, runs=1, steps=2, rollouts=8)
+    run = context(Runs(tmp_path), folder)
+    assert run["price"] is None
+    folder.write_about(About(price_per_hour=36.0))
+    priced = context(Runs(tmp_path), folder)
+    times = [datetime.fromisoformat(run[name]).timestamp() for name in ("started_at", "last_at")]
+    assert priced["price"] == pytest.approx((times[1] - times[0]) / 100)
+    (tmp_path / ".server" / FILE).write_bytes(b"damaged")
+    assert context(Runs(tmp_path), folder)["costs"] is None
