@@ -19,16 +19,13 @@ from pathlib import Path
 
 CACHE_DIR = Path.home() / ".cache" / "art" / "bytecode"
 LARGE_PACKAGES = ("torch", "transformers", "vllm")
-IMPORTED = (
-    *LARGE_PACKAGES,
-    *"""
-        PIL accelerate aiohttp anyio click compressed_tensors fastapi filelock fsspec google grpc h11 httpcore2 httpx
-        httpx2 huggingface_hub jinja2 jsonschema loguru mistral_common mpmath msgspec networkx numpy openai packaging
-        peft prometheus_client psutil pydantic pydantic_core regex requests setuptools starlette sympy tokenizers
-        torchvision tqdm tvm_ffi urllib3 uvicorn websockets xgrammar yaml zmq art art_protocol art_server art_watch
-    """.split(),
-)
-"""Packages that have nine tenths of the code that a start imports (`scripts/bench/start`)."""
+IMPORTED = """
+    PIL accelerate aiohttp anyio click compressed_tensors fastapi filelock fsspec google grpc h11 httpcore2 httpx httpx2
+    huggingface_hub jinja2 jsonschema loguru mistral_common mpmath msgspec networkx numpy openai packaging peft
+    prometheus_client psutil pydantic pydantic_core regex requests setuptools starlette sympy tokenizers torchvision tqdm
+    tvm_ffi urllib3 uvicorn websockets xgrammar yaml zmq art art_protocol art_server art_watch
+"""
+"""These packages and the large ones have nine tenths of the code that a start imports (`scripts/bench/start`)."""
 NOT_IMPORTED = re.compile(
     r"/tests?/|/torch/testing/|/sympy/physics/|/openai/resources/"
     r"|/transformers/models/(?!auto/)|/vllm/models/|/vllm/model_executor/models/"
@@ -70,7 +67,7 @@ def _is_compiled(source: Path) -> bool:
 
 def compile_imported() -> None:
     """Compiles what a start imports, on all cores."""
-    for name in IMPORTED:
+    for name in (*LARGE_PACKAGES, *IMPORTED.split()):
         if (source := _source(name)) is not None:
             compileall.compile_dir(source.parent, quiet=2, workers=0, rx=NOT_IMPORTED)
 
