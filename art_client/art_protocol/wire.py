@@ -346,6 +346,11 @@ class TrainConfig(LossConfig):
             raise ValueError("correction_low is above correction_high")
         return self
 
+    def num_optimizer_steps(self, num_groups: int) -> int:
+        """The number of optimizer steps of a job on so many groups."""
+        steps_per_pass = self.mini_batches if self.batch_size is None else -(-num_groups // self.batch_size)
+        return steps_per_pass * self.passes
+
     def check_rates(self, num_groups: int) -> None:
         """Checks that `learning_rate`, if it is a list, has a rate for each optimizer step of a job.
 
@@ -354,10 +359,7 @@ class TrainConfig(LossConfig):
         """
         if not isinstance(self.learning_rate, list):
             return
-        steps_per_pass = self.mini_batches
-        if self.batch_size is not None:
-            steps_per_pass = -(-num_groups // self.batch_size)
-        num_rates, num_steps = len(self.learning_rate), steps_per_pass * self.passes
+        num_rates, num_steps = len(self.learning_rate), self.num_optimizer_steps(num_groups)
         if num_rates < num_steps:
             raise ValueError(f"learning_rate lists {num_rates} rates, and the job takes {num_steps} optimizer steps")
 
