@@ -333,8 +333,6 @@ class TrainConfig(LossConfig):
             raise ValueError("batch_size and mini_batches both divide the groups: give one of them")
         if isinstance(self.learning_rate, list) and not self.learning_rate:
             raise ValueError("learning_rate is an empty list: give a rate for each optimizer step")
-        if self.schedule == "cosine" and self.schedule_steps is None:
-            raise ValueError("schedule='cosine' needs schedule_steps")
         if self.overlong == "soft_penalty" and (self.overlong_length is None or self.overlong_buffer is None):
             raise ValueError("overlong='soft_penalty' needs overlong_length and overlong_buffer")
         if self.ratio_to == "sampled" and self.correction != "off":
@@ -344,6 +342,12 @@ class TrainConfig(LossConfig):
             )
         if self.correction_low > self.correction_high:
             raise ValueError("correction_low is above correction_high")
+        return self
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if self.schedule == "cosine" and self.schedule_steps is None:
+            raise ValueError("schedule='cosine' needs schedule_steps")
         return self
 
     def num_optimizer_steps(self, num_groups: int) -> int:

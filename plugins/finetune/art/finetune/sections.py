@@ -260,10 +260,8 @@ class Training(art.TrainConfig):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     @model_validator(mode="after")
-    def _check_lengths(self) -> Self:
-        """The rules of `art.TrainConfig` for several fields, with any number of steps in place of the run's."""
-        ends_with_run = self.schedule == "cosine" and self.schedule_steps is None
-        super(Training, self.model_copy(update={"schedule_steps": 1}) if ends_with_run else self)._check_lengths()
+    def _check_schedule(self) -> Self:
+        """No rule: `loading` sets the steps of a cosine without `schedule_steps`."""
         return self
 
 
