@@ -7,6 +7,7 @@ model of its own, with the value in their names. The same command continues all 
 import asyncio
 import itertools
 import json
+import math
 import os
 import re
 import statistics
@@ -213,7 +214,8 @@ def write_results(folder: Path, states: Mapping[str, State | None], codes: Mappi
 def _score(state: State) -> tuple[float, float]:
     """The best validation, and the reward at the end."""
     validated = [row.avg_reward for row in state.validations if row.avg_reward is not None]
-    return max(validated, default=0.0), _last_reward(state) or 0.0
+    last = _last_reward(state)
+    return max(validated, default=-math.inf), -math.inf if last is None else last
 
 
 def _last_reward(state: State) -> float | None:
