@@ -163,7 +163,8 @@ def make_backend(config: Config) -> art.Backend:
 async def run(
     file: str | Path | Mapping[str, Any], overrides: Overrides = (), *, fresh: bool = False
 ) -> list[TrainingJobStatus]:
-    """Trains the run of a file, or continues the run in the output folder. Returns how each epoch of this call ended.
+    """Trains the run of a file, or continues the run in the output folder. Returns how each epoch, or with
+    `rows_per_step` each step, of this call ended.
 
     `overrides` are values by dotted name. An override wins over the file.
 
