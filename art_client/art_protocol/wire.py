@@ -333,8 +333,6 @@ class TrainConfig(LossConfig):
             raise ValueError("batch_size and mini_batches both divide the groups: give one of them")
         if isinstance(self.learning_rate, list) and not self.learning_rate:
             raise ValueError("learning_rate is an empty list: give a rate for each optimizer step")
-        if self.schedule == "cosine" and self.schedule_steps is None:
-            raise ValueError("schedule='cosine' needs schedule_steps")
         if self.overlong == "soft_penalty" and (self.overlong_length is None or self.overlong_buffer is None):
             raise ValueError("overlong='soft_penalty' needs overlong_length and overlong_buffer")
         if self.ratio_to == "sampled" and self.correction != "off":
@@ -346,6 +344,17 @@ class TrainConfig(LossConfig):
             raise ValueError("correction_low is above correction_high")
         return self
 
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if self.schedule == "cosine" and self.schedule_steps is None:
+            raise ValueError("schedule='cosine' needs schedule_steps")
+        return self
+
+    def num_optimizer_steps(self, num_groups: int) -> int:
+        """The number of optimizer steps of a job on so many groups."""
+        steps_per_pass = self.mini_batches if self.batch_size is None else -(-num_groups // self.batch_size)
+        return steps_per_pass * self.passes
+
     def check_rates(self, num_groups: int) -> None:
         """Checks that `learning_rate`, if it is a list, has a rate for each optimizer step of a job.
 
@@ -354,10 +363,7 @@ class TrainConfig(LossConfig):
         """
         if not isinstance(self.learning_rate, list):
             return
-        steps_per_pass = self.mini_batches
-        if self.batch_size is not None:
-            steps_per_pass = -(-num_groups // self.batch_size)
-        num_rates, num_steps = len(self.learning_rate), steps_per_pass * self.passes
+        num_rates, num_steps = len(self.learning_rate), self.num_optimizer_steps(num_groups)
         if num_rates < num_steps:
             raise ValueError(f"learning_rate lists {num_rates} rates, and the job takes {num_steps} optimizer steps")
 

@@ -27,6 +27,7 @@ OF_FILES = {
     "validation_dataset": "finetuning.validation.dataset",
     "validation_interval": "finetuning.validation.interval",
     "num_epochs": "finetuning.num_epochs",
+    "rows_per_step": "finetuning.rows_per_step",
     "output_dir": "finetuning.output_dir",
 }
 """Flags that set a field of a file."""
@@ -70,8 +71,9 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     finetune.add_argument("target", nargs="?", metavar="FILE", help="a YAML file, or path/file.py:function")
     _add_flag(finetune, "config_file", metavar="FILE", help="the same as FILE")
     _add_flag(finetune, "dataset", type=Path, metavar="FILE", help="rows to train on: json, jsonl, csv or parquet")
-    _add_flag(finetune, "validation_interval", metavar="EPOCHS", type=int, help="epochs between two validations (5)")
+    _add_flag(finetune, "validation_interval", metavar="EPOCHS", type=float, help="epochs between two validations (5)")
     _add_flag(finetune, "num_epochs", metavar="N", type=int, help="passes over the rows (a function: 10)")
+    _add_flag(finetune, "rows_per_step", metavar="N", type=int, help="rows that a step trains (all)")
     _add_flag(finetune, "output_dir", type=Path, metavar="DIR", help="folder of the run, which a run continues")
     _add_flag(finetune, "reward", metavar="TYPE", help="of a function: its evaluator, such as agent.py:score")
     _add_flag(finetune, "base_model", metavar="NAME", help="of a function: the base model of the trained adapter")
@@ -79,6 +81,13 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     _add_flag(finetune, "learning_rate", metavar="RATE", type=float, help="of a function")
     finetune.add_argument("--check", action="store_true", help="check all, roll out and score one row; train nothing")
     finetune.add_argument("--fresh", action="store_true", help="rename the output folder to DIR.1 and begin again")
+    finetune.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="NAME=V,V",
+        help="a run for each value, such as learning_rate=1e-5,1e-4; repeated: for each combination",
+    )
     finetune.add_argument("--schema", action="store_true", help="print the JSON schema of the file")
     for name in REFUSED:
         _add_flag(finetune, name, action=_Refuse, nargs="?", help=argparse.SUPPRESS)
@@ -109,7 +118,7 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, **options: Any) -> Non
 
 def run_finetune(flags: argparse.Namespace) -> None:
     """Runs `art finetune`. Ends the process unless the run was trained."""
-    from art.finetune import runs
+    from art.finetune import runs, sweeping
     from art.finetune.schema import make_schema
 
     if flags.schema:
@@ -118,7 +127,9 @@ def run_finetune(flags: argparse.Namespace) -> None:
     async def call() -> None:
         file, overrides = _input(flags)
         with _typed_flags(flags):
-            if flags.check:
+            if flags.sweep:
+                await sweeping.sweep(file, overrides, flags.sweep, _without_sweeps(sys.argv[1:]))
+            elif flags.check:
                 await runs.check(file, overrides)
             else:
                 await runs.run(file, overrides, fresh=flags.fresh)
@@ -271,6 +282,8 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
     """
     from art.finetune.errors import WrongInput
 
+    if flags.sweep and flags.check:
+        raise WrongInput(["--check checks one run: leave --sweep out"])
     if (flags.target is None) == (flags.config_file is None):
         raise WrongInput(["give one file: art finetune FILE, or art finetune agent.py:function --dataset FILE ..."])
     target: str = flags.target or flags.config_file
@@ -316,6 +329,18 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
         },
     }
     return file, [*_overrides_from(flags, OF_FUNCTIONS), *overrides]
+
+
+def _without_sweeps(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command for one run of its sweep."""
+    words, rest = list[str](), iter(arguments)
+    for word in rest:
+        flag, equals, _ = word.partition("=")
+        if not (flag.startswith("--sw") and "--sweep".startswith(flag)):  # argparse takes the beginning of a flag
+            words.append(word)
+        elif not equals:
+            next(rest)
+    return words
 
 
 def _overrides_from(flags: argparse.Namespace, fields: dict[str, str]) -> list[tuple[str, Any]]:

@@ -68,7 +68,7 @@ async def test_answers_that_the_token_limit_cut_are_counted(
     policy.finish_reason = "length"
     await art.finetune.run(make_file(finetuning__num_epochs=1))
     assert epochs(folder)[0]["num_cut"] == 8
-    assert "the token limit cut 8 answers" in capfd.readouterr().err
+    assert "the token limit cut 8 of 8 answers" in capfd.readouterr().err
 
 
 async def test_files_are_json_also_with_one_row(folder: Path, make_file: MakeFile) -> None:

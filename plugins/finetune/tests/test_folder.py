@@ -123,7 +123,7 @@ def test_the_metrics_file_has_all_of_nvidias_fields_and_ours(folder: Folder) -> 
         *("epoch", "timestamp", "run_id", "avg_reward", "min_reward", "max_reward", "num_trajectories", "num_groups"),
         *("filtered_trajectories", "filtered_groups", "filtered_avg_reward", "filtered_min_reward"),
         *("filtered_max_reward", "curriculum_percentile", "curriculum_state", "step"),
-        *("num_without_signal", "num_failed", "num_cut", "failures"),
+        *("num_without_signal", "num_failed", "num_answers", "num_cut", "failures"),
     ]
     assert first["curriculum_state"] == CURRICULUM and first["timestamp"].endswith("+00:00")
     assert set(first) - set(second) == {"curriculum_state"}
@@ -160,7 +160,7 @@ def test_a_validations_row_is_made_of_an_evaluation(rewards: list[float | None],
     estimate = art.Estimate(
         sum(known) / len(known), len(known), float("nan") if error is None else error, (-limit, limit)
     )
-    row = validation_row(4, art.Evaluation("a@4", 4, estimate, tuple(rewards), 3, 0, {}, []))
+    row = validation_row({"epoch": 4}, art.Evaluation("a@4", 4, estimate, tuple(rewards), 3, 0, {}, []))
     assert (row.epoch, row.step, row.num_examples, row.max_reward) == (4, 4, len(known), 1.0)
     assert (row.avg_reward, row.min_reward) == (estimate.mean, min(known))
     assert (row.standard_error, row.interval) == (error, None if error is None else (-2.0, 2.0))

@@ -16,6 +16,7 @@ import art.finetune
 from art.finetune import FinetuneError, NoServer, NoSignal, WrongInput, losing
 from art.finetune.folder import Folder
 from plugins.finetune.tests.policy_server import PolicyServer
+from plugins.finetune.tests.stopped import run_until
 from tests.fakes.server import Answer, Request
 from tests.processes import wait_until_gone
 
@@ -41,7 +42,9 @@ async def test_a_run_trains_each_epoch_once_and_reports_it(
         (0, 0.5, 8, 1),
         (1, 0.5, 8, 2),
     ]
-    assert [(body["split"], body["metrics"]) for body in policy.logged] == [("epoch", {"epoch/reward": 0.5})] * 2
+    assert [(body["split"], body["metrics"]) for body in policy.logged] == [
+        ("epoch", {"epoch/reward": 0.5, "epoch/cut": 0.0})
+    ] * 2
 
 
 async def die(*_: object) -> None:
@@ -310,21 +313,6 @@ async def test_weights_combine_evaluators(policy: PolicyServer, folder: Path, ma
     )
 
 
-async def run_until(policy: PolicyServer, file: dict[str, Any], num_asked: int) -> None:
-    """Runs until so many answers are asked for, and is cancelled then."""
-
-    def dies(question: str, number: int) -> str:
-        if len(policy.asked) == num_asked:
-            running.cancel()
-        return ("yes", "no")[number % 2]
-
-    policy.answer = dies
-    running = asyncio.create_task(art.finetune.run(file))
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert len(policy.asked) == num_asked
-
-
 async def test_a_killed_run_samples_only_what_is_missing(
     policy: PolicyServer, folder: Path, make_file: MakeFile
 ) -> None:
@@ -351,7 +339,7 @@ async def test_a_run_that_was_killed_behind_its_train_call_gets_the_same_job(
     policy.answer = lambda question, number: ("yes", "no", "maybe")[number % 3]
     file = make_file(finetuning__max_exceptions=0.5, trajectory_builders__b__num_generations=3)
     with monkeypatch.context() as patch:
-        patch.setattr(art.finetune.ArtTrainer, "_finish_epoch", die)
+        patch.setattr(art.finetune.ArtTrainer, "_finish", die)
         with pytest.raises(KeyboardInterrupt):
             await art.finetune.run(file)
     assert policy.steps["demo/agent"] == 1
@@ -396,7 +384,7 @@ async def test_an_epoch_whose_train_call_may_have_been_made_asks_for_its_job_fir
 ) -> None:
     await art.finetune.run(make_file(), {"finetuning.num_epochs": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(art.finetune.ArtTrainer, "_finish_epoch", die)
+        patch.setattr(art.finetune.ArtTrainer, "_finish", die)
         with pytest.raises(KeyboardInterrupt):
             await art.finetune.run(make_file())
     move(policy, step)  # back to the epoch's step 1: trained again from its rollouts; on to 3: it was trained already
@@ -785,7 +773,7 @@ async def test_failed_rollouts_are_tried_again_only_if_they_ended_the_run(
     file = make_file(code, workflow___type="agent.py:picky", finetuning__max_exceptions=2, finetuning__num_epochs=1)
     (folder / "ill").touch()
     with monkeypatch.context() as patch:
-        patch.setattr(art.finetune.ArtTrainer, "_finish_epoch", die)
+        patch.setattr(art.finetune.ArtTrainer, "_finish", die)
         with pytest.raises(KeyboardInterrupt):
             await art.finetune.run(file)
     await art.finetune.run(file)
@@ -815,7 +803,7 @@ async def test_reasons_of_failures_are_the_same_after_a_kill(
         file["finetuning"]["output_dir"] = f"out-{is_killed}"
         with monkeypatch.context() as patch:
             if is_killed:
-                patch.setattr(art.finetune.ArtTrainer, "_finish_epoch", die)
+                patch.setattr(art.finetune.ArtTrainer, "_finish", die)
                 with pytest.raises(KeyboardInterrupt):
                     await art.finetune.run(file)
         await art.finetune.run(file)

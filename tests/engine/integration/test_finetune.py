@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,13 @@ def make_file(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return make
 
 
-def start(file: dict[str, Any], folder: Path) -> subprocess.Popen[str]:
+def start(file: dict[str, Any], folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """The command, as a process."""
     (folder / "file.yml").write_text(json.dumps(file))
     # A process that a shell started in the background ignores Ctrl-C, and so would this one.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += "import sys; sys.argv[0] = 'art'; from art_watch.terminal.cli import main; main()"
-    command = [sys.executable, "-c", code, "finetune", "file.yml"]
+    command = [sys.executable, "-c", code, "finetune", "file.yml", *arguments]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
@@ -147,3 +148,106 @@ def test_ctrl_c_keeps_finished_rollouts_and_names_the_command_that_continues(
     assert whole.startswith(kept)
     assert [whole.count(b'"split":"%s"' % split) for split in (b"train", b"val")] == [16, 4], "none was sampled twice"
     assert (tmp_path / "out" / "training_metrics.jsonl").read_text().count("\n") == 2
+
+
+ROWS = [
+    f"{verb} with {order}"
+    for verb in ("respond", "answer")
+    for order in ("yes, no, maybe", "no, maybe, yes", "maybe, no, yes")
+]
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "out" / "training_metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_with_rows_per_step_that_is_killed_trains_each_row_once_an_epoch(
+    make_file: MakeFile, server: Server, tmp_path: Path
+) -> None:
+    file = make_file("coroutine", eval__general__max_concurrency=1, finetuning__rows_per_step=4)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": question}) + "\n" for question in ROWS))
+    process, rollouts = start(file, tmp_path), tmp_path / "out" / "rollouts.jsonl"
+
+    def num_trained() -> int:
+        return rollouts.read_bytes().count(b'"split":"train"') if rollouts.exists() else 0
+
+    wait_until(lambda: process.poll() is not None or num_trained() >= 20, lambda: process.args)  # of 16 and 8 an epoch
+    process.kill()
+    process.communicate()
+    assert num_trained() < 24, "it was killed in its second step"
+    code, text = end(start(file, tmp_path))
+    assert code == 0, text
+    played = [json.loads(line) for line in rollouts.read_text().splitlines()]
+    trained = Counter((row["epoch"], row["row"], row["generation"]) for row in played if row["split"] == "train")
+    assert len(trained) == 2 * 6 * 4 and set(trained.values()) == {1}
+    rows = read_rows(tmp_path)
+    assert [(row["epoch"], row["batch"], row["num_groups"]) for row in rows] == [
+        (0, 0, 4),
+        (0, 1, 2),
+        (1, 2, 4),
+        (1, 3, 2),
+    ]
+    steps = [row["step"] for row in rows if row["filtered_groups"]]
+    assert steps == list(range(1, len(steps) + 1)) and steps, "each step is trained once"
+    history = server.model_dir(file["trainer_adapters"]["a"]["backend"]["name"]) / "history.jsonl"
+    assert history.read_text().count('"job_id"') == len(steps)
+
+
+def test_a_run_that_learns_nothing_more_stops_early_and_keeps_its_best_step(
+    make_file: MakeFile, tmp_path: Path
+) -> None:
+    """A reward of validations that falls with each step: the first validation stays the best."""
+    code = "import itertools\nnumbers = itertools.count()\ndef falls(output):\n    return -next(numbers)\n"
+    (tmp_path / "falling.py").write_text(code)
+    file = make_file("coroutine", finetuning__num_epochs=9)
+    file["eval"]["evaluators"]["falls"] = {"_type": "falling.py:falls"}
+    file["finetuning"]["validation"] |= {"interval": 1, "patience": 2, "reward": {"name": "falls"}}
+    file["trainer_adapters"]["a"]["backend"]["delete_old_checkpoints"] = True
+    code, text = end(start(file, tmp_path))
+    name = f"{PROJECT}/{file['trainer_adapters']['a']['backend']['name']}"
+    assert code == 0 and "the last 2 validations were not better than an earlier one: the run ends" in text
+    assert f"the best step is 0 (validation -0.5000), kept as {name}@0 and {name}@best" in text
+    assert len(read_rows(tmp_path)) == 2
+    evaluated = art_eval(tmp_path, "--step", "best")
+    assert f"{name}@0: reward" in evaluated
+
+
+def art_eval(folder: Path, *arguments: str) -> str:
+    code = "from art_watch.terminal.cli import main; main()"
+    command = [sys.executable, "-c", code, "eval", "file.yml", *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_sweep_trains_its_values_side_by_side(make_file: MakeFile, server: Server, tmp_path: Path) -> None:
+    file = make_file("coroutine")
+    code, text = end(start(file, tmp_path, "--sweep", "learning_rate=1e-4,1e-3"))
+    assert code == 0, text
+    assert "learning_rate=1e-4: epoch 2/2: reward" in text and "learning_rate=1e-3: epoch 2/2: reward" in text
+    name = file["trainer_adapters"]["a"]["backend"]["name"]
+    for rate in ("1e-4", "1e-3"):
+        assert (server.model_dir(f"{name}-learning_rate-{rate}") / "history.jsonl").exists()
+        assert (tmp_path / "out" / f"learning_rate-{rate}" / "reward_plot.png").exists()
+    table = (tmp_path / "out" / "sweep.md").read_text().splitlines()
+    assert len(table) == 4 and all("| 2 epochs |" in line for line in table[2:])
+    assert (tmp_path / "out" / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+async def test_the_lora_and_the_schedule_are_those_of_the_command(make_file: MakeFile) -> None:
+    adapter = "trainer_adapters.a"
+    file = make_file("coroutine", finetuning__rows_per_step=1)
+    lora: dict[str, Any] = {"rank": 4, "alpha": 4, "target_modules": ["q_proj"]}
+    overrides = {f"{adapter}.backend.lora.{name}": value for name, value in lora.items()}
+    await art.finetune.run(file, {**overrides, f"{adapter}.training.schedule": "cosine"})
+    backend = file["trainer_adapters"]["a"]["backend"]
+    async with art.Backend(backend["url"]) as server:
+        names = {"name": backend["name"], "project": PROJECT, "base_model": "art/tiny"}
+        model = art.TrainableModel(**names, lora=art.LoRAConfig(**lora))
+        await model.register(server)  # another LoRA would be refused
+        kept = [checkpoint.metrics for checkpoint in await model.checkpoints()]
+    rates = [metrics["loss/learning_rate"] for metrics in kept if "loss/learning_rate" in metrics]
+    assert rates == sorted(rates, reverse=True) and len(set(rates)) == len(rates) > 1
+    file["trainer_adapters"]["a"]["backend"]["name"] += "-wide"
+    with pytest.raises(
+        art.finetune.FinetuneError, match=r"lora\.rank 512 is above the engine's maximum.*--max-lora-rank"
+    ):
+        await art.finetune.run(file, {f"{adapter}.backend.lora.rank": 512}, fresh=True)

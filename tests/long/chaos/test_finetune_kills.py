@@ -41,7 +41,7 @@ EPOCHS, KILLS = 6, 20
 ORDERS = ("yes, no, maybe", "no, maybe, yes", "maybe, yes, no", "no, yes, maybe")
 
 
-def prepare(folder: Path, server: Server, name: str) -> None:
+def prepare(folder: Path, server: Server, name: str, rows_per_step: int | None) -> None:
     folder.mkdir()
     (folder / "agent.py").write_text(AGENT)
     rows = [{"id": order, "question": f"respond with {order}"} for order in ORDERS]
@@ -51,7 +51,8 @@ def prepare(folder: Path, server: Server, name: str) -> None:
         eval__general__max_concurrency=1,
         trajectory_builders__b__num_generations=4,
         trainer_adapters__a__training={"learning_rate": 1e-3},
-        finetuning__validation={"dataset": "rows.json", "interval": 2},
+        finetuning__rows_per_step=rows_per_step,
+        finetuning__validation={"dataset": "rows.json", "interval": 1.5 if rows_per_step else 2},
         finetuning__curriculum_learning={"enabled": True, "initial_percentile": 0.5, "expansion_interval": 2},
         finetuning__num_epochs=EPOCHS,
         finetuning__seed=7,
@@ -104,12 +105,15 @@ def exact(tmp_path: Path) -> Server:
     return server
 
 
-def test_a_run_that_is_killed_twenty_times_ends_like_one_that_is_not(exact: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows_per_step", [None, 3])
+def test_a_run_that_is_killed_twenty_times_ends_like_one_that_is_not(
+    exact: Server, tmp_path: Path, rows_per_step: int | None
+) -> None:
     with exact.running():
         whole, killed = tmp_path / "whole", tmp_path / "killed"
-        prepare(whole, exact, "whole")
+        prepare(whole, exact, "whole", rows_per_step)
         assert start(whole).wait() == 0, (whole / "log").read_text()
-        prepare(killed, exact, "killed")
+        prepare(killed, exact, "killed", rows_per_step)
         rng = random.Random(3)
         num_kills, total = 0, num_asked(whole)
         while True:
@@ -131,4 +135,6 @@ def test_a_run_that_is_killed_twenty_times_ends_like_one_that_is_not(exact: Serv
         assert num_asked(killed) <= total + num_kills
         assert left_out(exact, "killed") == left_out(exact, "whole")
         models = httpx.get(f"{exact.url}/api/models").json()["models"]
-        assert {model["name"]: model["step"] for model in models} == {"whole": EPOCHS, "killed": EPOCHS}
+        steps = {model["name"]: model["step"] for model in models}
+        assert steps["whole"] == steps["killed"] >= EPOCHS
+        assert len(figures(killed)[0]) == EPOCHS * (2 if rows_per_step else 1)

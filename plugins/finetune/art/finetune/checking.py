@@ -50,7 +50,7 @@ def check(document: Document, toolkit: Toolkit | None = None) -> Config:
     tree, problems = document.tree, list(document.problems)
     config, wrong = _validated(tree)
     seen = {problem.path for problem in problems}
-    rules = (_components(tree, toolkit), _misspelt(tree), _names(tree), _rulers(tree), _policies(tree))
+    rules = (_components(tree, toolkit), _misspelt(tree), _names(tree), _rulers(tree), _batches(tree), _policies(tree))
     for path, text in itertools.chain(wrong, *rules):
         if path not in seen:
             seen.add(path)
@@ -267,6 +267,17 @@ def _rulers(tree: Any) -> Wrong:
     builder = ("trajectory_builders", str(_at(tree, ("finetuning", "trajectory_builder"))), "num_generations")
     if training and _at(tree, builder) == 1:
         yield builder, f"must be at least 2: {training[0]!r} is a ruler, which compares the rollouts of a row"
+
+
+def _batches(tree: Any) -> Wrong:
+    """Fields that need whole epochs, with `rows_per_step`; and a patience without validations."""
+    finetuning = _section(tree, "finetuning")
+    rank = ("curriculum_learning", "rank")
+    if finetuning.get("rows_per_step") is not None and _at(finetuning, rank) == "on_expansion":
+        yield ("finetuning", *rank), "on_expansion is of whole epochs: leave rows_per_step out, or write every_epoch"
+    patience = ("validation", "patience")
+    if _at(finetuning, patience) is not None and _at(finetuning, ("validation", "dataset")) is None:
+        yield ("finetuning", *patience), "needs validations: add finetuning.validation.dataset"
 
 
 # --- the policy ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""The curriculum: which groups of an epoch are trained, as a function of the epoch's rewards and number. Epochs count from 0."""
+"""The curriculum: which groups of a batch are trained, as a function of the batch's rewards and number. Without `rows_per_step` a
+batch is an epoch. Numbers count from 0."""
 
 import math
 import random
@@ -6,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from art.finetune.batches import WHOLE_EPOCHS, Batches
 from art.finetune.sections import Curriculum
 
 
@@ -14,33 +16,40 @@ class Chosen:
     """A group that is trained."""
 
     group: int
-    """The index of the group in the epoch."""
+    """The index of the group in the batch."""
     trajectories: tuple[int, ...]
     """The indices of the group's trajectories that are trained."""
 
 
-def percentile(curriculum: Curriculum, epoch: int) -> float:
+def percentile(curriculum: Curriculum, number: int, batches: Batches = WHOLE_EPOCHS) -> float:
     """The share of the groups with signal that is trained."""
     if not curriculum.enabled:
         return 1.0
-    expansions = epoch // curriculum.expansion_interval
+    expansions = batches.num_intervals(number, curriculum.expansion_interval)
     return min(1.0, round(curriculum.initial_percentile + curriculum.increment_percentile * expansions, 9))
 
 
-def last_expansion(curriculum: Curriculum, epoch: int) -> int:
-    """The newest epoch up to this one in which the percentile rose; 0 before the first rise."""
-    while epoch > 0 and percentile(curriculum, epoch) == percentile(curriculum, epoch - 1):
-        epoch -= 1
-    return epoch
+def last_expansion(curriculum: Curriculum, number: int, batches: Batches = WHOLE_EPOCHS) -> int:
+    """The newest batch up to this one in which the percentile rose; 0 before the first rise."""
+    while number > 0 and percentile(curriculum, number, batches) == percentile(curriculum, number - 1, batches):
+        number -= 1
+    return number
 
 
 def samples_all_rows(curriculum: Curriculum, epoch: int) -> bool:
-    """Whether the epoch samples all rows. False: the epoch samples only the rows that were chosen at the last expansion."""
+    """Whether the epoch samples all rows. False: the epoch samples only the rows that were chosen at the last expansion, which
+    only a run of whole epochs does."""
     is_kept = curriculum.enabled and curriculum.rank == "on_expansion"
     return not is_kept or last_expansion(curriculum, epoch) == epoch
 
 
-def choose(curriculum: Curriculum, rewards: Sequence[Sequence[float]], epoch: int, seed: str) -> list[Chosen]:
+def choose(
+    curriculum: Curriculum,
+    rewards: Sequence[Sequence[float]],
+    number: int,
+    seed: str,
+    batches: Batches = WHOLE_EPOCHS,
+) -> list[Chosen]:
     """The groups that are trained, in their order of rank.
 
     `rewards` has the rewards of each group, in the order of rows. Without a curriculum all groups are chosen. A curriculum
@@ -55,8 +64,8 @@ def choose(curriculum: Curriculum, rewards: Sequence[Sequence[float]], epoch: in
             with_signal.append(index)
     sign = 1 if curriculum.sort_ascending else -1
     ranked = sorted(with_signal, key=lambda index: (sign * round(statistics.fmean(rewards[index]), 9), index))
-    if samples_all_rows(curriculum, epoch):
-        ranked = ranked[: math.ceil(round(len(ranked) * percentile(curriculum, epoch), 9))]
+    if samples_all_rows(curriculum, number):
+        ranked = ranked[: math.ceil(round(len(ranked) * percentile(curriculum, number, batches), 9))]
     return [Chosen(index, _subsample(curriculum, len(rewards[index]), f"{seed}/{index}")) for index in ranked]
 
 

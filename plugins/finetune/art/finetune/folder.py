@@ -33,7 +33,8 @@ LOCK_FILE = ".lock"
 DATASET = "eval.general.dataset"
 FREE_FIELDS = (
     *("finetuning.num_epochs", "finetuning.output_dir", "finetuning.enabled", "finetuning.max_exceptions"),
-    *("finetuning.validation.*", "eval.general.max_concurrency", "eval.general.rollout_timeout_seconds"),
+    *("finetuning.validation.*", "finetuning.trackers*", "eval.general.max_concurrency"),
+    "eval.general.rollout_timeout_seconds",
     *("trainer_adapters.*.backend.url", "trainer_adapters.*.backend.ip", "trainer_adapters.*.backend.port"),
     *("trainer_adapters.*.backend.delete_old_checkpoints", "trainer_adapters.*.backend.engine_args.max_num_seqs"),
     *("trainer_adapters.*.backend.lora*", "trainer_adapters.*.backend.engine_args.gpu_memory_utilization"),
@@ -53,8 +54,8 @@ class Folder:
 
     def __init__(self, path: Path, state: State) -> None:
         self.path, self.state = path, state
-        self.rollouts = _read_rollouts(path / ROLLOUTS_FILE, epoch=len(state.epochs))
-        """The rollouts of the unfinished epoch that an earlier process finished, by split, row and generation."""
+        self.rollouts = _read_rollouts(path / ROLLOUTS_FILE, number=len(state.epochs))
+        """The rollouts of the unfinished batch that an earlier process finished, by split, row and generation."""
         self.num_lost = 0
         """The number of entries of `rollouts` that had to be sampled anew."""
         self.save(epochs=state.epochs)  # the record first: `_folder` refuses a folder with other files and no record
@@ -83,18 +84,18 @@ class Folder:
         """Removes failed rollouts from the file of rollouts, so that the next process tries them again."""
         self._keep_rollouts(lambda row: row.error is None)
 
-    def forget_epoch(self) -> int:
-        """Forgets the training rollouts of the unfinished epoch, and that the epoch has begun. Returns the number of forgotten
+    def forget_batch(self) -> int:
+        """Forgets the training rollouts of the unfinished batch, and that the batch has begun. Returns the number of forgotten
         rollouts."""
         num_rollouts = self.forget_split("train")
         self.save(step=None)
         return num_rollouts
 
     def forget_split(self, split: str) -> int:
-        """Forgets the rollouts of the unfinished epoch in a split. Returns the number of forgotten rollouts."""
-        epoch, known = len(self.state.epochs), self.rollouts
+        """Forgets the rollouts of the unfinished batch in a split. Returns the number of forgotten rollouts."""
+        number, known = len(self.state.epochs), self.rollouts
         self.rollouts = {key: row for key, row in known.items() if row.split != split}
-        self._keep_rollouts(lambda row: row.epoch != epoch or row.split != split)
+        self._keep_rollouts(lambda row: row.number != number or row.split != split)
         return len(known) - len(self.rollouts)
 
     def _keep_rollouts(self, is_kept: Callable[[RolloutRecord], bool]) -> None:
@@ -179,8 +180,8 @@ def _folder(path: Path, asked: Asked) -> Folder:
     return folder
 
 
-def _read_rollouts(file: Path, epoch: int) -> dict[tuple[str, str, int], RolloutRecord]:
-    """An epoch's rollouts by split, row and generation; the last, if the file has several for the same key.
+def _read_rollouts(file: Path, number: int) -> dict[tuple[str, str, int], RolloutRecord]:
+    """A batch's rollouts by split, row and generation; the last, if the file has several for the same key.
 
     Cuts the file off at the first line that is not whole: a kill may leave such a line at the end.
     """
@@ -196,7 +197,7 @@ def _read_rollouts(file: Path, epoch: int) -> dict[tuple[str, str, int], Rollout
             if not line.endswith(b"\n"):
                 break
             end += len(line)
-            if row.epoch == epoch:
+            if row.number == number:
                 rows[row.split, row.row, row.generation] = row
         lines.truncate(end)
     return rows
@@ -235,8 +236,9 @@ def _differences(state: State, asked: Asked) -> list[str]:
     if state.rows not in ("", asked.rows):
         lines.append(f"{DATASET}: its rows are not those that the run in the folder began with")
     num_epochs = asked.config["finetuning"].get("num_epochs", 1)
-    if num_epochs < len(state.epochs):
-        lines.append(f"finetuning.num_epochs: {len(state.epochs)} are done in the folder, {num_epochs} here")
+    num_done = state.epochs[-1].epoch + 1 if state.epochs else 0
+    if num_epochs < num_done:
+        lines.append(f"finetuning.num_epochs: {num_done} are done in the folder, {num_epochs} here")
     return lines
 
 

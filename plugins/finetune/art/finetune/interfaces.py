@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 import art
 from art.finetune.agent import Agent
+from art.finetune.batches import Batches
 from art.finetune.folder import Folder
 from art.finetune.masking import masked
 from art.finetune.reading import Document
@@ -28,7 +29,6 @@ class CheckedFile:
     config: Config
     policy: str | None
     """The policy's entry of `llms`."""
-    train_config: art.TrainConfig
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,12 @@ class Loaded(CheckedFile):
     code: Code
     rows: list[DatasetRow]
     validation_rows: list[DatasetRow]
+    train_config: art.TrainConfig
+
+    @property
+    def batches(self) -> Batches:
+        """How the rows are divided into batches."""
+        return Batches(len(self.rows), self.config.finetuning.rows_per_step)
 
 
 @dataclass(frozen=True)
@@ -80,26 +86,27 @@ class Run(Connected):
 
 @dataclass(frozen=True, slots=True)
 class TrainingJobStatus:
-    """How an epoch ended. An epoch that fails is an error, and has no status."""
+    """How a batch ended. A batch that fails is an error, and has no status. Without `rows_per_step` a batch is a whole epoch."""
 
     epoch: int
     step: int
-    """The model's step after the epoch."""
+    """The model's step after the batch."""
     message: str | None = None
     """Why nothing was trained."""
     status: Literal["completed"] = "completed"
 
 
 class TrajectoryBuilder(Protocol):
-    async def sample(self, epoch: int, row_indices: Sequence[int]) -> list[art.TrajectoryGroup]:
-        """The rollouts of an epoch: a group for each row, in the order of `row_indices`, which are indices of the run's rows.
-        The `exceptions` of a group are its failed rollouts."""
+    async def sample(self, number: int, row_indices: Sequence[int]) -> list[art.TrajectoryGroup]:
+        """The rollouts of a batch: a group for each row, in the order of `row_indices`, which are indices of the run's rows.
+        The `exceptions` of a group are its failed rollouts. `number` counts the batches from 0, over all epochs; without
+        `rows_per_step` a batch is an epoch."""
         ...
 
 
 class TrainerAdapter(Protocol):
-    async def train(self, groups: list[art.TrajectoryGroup], epoch: int) -> art.TrainResult:
-        """The step that is trained on the groups.
+    async def train(self, groups: list[art.TrajectoryGroup], number: int) -> art.TrainResult:
+        """The step that is trained on the groups of a batch.
 
         Raises:
             ArtJobError, ArtStatusError, ValueError: the groups cannot be trained.
@@ -109,8 +116,8 @@ class TrainerAdapter(Protocol):
 
 class Trainer(Protocol):
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        """Runs the epochs that are left, and returns how each epoch ended. An epoch is left until `folder.save(epochs=...)` has
-        the epoch's row."""
+        """Runs the batches that are left of so many epochs, and returns how each batch ended. A batch is left until
+        `folder.save(epochs=...)` has the batch's row."""
         ...
 
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import art
 from art.finetune import components
+from art.finetune.batches import Batches
 from art.finetune.components import Kind
 from art.finetune.errors import WrongInput
 from art.finetune.interfaces import CheckedFile, Code, Loaded, say
 from art.finetune.reading import KeyPath, Problem, dotted
 from art.finetune.rows import DatasetRow, load_rows
 from art.finetune.scoring import rows_that_cannot_be_judged
-from art.finetune.sections import Component, DatasetSection, RewardFunction
+from art.finetune.sections import Component, Config, DatasetSection, RewardFunction
 from art.finetune.workflows import openai_variables
 
 TRAINING: KeyPath = ("eval", "general", "dataset")
@@ -37,7 +38,31 @@ def load(checked_file: CheckedFile, backend: art.Backend) -> Loaded:
     rows, validation_rows = _load_rows(checked_file, problems)
     if problems:
         raise WrongInput([str(problem) for problem in problems])
-    return Loaded(**vars(checked_file), backend=backend, code=code, rows=rows, validation_rows=validation_rows)
+    return Loaded(
+        **vars(checked_file),
+        backend=backend,
+        code=code,
+        rows=rows,
+        validation_rows=validation_rows,
+        train_config=_train_config(config, len(rows)),
+    )
+
+
+def _train_config(config: Config, num_rows: int) -> art.TrainConfig:
+    """The configuration of each train call. A cosine without `schedule_steps` ends with the run."""
+    training, finetuning = config.adapter.training, config.finetuning
+    fields = training.model_dump(include=set(art.TrainConfig.model_fields), exclude_unset=True)
+    if config.builder.num_generations == 1 and not {"baseline", "scaling", "preset"} & fields.keys():
+        say(
+            "num_generations is 1: rewards are standardised over the whole batch. Two or more compare rollouts of one row"
+        )
+        fields |= {"baseline": "none", "scaling": "batch_std"}
+    if training.schedule == "cosine" and training.schedule_steps is None:
+        batches = Batches(num_rows, finetuning.rows_per_step)
+        num_jobs = finetuning.num_epochs * batches.per_epoch
+        num_groups = min(num_rows, finetuning.rows_per_step or num_rows)
+        fields["schedule_steps"] = num_jobs * training.num_optimizer_steps(num_groups)
+    return art.TrainConfig.model_validate(fields)
 
 
 def _load_code(checked_file: CheckedFile, problems: list[Problem]) -> Code:

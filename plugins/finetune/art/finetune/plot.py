@@ -1,6 +1,9 @@
-"""The plot of a run's rewards: the mean of all rollouts, the mean of trained rollouts, and validations with their intervals."""
+"""The plot of a run's rewards: the mean of all rollouts, the mean of trained rollouts, and validations with their intervals. The plot
+of a sweep: the mean reward and the validations of each run, by rollouts."""
 
 import io
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -17,9 +20,9 @@ def draw(state: State) -> bytes:
     # Not of pyplot, which keeps each figure in memory until the figure is closed.
     figure: Any = Figure(figsize=(9, 5.25), layout="constrained")  # Any: matplotlib declares options as unknown
     axes = figure.subplots()
-    means = {row.epoch: row.avg_reward for row in state.epochs if row.avg_reward is not None}
-    trained = {row.epoch: row.filtered_avg_reward for row in state.epochs if row.filtered_avg_reward is not None}
-    validations = {row.epoch: row.avg_reward for row in state.validations if row.avg_reward is not None}
+    means = {row.number: row.avg_reward for row in state.epochs if row.avg_reward is not None}
+    trained = {row.number: row.filtered_avg_reward for row in state.epochs if row.filtered_avg_reward is not None}
+    validations = {row.number: row.avg_reward for row in state.validations if row.avg_reward is not None}
     for values, label, look in (
         (means, "mean reward of all rollouts", {"color": MEAN, "marker": "o"}),
         (trained, "mean reward of trained rollouts", {"color": TRAINED, "marker": "s", "ls": "--"}),
@@ -27,14 +30,38 @@ def draw(state: State) -> bytes:
     ):
         if values:
             axes.plot(list(values), list(values.values()), label=label, **look)
-    intervals = {row.epoch: row.interval for row in state.validations if row.interval is not None}
+    intervals = {row.number: row.interval for row in state.validations if row.interval is not None}
     if intervals:
         lows, highs = zip(*intervals.values(), strict=True)
         axes.fill_between(list(intervals), lows, highs, color=VALIDATION, alpha=0.12, lw=0)
         axes.vlines(list(intervals), lows, highs, color=VALIDATION, lw=1.5)  # a single validation has no area
-    axes.set_xlabel("epoch")
+    has_batches = any(row.batch is not None for row in (*state.epochs, *state.validations))
+    axes.set_xlabel("step" if has_batches else "epoch")
     axes.set_ylabel("reward")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    return _png(figure, axes)
+
+
+def draw_sweep(states: Mapping[str, State]) -> bytes:
+    """The plot of several runs as a PNG file, with their labels."""
+    figure: Any = Figure(figsize=(9, 5.25), layout="constrained")  # Any: matplotlib declares options as unknown
+    axes = figure.subplots()
+    for index, (label, state) in enumerate(states.items()):
+        counts = [row.num_trajectories + row.num_failed for row in state.epochs]
+        rollouts = [0, *itertools.accumulate(counts)]
+        """The rollouts before each epoch or step, and in the end."""
+        means = {rollouts[row.number]: row.avg_reward for row in state.epochs if row.avg_reward is not None}
+        validations = {rollouts[row.number]: row.avg_reward for row in state.validations if row.avg_reward is not None}
+        axes.plot(list(means), list(means.values()), label=label, color=f"C{index}", marker=".")
+        if validations:
+            name = f"{label}, validation"
+            axes.plot(list(validations), list(validations.values()), "--D", label=name, color=f"C{index}")
+    axes.set_xlabel("rollouts")
+    axes.set_ylabel("reward")
+    return _png(figure, axes)
+
+
+def _png(figure: Any, axes: Any) -> bytes:
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend()

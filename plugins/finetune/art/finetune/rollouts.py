@@ -1,4 +1,4 @@
-"""The rollouts of an epoch (`openpipe_art_traj_builder`). The output folder keeps the session and the score of each finished
+"""The rollouts of a batch (`openpipe_art_traj_builder`). The output folder keeps the session and the score of each finished
 rollout; the server has the conversations."""
 
 import uuid
@@ -13,7 +13,7 @@ from art.finetune.interfaces import Part, Run, say
 from art.finetune.run_record import RolloutRecord
 from art.finetune.scoring import finite
 
-NAME_FIELDS = {"epoch", "row", "generation", "session"}
+NAME_FIELDS = {"epoch", "batch", "row", "generation", "session"}
 """The fields that a trajectory's metadata and its `RolloutRecord` have in common."""
 
 
@@ -25,16 +25,16 @@ class ArtTrajectoryBuilder(Part):
         """The reward of a scored trajectory, for subclasses. `meta` has `row` and `output`."""
         return trajectory.reward
 
-    async def sample(self, epoch: int, row_indices: Sequence[int]) -> list[art.TrajectoryGroup]:
+    async def sample(self, number: int, row_indices: Sequence[int]) -> list[art.TrajectoryGroup]:
         run, groups = self.context, list[art.TrajectoryGroup]()
         generations = range(run.config.builder.num_generations)
         for row_index in row_indices:
-            rollouts = [self._rollout(epoch, row_index, generation) for generation in generations]
+            rollouts = [self._rollout(number, row_index, generation) for generation in generations]
             groups.append(art.TrajectoryGroup(rollouts, metadata={"row": run.rows[row_index].id}))
         try:
             sampled = await art.gather_trajectory_groups(
                 groups,
-                pbar_desc=f"epoch {epoch + 1}",
+                pbar_desc=run.batches.title(number),
                 max_exceptions=run.config.finetuning.max_exceptions,
                 max_concurrent_rollouts=run.config.eval.general.max_concurrency,
                 after_each=self._compare if run.agent.reward.is_of_groups else None,
@@ -45,18 +45,19 @@ class ArtTrajectoryBuilder(Part):
         report_lost(run)
         return sampled
 
-    async def _rollout(self, epoch: int, row_index: int, generation: int) -> art.Trajectory:
+    async def _rollout(self, number: int, row_index: int, generation: int) -> art.Trajectory:
         run, row = self.context, self.context.rows[row_index]
-        session = f"{run.folder.state.run_id}-{epoch}-{row_index}-{generation}-{uuid.uuid4().hex[:8]}"
+        session = f"{run.folder.state.run_id}-{number}-{row_index}-{generation}-{uuid.uuid4().hex[:8]}"
 
         async def play() -> art.Trajectory:
-            seed = seed_of(run.seed, epoch, row.id, generation)
+            seed = seed_of(run.seed, number, row.id, generation)
             trajectory, output = await run.agent.play(run.model, row, session, seed)
             reward = await self.compute_reward(trajectory, {"row": row, "output": output})
             trajectory.reward = finite("compute_reward", reward)
             return trajectory
 
-        name = RolloutRecord(epoch=epoch, row=row.id, generation=generation, session=session)
+        position = run.batches.position(number)
+        name = RolloutRecord(**position, row=row.id, generation=generation, session=session)
         trajectory, known = await play_once(run, run.model, name, play)
         # The same order of keys for a new and for a restored rollout: a repeated train call has to have the same bytes.
         trajectory.metadata = {**known.model_dump(include=NAME_FIELDS), **trajectory.metadata}
@@ -68,7 +69,8 @@ class ArtTrajectoryBuilder(Part):
             return group
         scored = await self.context.agent.reward.score_group(group)
         for trajectory in scored:
-            name = RolloutRecord.model_validate({field: trajectory.metadata[field] for field in NAME_FIELDS})
+            fields = {field: trajectory.metadata[field] for field in NAME_FIELDS & trajectory.metadata.keys()}
+            name = RolloutRecord.model_validate(fields)
             keep(self.context, name, trajectory)
         return scored
 
@@ -85,7 +87,7 @@ async def play_once(
         Exception: as `play` does.
     """
     known = run.folder.rollouts.get((name.split, name.row, name.generation))
-    if known is not None and known.epoch == name.epoch:
+    if known is not None and known.number == name.number:
         if known.model == name.model:
             trajectory = await restore(model, known)
             if num_answers(trajectory) >= known.num_answers:

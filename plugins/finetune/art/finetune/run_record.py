@@ -9,20 +9,21 @@ import math
 import random
 import statistics
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
 import art
+from art_protocol.wire import is_none
 
 METRICS_FILE = "training_metrics.jsonl"
 REWARDS_FILE = "reward_history.json"
 VALIDATIONS_FILE = "validation_history.json"
 CURRICULUM_FILE = "curriculum_state.json"
 REWARDS_FIELDS = {
-    *("epoch", "timestamp", "avg_reward", "min_reward", "max_reward", "num_trajectories"),
+    *("epoch", "batch", "timestamp", "avg_reward", "min_reward", "max_reward", "num_trajectories"),
     *("filtered_avg_reward", "curriculum_percentile"),
 }
 
@@ -35,17 +36,29 @@ class StoredRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class RolloutRecord(StoredRecord):
-    """A rollout by name, and its result once the rollout has finished: a reward, or an error."""
+class BatchRecord(StoredRecord):
+    """A record of a batch (`batches.py`), or of what comes before a batch."""
 
     epoch: int
+    batch: int | None = Field(default=None, exclude_if=is_none)
+    """The number of the batch, from 0 over all epochs. None: the batch is the whole epoch."""
+
+    @property
+    def number(self) -> int:
+        """The number of the batch, also where the batch is the whole epoch."""
+        return self.epoch if self.batch is None else self.batch
+
+
+class RolloutRecord(BatchRecord):
+    """A rollout by name, and its result once the rollout has finished: a reward, or an error."""
+
     row: str
     """The id of the rollout's row in the data set."""
     generation: int
     session: str
     """The id under which the server has the rollout's requests."""
     split: str = "train"
-    """Either "train", or "val" for a validation before the epoch."""
+    """Either "train", or "val" for a validation before the batch."""
     model: str | None = None
     """For a validation: the name of the evaluated model, with its step."""
     num_answers: int = 1
@@ -56,11 +69,10 @@ class RolloutRecord(StoredRecord):
     error: str | None = None
 
 
-class EpochRow(StoredRecord):
-    """A finished epoch. Rewards are None without a trajectory. The fields `filtered_*` are about the trained groups only: a group
-    without signal is not trained."""
+class EpochRow(BatchRecord):
+    """A finished epoch, or with `rows_per_step` a finished batch. Rewards are None without a trajectory. The fields `filtered_*` are
+    about the trained groups only: a group without signal is not trained."""
 
-    epoch: int
     timestamp: str = Field(default_factory=_now)
     """ISO 8601, UTC."""
     run_id: str
@@ -78,20 +90,26 @@ class EpochRow(StoredRecord):
     curriculum_state: dict[str, Any] | None = None
     """With a curriculum: current_percentile, last_expansion_epoch, total_groups and included_groups."""
     step: int
-    """The model's step after the epoch."""
+    """The model's step after the batch."""
     num_without_signal: int = 0
     """Groups whose rewards are all equal."""
     num_failed: int = 0
+    num_answers: int = 0
+    """Answers of all rollouts that can be trained."""
     num_cut: int = 0
-    """Answers that the token limit cut."""
+    """Of these the answers that the token limit cut."""
     failures: dict[str, int] = {}
     """The number of failed rollouts, by reason."""
 
+    @property
+    def share_cut(self) -> float:
+        """The share of the answers that the token limit cut."""
+        return self.num_cut / self.num_answers if self.num_answers else 0.0
 
-class ValidationRow(StoredRecord):
-    """A validation before an epoch, or after the last. A failed one has an error, no rewards and no examples."""
 
-    epoch: int
+class ValidationRow(BatchRecord):
+    """A validation before a batch, or after the last. A failed one has an error, no rewards and no examples."""
+
     timestamp: str = Field(default_factory=_now)
     avg_reward: float | None = None
     min_reward: float | None = None
@@ -123,14 +141,14 @@ class State(Asked):
     run_id: str = Field(default_factory=lambda: f"art_run_{uuid.uuid4().hex[:8]}")
     seed: int = Field(default_factory=lambda: random.randrange(2**31))
     epochs: list[EpochRow] = []
-    """The finished epochs, from 0 without a gap."""
+    """The finished epochs, or with `rows_per_step` the finished batches, from 0 without a gap."""
     validations: list[ValidationRow] = []
     step: int | None = None
-    """The model's step before the unfinished epoch; None: the epoch has not begun."""
+    """The model's step before the unfinished batch; None: the batch has not begun."""
     is_submitted: bool = False
-    """Whether the server may have a job of the unfinished epoch."""
+    """Whether the server may have a job of the unfinished batch."""
     num_failed_jobs: int = 0
-    """The number of failed train jobs of the unfinished epoch."""
+    """The number of failed train jobs of the unfinished batch."""
 
 
 def reward_figures(rewards: Sequence[float], prefix: str = "") -> dict[str, Any]:
@@ -142,12 +160,12 @@ def reward_figures(rewards: Sequence[float], prefix: str = "") -> dict[str, Any]
     }
 
 
-def validation_row(epoch: int, evaluation: art.Evaluation) -> ValidationRow:
-    """The row of a validation that succeeded."""
+def validation_row(position: Mapping[str, Any], evaluation: art.Evaluation) -> ValidationRow:
+    """The row of a validation that succeeded. `position` has the fields that name the batch."""
     estimate = evaluation.reward
     has_error = math.isfinite(estimate.standard_error)
     return ValidationRow(
-        epoch=epoch,
+        **position,
         **reward_figures([reward for reward in evaluation.scenario_rewards if reward is not None]),
         num_examples=estimate.num_scenarios,
         standard_error=estimate.standard_error if has_error else None,

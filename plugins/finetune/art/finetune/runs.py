@@ -13,20 +13,20 @@ from typing import Any
 
 import art
 from art.contained import contained
-from art.finetune import checking, folder, loading, reading, toolkit
+from art.finetune import checking, folder, loading, reading, stopping, toolkit
 from art.finetune.agent import Agent, num_answers, reason_of
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
 from art.finetune.interfaces import CheckedFile, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rows import digest
 from art.finetune.scoring import Reward, evaluator_of
-from art.finetune.sections import BackendSection, Config
+from art.finetune.sections import Config
 from art.finetune.workflows import of_command, of_function, unused_llm_fields
 
 Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
 
-def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> CheckedFile:
+def checked(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> CheckedFile:
     """Reads and checks a file.
 
     Raises:
@@ -35,19 +35,19 @@ def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
     pairs = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
     document = reading.of_dict(file, pairs) if isinstance(file, Mapping) else reading.read(Path(file), pairs)
     config = checking.check(document, toolkit.find())
-    if ignored := checking.without_effect(config):
+    return CheckedFile(document, config, checking.policy_llm(document.tree))
+
+
+def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> CheckedFile:
+    """Reads and checks a file, and prints the fields without effect.
+
+    Raises:
+        WrongInput: all problems of the file.
+    """
+    checked_file = checked(file, overrides)
+    if ignored := checking.without_effect(checked_file.config):
         say(f"without effect here: {', '.join(ignored)}")
-    return CheckedFile(document, config, checking.policy_llm(document.tree), _train_config(config))
-
-
-def _train_config(config: Config) -> art.TrainConfig:
-    fields = config.adapter.training.model_dump(include=set(art.TrainConfig.model_fields), exclude_unset=True)
-    if config.builder.num_generations == 1 and not {"baseline", "scaling", "preset"} & fields.keys():
-        say(
-            "num_generations is 1: rewards are standardised over the whole batch. Two or more compare rollouts of one row"
-        )
-        fields |= {"baseline": "none", "scaling": "batch_std"}
-    return art.TrainConfig.model_validate(fields)
+    return checked_file
 
 
 @contextlib.asynccontextmanager
@@ -61,7 +61,7 @@ async def loaded(checked_file: CheckedFile) -> AsyncGenerator[Loaded]:
     """
     async with contextlib.AsyncExitStack() as opened:
         try:
-            backend = await opened.enter_async_context(_backend(checked_file.config.adapter.backend))
+            backend = await opened.enter_async_context(make_backend(checked_file.config))
         except art.ArtError as error:
             raise NoServer(str(error)) from error
         yield loading.load(checked_file, backend)
@@ -148,20 +148,23 @@ async def _register(config: Config, backend: art.Backend) -> art.TrainableModel:
     return model
 
 
-def _backend(section: BackendSection) -> art.Backend:
+def make_backend(config: Config) -> art.Backend:
+    """The backend of the file's server, or a backend that starts a server if the file names none."""
+    section, trackers = config.adapter.backend, config.finetuning.trackers
     url = section.url
     if section.ip is not None:
         host = "127.0.0.1" if section.ip == "0.0.0.0" else section.ip
         url = f"http://{host}:{section.port or 7623}"
     if url is None and not os.environ.get("ART_SERVER_URL"):
-        return art.LocalBackend()
-    return art.Backend(url, section.own_key)
+        return art.LocalBackend(trackers=trackers)
+    return art.Backend(url, section.own_key, trackers=trackers)
 
 
 async def run(
     file: str | Path | Mapping[str, Any], overrides: Overrides = (), *, fresh: bool = False
 ) -> list[TrainingJobStatus]:
-    """Trains the run of a file, or continues the run in the output folder. Returns how each epoch of this call ended.
+    """Trains the run of a file, or continues the run in the output folder. Returns how each epoch, or with
+    `rows_per_step` each step, of this call ended.
 
     `overrides` are values by dotted name. An override wins over the file.
 
@@ -178,7 +181,7 @@ async def run(
         scoring = _scoring_of_validations(config)
         digests = {"rows": digest(loaded_file.rows), "validation": digest(loaded_file.validation_rows, scoring)}
         with folder.opened(finetuning.output_dir, dumped, **digests, fresh=fresh) as output:
-            if len(output.state.epochs) >= finetuning.num_epochs:
+            if len(output.state.epochs) >= finetuning.num_epochs * loaded_file.batches.per_epoch:
                 say(f"{output.path}: all {finetuning.num_epochs} epochs are trained already")
                 return []
             async with connected(loaded_file) as connection:
@@ -194,7 +197,9 @@ async def run(
                 )
                 trainer: Trainer = code.trainer(config.trainer, run, builder, adapter)
                 statuses = await trainer.run(finetuning.num_epochs)
-                _summarise(output, name)
+                _summarise(run)
+                if best := await stopping.best_step(run.model, output.state.validations):
+                    say(best)
                 return statuses
 
 
@@ -205,8 +210,8 @@ def _scoring_of_validations(config: Config) -> Any:
     return [reward.model_dump(), evaluators]
 
 
-def _summarise(output: folder.Folder, name: str) -> None:
-    epochs = output.state.epochs
+def _summarise(run: Run) -> None:
+    epochs, name = run.folder.state.epochs, run.model.get_inference_name()
     if not epochs:  # a trainer of one's own may write none
         return
     first, last = epochs[0].avg_reward, epochs[-1].avg_reward
@@ -218,7 +223,8 @@ def _summarise(output: folder.Folder, name: str) -> None:
             "curriculum_learning.min_reward_diff. Lower it, raise num_generations, or use rows that the model neither always "
             "solves nor always fails"
         )
-    say(f"{name}: reward {first:.4f} in epoch 1, {last:.4f} in epoch {len(epochs)}; {output.path}")
+    titles = run.batches.title(0), run.batches.title(len(epochs) - 1)
+    say(f"{name}: reward {first:.4f} in {titles[0]}, {last:.4f} in {titles[1]}; {run.folder.path}")
     if last <= first and len(epochs) > 1:
         share = sum(epoch.num_without_signal for epoch in epochs) / sum(epoch.num_groups for epoch in epochs)
         say(

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, C
 import art
 from art.finetune import components
 from art.finetune.reading import typed
+from art_protocol.tracking import check_tracker_name
 
 Percentile: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Typed: TypeAlias = Annotated[Any, BeforeValidator(typed)]
@@ -253,13 +254,19 @@ class BackendSection(Section):
 
 
 class Training(art.TrainConfig):
-    """The fields of `art.TrainConfig`. Other fields of the toolkit are kept, and have no effect."""
+    """The fields of `art.TrainConfig`. Other fields of the toolkit are kept, and have no effect. A cosine without `schedule_steps`
+    ends with the run."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     def __init__(self, **fields: Any) -> None:
         """Raises pydantic's errors, of which each has the location of a value in the file."""
         BaseModel.__init__(self, **fields)
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        """No rule: `loading` sets the steps of a cosine without `schedule_steps`."""
+        return self
 
 
 class AdapterSection(Component):
@@ -277,8 +284,8 @@ class Curriculum(Section):
     """The share of the groups with signal that is trained first."""
     increment_percentile: Percentile = 0.2
     """What an expansion adds to this share."""
-    expansion_interval: int = Field(default=5, ge=1)
-    """Epochs between two expansions."""
+    expansion_interval: float = Field(default=5, gt=0)
+    """Epochs between two expansions; with `rows_per_step` also a part of an epoch, such as 0.1."""
     min_reward_diff: float = Field(default=0.1, ge=0)
     """Groups whose rewards differ by less are left out."""
     sort_ascending: bool = False
@@ -301,8 +308,10 @@ class Validation(Section):
         DatasetSection | None, BeforeValidator(_of_file, json_schema_input_type=str | DatasetSection | None)
     ] = None
     """A data set, or its file. `id_key`, `structure` and `filter` default to the values of the training data set."""
-    interval: int = Field(default=5, ge=1)
-    """Epochs between two validations."""
+    interval: float = Field(default=5, gt=0)
+    """Epochs between two validations; with `rows_per_step` also a part of an epoch, such as 0.1."""
+    patience: int | None = Field(default=None, ge=1)
+    """The run ends when so many validations one after the other were not better than the best before."""
     reps: int = Field(default=1, ge=1)
     """Rollouts of each row."""
     reward: RewardFunction | None = None
@@ -335,6 +344,11 @@ class Finetuning(Section):
     """The groups of an epoch that are trained."""
     num_epochs: int = Field(default=1, ge=1)
     """Times that all rows are sampled and trained on."""
+    rows_per_step: int | None = Field(default=None, ge=1)
+    """Rows that are sampled and then trained as one step. Each epoch has the rows in another order. Default: a step trains a whole
+    epoch."""
+    trackers: list[Annotated[str, AfterValidator(check_tracker_name)]] = []
+    """Trackers of the run, such as wandb, with the backend's project and name. Their keys come from the environment."""
     output_dir: Path = Path(".tmp/nat/finetuning")
     """The folder with the run's files, from which the run is continued."""
     run_configuration: Unused = None

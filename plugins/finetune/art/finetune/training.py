@@ -1,7 +1,9 @@
 """The loop of a run (`openpipe_art_trainer`), and its train calls (`openpipe_art_trainer_adapter`).
 
+The loop is over batches (`batches.py`), each of which is trained as one step. Without `rows_per_step` a batch is a whole epoch.
+
 A killed run repeats its last train call with the same idempotency key and the same groups, and gets the same job. If the server
-refuses to train what an earlier process sampled, or the model has moved meanwhile, the unfinished epoch is begun anew.
+refuses to train what an earlier process sampled, or the model has moved meanwhile, the unfinished batch is begun anew.
 """
 
 import importlib
@@ -12,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import art
-from art.finetune import curriculum
-from art.finetune.agent import num_cut_answers, reason_of, reason_of_failure
+from art.finetune import curriculum, stopping
+from art.finetune.agent import num_answers, num_cut_answers, reason_of, reason_of_failure
+from art.finetune.batches import Batches
 from art.finetune.curriculum import Chosen
 from art.finetune.errors import FinetuneError, RolloutFailed
 from art.finetune.interfaces import Part, Run, TrainerAdapter, TrainingJobStatus, TrajectoryBuilder, say
@@ -26,14 +29,20 @@ from art.trajectories import is_informative
 from art_protocol.signal import has_signal
 
 NO_SIGNAL = "no group had rewards that differ"
+MOST_CUT = 0.5
+"""If the token limit cuts more than this share of a batch's answers, the remedy is printed."""
+CUT_REMEDY = (
+    "the token limit cuts most answers, which then earn what their beginnings earn: raise max_tokens of the agent's requests, or "
+    "the server's --max-seq-length, or ask for shorter answers"
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Epoch:
-    """A sampled epoch."""
+class Batch:
+    """A sampled batch."""
 
     number: int
-    """From 0."""
+    """From 0, over all epochs."""
     step: int
     """The model's step that was sampled."""
     row_indices: list[int]
@@ -50,40 +59,46 @@ class Epoch:
 
 
 class ArtTrainer(Part):
-    """Runs the epochs. A subclass may stop early (`is_done`), and may use an epoch's figures (`log_progress`)."""
+    """Runs the batches. A subclass may stop early (`is_done`), and may use a batch's figures (`log_progress`)."""
 
     def __init__(self, config: Component, context: Run, builder: TrajectoryBuilder, adapter: TrainerAdapter) -> None:
         super().__init__(config, context)
         self.builder, self.adapter = builder, adapter
+        self._has_named_remedy = False
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        """Runs the epochs that are left: sample, choose, train, write, with validations between the epochs."""
-        folder, statuses = self.context.folder, list[TrainingJobStatus]()
-        while (number := len(folder.state.epochs)) < num_epochs and not (number > 0 and self.is_done()):
-            if number % self.context.config.finetuning.validation.interval == 0:
+        """Runs the batches that are left: sample, choose, train, write, with validations between the batches."""
+        run, statuses = self.context, list[TrainingJobStatus]()
+        folder, validation = run.folder, run.config.finetuning.validation
+        end = num_epochs * run.batches.per_epoch
+        while (number := len(folder.state.epochs)) < end and not (number > 0 and self.is_done()):
+            if run.batches.begins_interval(number, validation.interval):
                 await self.validate(number)
+            if stopping.has_stalled(folder.state.validations, validation.patience):
+                say(f"the last {validation.patience} validations were not better than an earlier one: the run ends")
+                break
             step, row_indices = await self._begin(), self._rows_of(number)
             groups = await self.builder.sample(number, row_indices)
-            epoch = Epoch(number, step, row_indices, groups, self._choose(number, groups))
+            batch = Batch(number, step, row_indices, groups, self._choose(number, groups))
             try:
-                result = await self._train(epoch)
+                result = await self._train(batch)
             except (art.ArtJobError, art.ArtStatusError, ValueError) as error:
                 self._give_up(error)
                 continue
-            row = await self._finish_epoch(epoch, result)
-            statuses.append(TrainingJobStatus(number, row.step, None if result else NO_SIGNAL))
+            row = await self._finish(batch, result)
+            statuses.append(TrainingJobStatus(row.epoch, row.step, None if result else NO_SIGNAL))
         await self.validate(len(folder.state.epochs))
         return statuses
 
     def is_done(self) -> bool:
-        """Whether the run ends with its newest epoch, before `num_epochs`."""
+        """Whether the run ends with its newest batch, before `num_epochs`."""
         return False
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Called after each epoch with the step's metrics, `epoch` and `epoch/reward`."""
+        """Called after each batch with the step's metrics, `epoch` and `epoch/reward`."""
 
     async def _begin(self) -> int:
-        """The model's step that the epoch samples. A killed run has begun the epoch already, maybe at another step."""
+        """The model's step that the batch samples. A killed run has begun the batch already, maybe at another step."""
         folder, step = self.context.folder, await self.context.model.get_step()
         began = folder.state.step
         if began is not None and (began == step or folder.state.is_submitted):
@@ -94,45 +109,48 @@ class ArtTrainer(Part):
         return step
 
     def _begin_anew(self, reason: str) -> None:
-        folder = self.context.folder
-        num_rollouts = folder.forget_epoch()
+        num_rollouts = self.context.folder.forget_batch()
         say(
-            f"epoch {len(folder.state.epochs) + 1} is begun anew, and {num_rollouts} finished rollouts of an earlier start are "
-            f"given up: {reason}"
+            f"{self._unfinished} is begun anew, and {num_rollouts} finished rollouts of an earlier start are given up: {reason}"
         )
 
-    def _rows_of(self, epoch: int) -> list[int]:
-        """The indices of the rows that an epoch samples."""
+    @property
+    def _unfinished(self) -> str:
+        """The unfinished batch in words."""
+        return self.context.batches.title(len(self.context.folder.state.epochs))
+
+    def _rows_of(self, number: int) -> list[int]:
+        """The indices of the rows that a batch samples."""
         run = self.context
-        if not curriculum.samples_all_rows(run.curriculum, epoch):
-            expansion = run.folder.state.epochs[curriculum.last_expansion(run.curriculum, epoch)]
+        if not curriculum.samples_all_rows(run.curriculum, number):
+            expansion = run.folder.state.epochs[curriculum.last_expansion(run.curriculum, number)]
             kept: list[int] = (expansion.curriculum_state or {}).get("included_groups", [])
             if kept:
                 return kept
-        return list(range(len(run.rows)))
+        return run.batches.rows_of(number, run.seed)
 
-    def _choose(self, epoch: int, groups: list[art.TrajectoryGroup]) -> list[Chosen]:
+    def _choose(self, number: int, groups: list[art.TrajectoryGroup]) -> list[Chosen]:
         """The groups that are trained: the curriculum's choice, or none if no rewards differ."""
         run = self.context
         rewards = [[trajectory.reward for trajectory in group] for group in groups]
-        chosen = curriculum.choose(run.curriculum, rewards, epoch, f"{run.seed}/{epoch}")
+        chosen = curriculum.choose(run.curriculum, rewards, number, f"{run.seed}/{number}", run.batches)
         # A trajectory whose siblings have failed has nothing to be compared with.
         least = min(2, run.config.builder.num_generations)
         chosen = [chosen_group for chosen_group in chosen if len(chosen_group.trajectories) >= least]
         return chosen if _have_signal(_parts_of(groups, chosen)) else []
 
-    async def _train(self, epoch: Epoch) -> art.TrainResult | None:
-        """The step that is trained on the epoch; None if the epoch has nothing to train."""
-        if not epoch.chosen:
+    async def _train(self, batch: Batch) -> art.TrainResult | None:
+        """The step that is trained on the batch; None if the batch has nothing to train."""
+        if not batch.chosen:
             return None
         # Before the call: the next start of a killed run then repeats it, even if the model has moved (`_begin`).
         self.context.folder.save(is_submitted=True)
         # Loads matplotlib for the plot, which takes half a second, while this process waits for the job.
         threading.Thread(target=importlib.import_module, args=("art.finetune.plot",)).start()
-        return await self.adapter.train(epoch.training, epoch.number)
+        return await self.adapter.train(batch.training, batch.number)
 
     def _give_up(self, error: Exception) -> None:
-        """Forgets the epoch if its rollouts are of an earlier start, so that the epoch is begun anew.
+        """Forgets the batch if its rollouts are of an earlier start, so that the batch is begun anew.
 
         Raises:
             FinetuneError: this process sampled the rollouts, or the error passes by waiting.
@@ -142,18 +160,19 @@ class ArtTrainer(Part):
         folder.save(num_failed_jobs=folder.state.num_failed_jobs + 1, is_submitted=False)
         is_of_this_process = not any(row.split == "train" for row in folder.rollouts.values())
         if is_of_this_process or (isinstance(error, art.ArtStatusError) and error.retryable):
-            raise FinetuneError(f"epoch {len(folder.state.epochs) + 1} was not trained: {error}") from error
+            raise FinetuneError(f"{self._unfinished} was not trained: {error}") from error
         self._begin_anew(str(error))
 
-    async def _finish_epoch(self, epoch: Epoch, result: art.TrainResult | None) -> EpochRow:
-        """Writes the epoch into the server's history and into the folder. After a kill in between, the calls are repeated without
+    async def _finish(self, batch: Batch, result: art.TrainResult | None) -> EpochRow:
+        """Writes the batch into the server's history and into the folder. After a kill in between, the calls are repeated without
         harm: a step has one value of each metric, and one file of rollouts for each split."""
         run = self.context
-        row = _epoch_row(run, epoch, result)
+        row = _batch_row(run, batch, result)
         if row.avg_reward is not None:
-            await run.model.log([], "epoch", metrics={"epoch/reward": row.avg_reward}, step=row.step)
-        chosen = {chosen_group.group for chosen_group in epoch.chosen}
-        left_out = [group for index, group in enumerate(epoch.groups) if index not in chosen and len(group) > 0]
+            figures = {"epoch/reward": row.avg_reward, "epoch/cut": row.share_cut}
+            await run.model.log([], "epoch", metrics=figures, step=row.step)
+        chosen = {chosen_group.group for chosen_group in batch.chosen}
+        left_out = [group for index, group in enumerate(batch.groups) if index not in chosen and len(group) > 0]
         if left_out:
             await run.model.log(left_out, "left_out", step=row.step)
         ended = {"step": None, "is_submitted": False, "num_failed_jobs": 0}
@@ -161,31 +180,37 @@ class ArtTrainer(Part):
         metrics = result.metrics if result else {}
         figures = {**metrics, "epoch": row.epoch, "epoch/reward": row.avg_reward}
         self.log_progress(row.epoch, figures, str(run.folder.path))
-        say(_epoch_line(row, run.config.finetuning.num_epochs, result))
+        say(_batch_line(run.batches, row, run.config.finetuning.num_epochs, result))
+        if row.share_cut > MOST_CUT and not self._has_named_remedy:
+            self._has_named_remedy = True
+            say(CUT_REMEDY)
         return row
 
-    async def validate(self, epoch: int) -> None:
-        """Evaluates the model once on the validation rows before an epoch. A failed validation becomes a row with the reason."""
+    async def validate(self, number: int) -> None:
+        """Evaluates the model once on the validation rows before a batch. A failed validation becomes a row with the reason."""
         run = self.context
-        if not run.validation_rows or any(validation.epoch == epoch for validation in run.folder.state.validations):
+        if not run.validation_rows or any(validation.number == number for validation in run.folder.state.validations):
             return
+        position = run.batches.position(number)
 
         async def kept(
             model: art.TrainableModel,
             row: DatasetRow,
-            number: int,
+            repetition: int,
             session: str,
             play: Callable[[], Awaitable[art.Trajectory]],
         ) -> art.Trajectory:
             step = model.get_inference_name()
-            name = RolloutRecord(epoch=epoch, row=row.id, generation=number, session=session, split="val", model=step)
+            name = RolloutRecord(
+                **position, row=row.id, generation=repetition, session=session, split="val", model=step
+            )
             trajectory, _ = await play_once(run, model, name, play)
             return trajectory
 
         try:
             evaluation = await art.evaluate(
                 run.model,
-                run.validation_agent.player(f"{run.folder.state.run_id}-val-{epoch}", run.seed, kept),
+                run.validation_agent.player(f"{run.folder.state.run_id}-val-{number}", run.seed, kept),
                 run.validation_rows,
                 reps=run.config.finetuning.validation.reps,
                 seed=run.config.finetuning.seed,
@@ -200,47 +225,47 @@ class ArtTrainer(Part):
             if await is_lost(run.model):
                 run.folder.forget_failed_rollouts()
                 raise server_lost(run.model, error) from error
-            row = ValidationRow(epoch=epoch, step=await run.model.get_step(), error=reason_of(error))
+            row = ValidationRow(**position, step=await run.model.get_step(), error=reason_of(error))
         else:
-            row = validation_row(epoch, evaluation)
+            row = validation_row(position, evaluation)
         report_lost(run)
         run.folder.save(validations=[*run.folder.state.validations, row])
-        say(f"validation before epoch {epoch + 1}: {row.error or f'reward {row.avg_reward:.4f}'}")
+        say(f"validation before {run.batches.title(number)}: {row.error or f'reward {row.avg_reward:.4f}'}")
 
 
 class ArtTrainerAdapter(Part):
     """Trains on an art-server, one step for each call."""
 
-    async def train(self, groups: list[art.TrajectoryGroup], epoch: int) -> art.TrainResult:
+    async def train(self, groups: list[art.TrajectoryGroup], number: int) -> art.TrainResult:
         run, state = self.context, self.context.folder.state
         if run.config.adapter.backend.delete_old_checkpoints:
             await run.model.delete_checkpoints()
         return await run.model.train(
             groups,
             run.train_config,
-            idempotency_key=f"{state.run_id}-{epoch}-{state.num_failed_jobs}",
+            idempotency_key=f"{state.run_id}-{number}-{state.num_failed_jobs}",
             expected_step=state.step,
         )
 
 
-def _epoch_row(run: Run, epoch: Epoch, result: art.TrainResult | None) -> EpochRow:
-    groups = epoch.groups
+def _batch_row(run: Run, batch: Batch, result: art.TrainResult | None) -> EpochRow:
+    groups, batches = batch.groups, run.batches
     rewards = [trajectory.reward for group in groups for trajectory in group]
-    trained = [group for group in epoch.training if _trains(run.train_config, group)]
+    trained = [group for group in batch.training if _trains(run.train_config, group)]
     trained_rewards = [trajectory.reward for group in trained for trajectory in group]
     num_trajectories, num_groups = len(trained_rewards), len(trained)
     if result and result.report.num_trajectories:  # the server also leaves out trajectories without a trained answer
         num_trajectories, num_groups = result.report.num_trajectories_trained, result.report.num_groups_trained
     failures = Counter(reason_of_failure(failure) for group in groups for failure in group.exceptions)
-    percentile = curriculum.percentile(run.curriculum, epoch.number)
+    percentile = curriculum.percentile(run.curriculum, batch.number, batches)
     state: dict[str, Any] = {
         "current_percentile": percentile,
-        "last_expansion_epoch": curriculum.last_expansion(run.curriculum, epoch.number),
+        "last_expansion_epoch": batches.epoch_of(curriculum.last_expansion(run.curriculum, batch.number, batches)),
         "total_groups": len(run.rows),
-        "included_groups": sorted(epoch.row_indices[chosen_group.group] for chosen_group in epoch.chosen),
+        "included_groups": sorted(batch.row_indices[chosen_group.group] for chosen_group in batch.chosen),
     }
     return EpochRow(
-        epoch=epoch.number,
+        **batches.position(batch.number),
         run_id=run.folder.state.run_id,
         **reward_figures(rewards),
         num_trajectories=len(rewards),
@@ -250,9 +275,10 @@ def _epoch_row(run: Run, epoch: Epoch, result: art.TrainResult | None) -> EpochR
         **reward_figures(trained_rewards, "filtered_"),
         curriculum_percentile=percentile,
         curriculum_state=state if run.curriculum.enabled else None,
-        step=result.step if result else epoch.step,
+        step=result.step if result else batch.step,
         num_without_signal=sum(1 for group in groups if len(group) > 0 and not is_informative(group)),
         num_failed=failures.total(),
+        num_answers=sum(num_answers(trajectory) for group in groups for trajectory in group),
         num_cut=sum(num_cut_answers(trajectory) for group in groups for trajectory in group),
         failures=dict(failures),
     )
@@ -287,7 +313,7 @@ def _have_signal(groups: list[art.TrajectoryGroup]) -> bool:
     return any(map(is_informative, groups))
 
 
-def _epoch_line(row: EpochRow, num_epochs: int, result: art.TrainResult | None) -> str:
+def _batch_line(batches: Batches, row: EpochRow, num_epochs: int, result: art.TrainResult | None) -> str:
     trained, unnamed = NO_SIGNAL, ""
     if result:
         trained = f"{row.filtered_trajectories} of {row.num_trajectories} trajectories trained"
@@ -295,5 +321,6 @@ def _epoch_line(row: EpochRow, num_epochs: int, result: art.TrainResult | None) 
             unnamed = f", {num_unnamed} requests came without their rollout: docs/finetune.md, Workflows"
     reward = "no reward" if row.avg_reward is None else f"reward {row.avg_reward:.4f}"
     failed = f", {row.num_failed} rollouts failed" if row.num_failed else ""
-    cut = f", the token limit cut {row.num_cut} answers" if row.num_cut else ""
-    return f"epoch {row.epoch + 1}/{num_epochs}: {reward}, {trained}, step {row.step}{failed}{cut}{unnamed}"
+    cut = f", the token limit cut {row.num_cut} of {row.num_answers} answers" if row.num_cut else ""
+    title = batches.title(row.number, num_epochs)
+    return f"{title}: {reward}, {trained}, step {row.step}{failed}{cut}{unnamed}"
