@@ -1,6 +1,5 @@
 """The commands, as processes."""
 
-import argparse
 import contextlib
 import io
 import json
@@ -15,7 +14,8 @@ import pytest
 from art.finetune import FinetuneError, NoServer, NoSignal
 from art.finetune.checking import check
 from art.finetune.reading import of_dict
-from art_finetune.commands import add_commands, continuing_command, run_finetune
+from art_finetune.commands import continuing_command, run_finetune
+from plugins.finetune.tests.commands import parsed
 from tests.makers.finetune_file import finetune_file
 
 MISSING = "import sys; sys.modules.update(dict.fromkeys(['ruamel', 'ruamel.yaml', 'matplotlib'])); "
@@ -31,12 +31,6 @@ def test_without_its_packages_the_extra_is_named() -> None:
     code = MISSING + "from art_watch.terminal.cli import main; main(['finetune', 'x.yml'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "agent-reinforcement-trainer[finetune]" in done.stderr
-
-
-def parsed(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers(dest="command"))
-    return parser.parse_args(arguments)
 
 
 @pytest.fixture(scope="module")
