@@ -21,10 +21,14 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; }
 th, td { border-bottom: 1px solid var(--line); padding: .4rem .6rem; text-align: left; vertical-align: top; }
 .rows td { width: 28%; overflow-wrap: anywhere; } .rows td:first-child { width: 16%; }
-pre { white-space: pre-wrap; margin: 0; font: inherit; max-height: 20rem; overflow-y: auto; }
+pre { white-space: pre-wrap; margin: 0; font: inherit; }
 .muted { color: var(--muted); font-size: .9em; } .better { color: var(--good); } .worse { color: var(--bad); }
 summary { cursor: pointer; font-weight: 600; margin-top: 2rem; }
-@media (max-width: 40rem) { .rows td { min-width: 13rem; } .rows td:first-child { min-width: 7rem; } }
+@media (max-width: 40rem) {
+  .rows tbody, .rows tr, .rows td { display: block; } .rows td, .rows td:first-child { width: auto; border: 0; }
+  .rows tr { border-bottom: 1px solid var(--line); } .rows tr:first-child { display: none; }
+  [data-of]::before { content: attr(data-of); color: var(--muted); }
+}
 """
 MAX_CHARACTERS = 4_000
 """The longest output that the page shows of a rollout."""
@@ -76,8 +80,11 @@ def compare(before: Sequence[ResultRecord], after: Sequence[ResultRecord]) -> Co
         raise WrongInput(["the two evaluations have no row in common: compare evaluations of the same data set"])
     by_row = {row: (first.get(row), second.get(row)) for row in dict.fromkeys([*second, *first])}
     changes = [new - old for old, new in by_row.values() if old is not None and new is not None]
+    names = before[0].model, after[0].model
+    if names[0] == names[1]:
+        names = f"{names[0]} (before)", names[1]
     return Comparison(
-        (before[0].model, after[0].model),
+        names,
         (mean_reward(before), mean_reward(after)),
         estimate(changes) if changes else None,
         by_row,
@@ -101,25 +108,21 @@ def write_page(
 def _page(comparison: Comparison, before: Sequence[ResultRecord], after: Sequence[ResultRecord]) -> str:
     records = _by_id(before), _by_id(after)
     first, second = comparison.names
-    parts = [
-        f"<h1>{_text(second)} compared with {_text(first)}</h1>",
-        _summary(comparison),
-    ]
+    title = f"{_text(second)} compared with {_text(first)}"
+    parts = [f"<h1>{title}</h1>", _summary(comparison)]
     for kind in KINDS:
         rows = comparison.rows(kind)
         if not rows:
             continue
-        lines = "".join(_row(row, comparison.by_row[row], records) for row in rows)
+        lines = "".join(_row(row, comparison, records) for row in rows)
         head = f"<tr><th>row</th><th>question</th><th>{_text(first)}</th><th>{_text(second)}</th></tr>"
-        table = f'<div class="scroll"><table class="rows">{head}{lines}</table></div>'
-        title = f"{len(rows)} {kind}"
         is_open = " open" if kind in ("worse", "better") else ""
-        parts.append(f"<details{is_open}><summary>{title}</summary>{table}</details>")
-    title = f"{_text(second)} compared with {_text(first)}"
+        summary = f"<summary>{len(rows)} {kind}</summary>"
+        parts.append(f'<details{is_open}>{summary}<table class="rows">{head}{lines}</table></details>')
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>'
-        f"<body>{''.join(parts)}</body></html>\n"
+        f"<body><main>{''.join(parts)}</main></body></html>\n"
     )
 
 
@@ -142,18 +145,18 @@ def _estimate(value: Estimate) -> str:
 
 def _row(
     row: str,
-    rewards: tuple[float | None, float | None],
+    comparison: Comparison,
     records: tuple[dict[str, list[ResultRecord]], dict[str, list[ResultRecord]]],
 ) -> str:
     known = [*records[0].get(row, []), *records[1].get(row, [])][0]
-    expected = "" if known.answer is None else f'<div class="muted">expected: {_block(known.answer)}</div>'
-    before, after = rewards
+    expected = "" if known.answer is None else f'<div class="muted">expected: {_text(_shown(known.answer))}</div>'
+    before, after = rewards = comparison.by_row[row]
     looks = ["", ""]
     if before is not None and after is not None and before != after:
         looks[1] = "better" if after > before else "worse"
     cells = [
-        f"<td>{_cell(reward, look, side.get(row, []))}</td>"
-        for reward, look, side in zip(rewards, looks, records, strict=True)
+        f'<td data-of="{_text(name)}">{_cell(reward, look, side.get(row, []))}</td>'
+        for name, reward, look, side in zip(comparison.names, rewards, looks, records, strict=True)
     ]
     return f"<tr><td>{_text(row)}</td><td>{_block(known.question)}{expected}</td>{''.join(cells)}</tr>"
 
@@ -175,9 +178,12 @@ def _by_id(records: Iterable[ResultRecord]) -> dict[str, list[ResultRecord]]:
 
 
 def _block(value: Any) -> str:
+    return f"<pre>{_text(_shown(value) or '(empty)')}</pre>"
+
+
+def _shown(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    shown = text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text):,} characters)"
-    return f"<pre>{_text(shown)}</pre>"
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text):,} characters)"
 
 
 def _text(text: str) -> str:
