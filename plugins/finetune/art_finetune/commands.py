@@ -42,6 +42,8 @@ NEEDED = ("dataset", "reward", "base_model")
 """Flags that a command without a file needs."""
 
 
+OF_ROLLOUTS = ("step", "baseline", "reps", "results", "compare", "validation_dataset")
+"""Flags of `art eval` that have no effect on given answers."""
 REFUSED = {
     "endpoint": "the workflow runs in this process: one behind HTTP is a function that passes the rollout's address on "
     "(docs/finetune.md, Workflows)",
@@ -152,9 +154,12 @@ def run_eval(flags: argparse.Namespace) -> None:
 
 async def _evaluate(flags: argparse.Namespace) -> None:
     from art.finetune import evaluating, results
+    from art.finetune.errors import WrongInput
 
+    if flags.labels is not None and (unused := [name for name in OF_ROLLOUTS if getattr(flags, name) is not None]):
+        raise WrongInput([f"--labels asks no policy: leave out {', '.join(f'--{name}' for name in unused)}"])
     overrides = [*_overrides_from(flags, {"validation_dataset": OF_FILES["validation_dataset"]}), *flags.override]
-    rows = {"limit": flags.limit, "ids": flags.id or []}
+    rows: dict[str, Any] = {"limit": flags.limit, "ids": flags.id or []}
     if flags.labels is not None:
         agreement = await evaluating.measure_agreement(flags.target, flags.labels, overrides, **rows)
         printed, measured, what = agreement, agreement.share, "the agreement"

@@ -11,6 +11,7 @@ import pytest
 
 import art
 import art.finetune
+from art.estimates import estimate
 from art.finetune import FinetuneError, WrongInput
 from art.finetune.agreement import cohens_kappa
 from art.finetune.differences import compare, write_page
@@ -60,6 +61,14 @@ async def test_a_row_that_does_not_exist_is_an_error_before_the_server_is_asked(
     changes = {"finetuning__validation": {"dataset": "rows.json"}} if "validation" in of else {}
     with pytest.raises(WrongInput, match="no row has the id 'row 33'; did you mean 'row 3'"):
         await art.finetune.evaluate(make_file(**changes), ids=["row 33"])
+    assert not policy.requests
+
+
+async def test_a_limit_is_above_0(policy: PolicyServer, make_file: MakeFile) -> None:
+    with pytest.raises(WrongInput, match="limit must be at least 1, not 0"):
+        await art.finetune.evaluate(make_file(), limit=0)
+    with pytest.raises(WrongInput, match=r"-o eval\.general\.dataset\.limit: must be greater than or equal to 1"):
+        await art.finetune.run(make_file(), {"eval.general.dataset.limit": 0})
     assert not policy.requests
 
 
@@ -148,8 +157,7 @@ def test_the_gate_is_the_lower_end_of_the_interval(
 ) -> None:
     async def evaluate(*_: Any, limit: int | None, **__: Any) -> Any:
         rewards = [0.0, 1.0] * 20 if limit is None else [1.0]
-        estimate = art.estimates.estimate(rewards)
-        return art.Evaluation("demo/agent@1", 1, estimate, tuple(rewards), len(rewards), 0, {}, [])
+        return art.Evaluation("demo/agent@1", 1, estimate(rewards), tuple(rewards), len(rewards), 0, {}, [])
 
     monkeypatch.setattr("art.finetune.evaluating.evaluate", evaluate)
     ended = 0
@@ -209,6 +217,8 @@ async def test_an_evaluation_is_compared_with_earlier_results(
     await art.finetune.evaluate(file, compare="before.jsonl")
     assert "difference 1 (95% 1 to 1, n=4); rows: 0 worse, 4 better" in capfd.readouterr().err
     assert "4 better" in (folder / "out" / "eval.html").read_text()
+    await art.finetune.evaluate(file, compare="before.jsonl", ids=["row 2"])
+    assert "rows: 0 worse, 1 better, 0 equal, 0 in one only" in capfd.readouterr().err
 
 
 async def test_the_results_of_a_baseline_are_compared_too(folder: Path, make_file: MakeFile) -> None:
@@ -357,6 +367,13 @@ async def test_wrong_labels_are_named_before_the_server_is_asked(
     with pytest.raises(WrongInput, match=words):
         await art.finetune.measure_agreement(make_file(), name)
     assert not policy.requests
+
+
+def test_flags_that_need_a_policy_are_refused_beside_labels(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_eval(parsed("eval", "f.yml", "--labels", "l.jsonl", "--step", "3", "--validation-dataset", "v.csv"))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "art: --labels asks no policy: leave out --step, --validation_dataset\n"
 
 
 # --- sampling -----------------------------------------------------------------------------------------------------

@@ -30,6 +30,8 @@ summary { cursor: pointer; font-weight: 600; margin-top: 2rem; }
   [data-of]::before { content: attr(data-of); color: var(--muted); }
 }
 """
+KINDS = ("worse", "better", "equal", "in one only")
+"""What a row can be in the later evaluation."""
 MAX_CHARACTERS = 4_000
 """The longest output that the page shows of a rollout."""
 
@@ -52,21 +54,22 @@ class Comparison:
         return f"Comparison({second}: reward {after}; {first}: reward {before}; difference {self.difference}; rows: {counts})"
 
     def rows(self, kind: str) -> list[str]:
-        """The ids of the rows that are "worse", "better", "equal" or "in one only", the largest difference first."""
-        changes: dict[str, float] = {}
-        for row, (before, after) in self.by_row.items():
-            change = None if before is None or after is None else after - before
-            if KINDS[kind](change):
-                changes[row] = abs(change or 0.0)
-        return sorted(changes, key=lambda row: -changes[row])
+        """The ids of the rows of a kind (`KINDS`), the largest difference first."""
+        changes = {row: _change(*rewards) for row, rewards in self.by_row.items()}
+        rows = [row for row, change in changes.items() if _kind(change) == kind]
+        return sorted(rows, key=lambda row: -abs(changes[row] or 0.0))
 
 
-KINDS: dict[str, Any] = {
-    "worse": lambda change: change is not None and change < 0,
-    "better": lambda change: change is not None and change > 0,
-    "equal": lambda change: change == 0,
-    "in one only": lambda change: change is None,
-}
+def _change(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before
+
+
+def _kind(change: float | None) -> str:
+    if change is None:
+        return "in one only"
+    if change == 0:
+        return "equal"
+    return "better" if change > 0 else "worse"
 
 
 def compare(before: Sequence[ResultRecord], after: Sequence[ResultRecord]) -> Comparison:
@@ -79,7 +82,7 @@ def compare(before: Sequence[ResultRecord], after: Sequence[ResultRecord]) -> Co
     if first.keys().isdisjoint(second):
         raise WrongInput(["the two evaluations have no row in common: compare evaluations of the same data set"])
     by_row = {row: (first.get(row), second.get(row)) for row in dict.fromkeys([*second, *first])}
-    changes = [new - old for old, new in by_row.values() if old is not None and new is not None]
+    changes = [change for rewards in by_row.values() if (change := _change(*rewards)) is not None]
     names = before[0].model, after[0].model
     if names[0] == names[1]:
         names = f"{names[0]} (before)", names[1]
@@ -150,10 +153,8 @@ def _row(
 ) -> str:
     known = [*records[0].get(row, []), *records[1].get(row, [])][0]
     expected = "" if known.answer is None else f'<div class="muted">expected: {_text(_shown(known.answer))}</div>'
-    before, after = rewards = comparison.by_row[row]
-    looks = ["", ""]
-    if before is not None and after is not None and before != after:
-        looks[1] = "better" if after > before else "worse"
+    rewards = comparison.by_row[row]
+    looks = "", _kind(_change(*rewards))
     cells = [
         f'<td data-of="{_text(name)}">{_cell(reward, look, side.get(row, []))}</td>'
         for name, reward, look, side in zip(comparison.names, rewards, looks, records, strict=True)

@@ -96,6 +96,9 @@ async def evaluate(
         earlier = earlier or [record for record in recorder.records if _is_of(other, record)]
     write_whole(finetuning.output_dir / FILE, to_json(figures))
     if earlier is not None:
+        if limit is not None or ids:
+            chosen = {row.id for row in rows}
+            earlier = [record for record in earlier if record.id in chosen]
         page = finetuning.output_dir / PAGE_FILE
         comparison = compare_results(earlier, of_step)
         write_page(page, comparison, earlier, of_step)

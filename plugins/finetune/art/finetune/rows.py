@@ -97,8 +97,10 @@ def select(rows: Sequence[DatasetRow], ids: Sequence[str], limit: int | None) ->
     """The rows with these ids, or all rows without ids; of them the first `limit`.
 
     Raises:
-        ValueError: no row has one of the ids.
+        ValueError: no row has one of the ids, or the limit is below 1.
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, not {limit}")
     known = {row.id for row in rows}
     for row_id in ids:
         if row_id not in known:
@@ -183,8 +185,8 @@ def _content(message: Mapping[str, Any]) -> str:
     content: Any = message.get("content")
     if not isinstance(content, list):
         return _text(content)
-    parts = cast("list[Any]", content)
-    return "\n".join(str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part)
+    parts = [cast("dict[str, Any]", part) for part in cast("list[Any]", content) if isinstance(part, dict)]
+    return "\n".join(str(part["text"]) for part in parts if "text" in part)
 
 
 def _text(value: Any) -> str:
