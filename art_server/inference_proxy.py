@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from art_protocol.sampling import Sampling
+from art_protocol.sampling import AGENTS_OWN, Sampling
 from art_protocol.tracking import Span, Tracer, link_of
 from art_server.engine.engine import Engine
 from art_server.engine.fleet import Fleet
@@ -46,7 +46,7 @@ class InferenceRequest:
     only_model: str | None
     """The only model ("PROJECT/NAME") that the caller may use; None: any."""
     session: str | None
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = AGENTS_OWN
     """The sampling parameters of the session, which win over the body's."""
     pinned_step: str | None = None
     """What the name of a trainable model without a step means: a step, or "base". None: the newest."""
@@ -189,7 +189,7 @@ class Proxy:
                 self.refused_names.add(inference.owner, inference.session, inference.requested_model)
             raise
         inference.model, inference.step = resolved.model, resolved.step
-        if resolved.model is not None or inference.sampling.base:
+        if inference.sampling is not AGENTS_OWN and (resolved.model is not None or inference.sampling.base):
             set_sampling(inference)
         self._base.is_wanted = True
         if resolved.model is None:

@@ -30,6 +30,8 @@ class Sampling(BaseModel):
         return self.model_dump(exclude={"base"}, exclude_none=True)
 
 
+AGENTS_OWN = Sampling()
+"""No parameters: the agent's own are those of its requests."""
 PARAMETERS = tuple(name for name in Sampling.model_fields if name != "base")
 
 
@@ -66,5 +68,7 @@ def read(name: str) -> tuple[str, Sampling]:
         ValueError: an unknown name or a wrong value, in one sentence.
     """
     session, *parts = name.split(MARK)
+    if not parts:
+        return session, AGENTS_OWN
     pairs = (part.partition("=") for part in parts if part)
     return session, checked({key: value for key, _, value in pairs})

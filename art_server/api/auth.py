@@ -12,7 +12,7 @@ limits of requests (docs/howto/proxy.md).
 
 import contextlib
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Protocol
 from urllib.parse import urlsplit
 
@@ -21,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art_protocol import sampling
-from art_protocol.sampling import Sampling
+from art_protocol.sampling import AGENTS_OWN, Sampling
 from art_protocol.wire import SESSION_HEADER, Health
 from art_server.api.error_responses import answer
 from art_server.api.keys import Keys
@@ -56,7 +56,7 @@ class Caller:
     """None: every project."""
     session: str | None = None
     """The session that the request names."""
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = AGENTS_OWN
     """The sampling parameters behind the session's name."""
     model_id: str | None = None
     """The only model ("PROJECT/NAME") that the key may use; None: any."""

@@ -111,6 +111,21 @@ def test_flags_set_the_file_and_overrides_win(asked: list[Any]) -> None:
     ]
 
 
+def test_a_data_set_of_the_hub_replaces_a_file(asked: list[Any], folder: Path) -> None:
+    run_finetune(parsed("finetune", "f.yml", "--dataset", "hub:openai/gsm8k/main:test", "--limit", "2", "--id", "7"))
+    file, overrides, _ = asked
+    assert file == "f.yml"
+    config = check(of_dict(finetune_file({"url": "http://localhost:1"}), list(overrides.items())))
+    dataset = config.eval.general.dataset
+    assert (dataset.type, dataset.name, dataset.subset, dataset.split) == ("hub", "openai/gsm8k", "main", "test")
+    assert (dataset.file_path, dataset.limit, dataset.ids) == (None, 2, ["7"])
+    asked.clear()
+    needed = ("--reward", "agent.py:score", "--base_model", "art/tiny")
+    run_finetune(parsed("finetune", "agent.py:answer", "--dataset", "hub:openai/gsm8k", *needed))
+    file, overrides, _ = asked
+    assert check(of_dict(file, list(overrides.items()))).eval.general.dataset.name == "openai/gsm8k"
+
+
 def test_a_function_needs_no_file(asked: list[Any], folder: Path) -> None:
     (folder / "rows.csv").write_text("question\nwhy\n")
     flags = (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 import art
 import art.finetune
@@ -23,6 +24,7 @@ from tests.fakes.server import Answer, FakeServer, Request
 
 pytestmark = pytest.mark.anyio
 
+DOCS = (Path(__file__).parents[3] / "docs" / "finetune.md").read_text()
 MakeFile = Callable[..., dict[str, Any]]
 
 
@@ -103,15 +105,11 @@ async def test_a_function_gets_the_messages_of_a_chat_row(
 ) -> None:
     rows = [{"messages": [*CHAT, {"role": "assistant", "content": "yes"}]}, {"messages": CHAT[1:], "answer": "yes"}]
     (folder / "rows.json").write_text(json.dumps(rows))
-    code = """
-        async def chat(messages):
-            async with AsyncOpenAI() as client:
-                completion = await client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
-            return completion.choices[0].message.content
-    """
+    code = DOCS.partition("### Chat rows")[2].partition("```python\n")[2].partition("```")[0]
     policy.answer = lambda question, number: "yes"
     exact = {"reward": {"_type": "exact_match"}}
-    evaluation = await art.finetune.evaluate(make_file(code, workflow___type="agent.py:chat", eval__evaluators=exact))
+    (folder / "chat.py").write_text(f"import os\nfrom openai import AsyncOpenAI\n{code}")
+    evaluation = await art.finetune.evaluate(make_file(workflow___type="chat.py:answer", eval__evaluators=exact))
     assert sorted(len(body["messages"]) for body in policy.asked) == [1, 2] and evaluation.reward.mean == 1.0
     with pytest.raises(
         WrongInput, match=r"row 1 has 2 messages, and agent\.py:answer gets only the last question: give it"
@@ -299,6 +297,16 @@ async def test_a_judge_scores_one_answer_and_shows_its_prompt(
     policy.answer = lambda question, number: ("yes", "no")[number % 2]
     await art.finetune.run(file, {"finetuning.num_epochs": 1})
     assert len(policy.trained) == 1
+
+
+async def test_the_judge_of_the_page_is_a_section_of_a_file(
+    judge: JudgeServer, folder: Path, make_file: MakeFile, policy: PolicyServer
+) -> None:
+    text = DOCS.partition("**A judge**")[2].partition("```yaml\n")[2].partition("```")[0]
+    (folder / "rubric.md").write_text("Only yes is right.")
+    evaluators = YAML(typ="safe").load(text.replace("http://localhost:8000", judge.url))["eval"]["evaluators"]
+    await art.finetune.evaluate(make_file(eval__evaluators=evaluators), limit=1)
+    assert "Only yes is right." in judge.requests[0].body.decode() and len(policy.asked) == 1
 
 
 async def test_a_judge_that_is_slow_fails_the_rollout(judge: JudgeServer, make_file: MakeFile) -> None:
