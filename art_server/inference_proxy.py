@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from art_protocol.sampling import AGENTS_OWN, Sampling
 from art_protocol.tracking import Span, Tracer, link_of
 from art_server.engine.engine import Engine
 from art_server.engine.fleet import Fleet
@@ -45,6 +46,8 @@ class InferenceRequest:
     only_model: str | None
     """The only model ("PROJECT/NAME") that the caller may use; None: any."""
     session: str | None
+    sampling: Sampling = AGENTS_OWN
+    """The sampling parameters of the session, which win over the body's."""
     pinned_step: str | None = None
     """What the name of a trainable model without a step means: a step, or "base". None: the newest."""
     requested_at: int | None = None
@@ -123,6 +126,19 @@ class RefusedNames:
         return dict(self._names.get((owner, session), {}))
 
 
+MAX_TOKENS_FIELDS: Mapping[str, str] = {"responses": "max_output_tokens"}
+"""The field with the largest number of tokens, by API. The other APIs have `max_tokens`."""
+
+
+def set_sampling(inference: InferenceRequest) -> None:
+    """Sets the sampling parameters of the session in the body of a request."""
+    for name, value in inference.sampling.parameters.items():
+        field_name = MAX_TOKENS_FIELDS.get(inference.api, name) if name == "max_tokens" else name
+        inference.body[field_name] = value
+        if name == "max_tokens":
+            inference.body.pop("max_completion_tokens", None)  # chat's other name of the same limit, which would win
+
+
 class EngineLost(Unavailable):
     """The engine ended during a request."""
 
@@ -173,6 +189,8 @@ class Proxy:
                 self.refused_names.add(inference.owner, inference.session, inference.requested_model)
             raise
         inference.model, inference.step = resolved.model, resolved.step
+        if inference.sampling is not AGENTS_OWN and (resolved.model is not None or inference.sampling.base):
+            set_sampling(inference)
         self._base.is_wanted = True
         if resolved.model is None:
             assert base_name is not None, "only a loaded base resolves to no model"

@@ -13,7 +13,7 @@ client does not parse any requests.
 import logging
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import Token
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -23,6 +23,7 @@ from art.async_only import AsyncOnly
 from art.core.model import TrainableModel
 from art.scopes import Scope, current_scope
 from art.trajectories import History, Trajectory
+from art_protocol import sampling as session_sampling
 from art_protocol.wire import NAME_PATTERN, NAME_RULE, SESSION_HEADER, UNNAMED_SECONDS, SessionReply
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,28 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 
-def rollout(model: TrainableModel, session: str | None = None) -> "Rollout":
+def rollout(
+    model: TrainableModel, session: str | None = None, *, sampling: Mapping[str, float] | None = None
+) -> "Rollout":
     """A scope for `async with` in which an agent's requests are captured; see `Rollout`.
 
     `session` is the rollout's name on the server: letters, digits, '.', '_' and '-'. A name that was used before continues
-    the earlier rollout. None: a new name.
+    the earlier rollout. None: a new name. `sampling` has temperature, top_p and max_tokens of the agent's requests to trainable
+    models. They win over the agent's own.
     """
-    return Rollout(model, session)
+    return Rollout(model, session, sampling)
+
+
+def session_with_sampling(model: TrainableModel, session: str, sampling: Mapping[str, float] | None) -> str:
+    """The name under which requests of a session reach the server, with sampling parameters.
+
+    Raises:
+        ValueError: a parameter is unknown, or its value is out of range.
+    """
+    if not sampling:
+        return session
+    is_base = model.get_inference_name() == model.base_model
+    return session_sampling.write(session, session_sampling.checked({**sampling, "base": is_base}))
 
 
 class Rollout(AsyncOnly):
@@ -50,7 +66,7 @@ class Rollout(AsyncOnly):
     needs neither.
     """
 
-    def __init__(self, model: TrainableModel, session: str | None) -> None:
+    def __init__(self, model: TrainableModel, session: str | None, sampling: Mapping[str, float] | None = None) -> None:
         if session is not None and not re.fullmatch(NAME_PATTERN, session):
             raise ValueError(f"session {session!r} becomes a part of URLs: {NAME_RULE}")
         model.backend()  # raises for a model that is not registered
@@ -59,6 +75,8 @@ class Rollout(AsyncOnly):
         link = self._span.link if self._span is not None else None
         # With a span's link as its name, the server's spans of the requests are this span's children (`tracking.link_of`).
         self.session = session or link or uuid.uuid4().hex
+        self.session_in_requests = session_with_sampling(model, self.session, sampling)
+        """The session's name with the sampling parameters, as the agent's requests name the session."""
         self._token: Token[Scope | None] | None = None
 
     @property
@@ -69,16 +87,16 @@ class Rollout(AsyncOnly):
     @property
     def root_url(self) -> str:
         """The base URL for Anthropic's clients: `base_url` without "/v1"."""
-        return f"{self.model.backend().base_url}/s/{self.session}"
+        return f"{self.model.backend().base_url}/s/{self.session_in_requests}"
 
     @property
     def api_key(self) -> str:
         """The API key, with the session's name: "KEY::SESSION"."""
-        return f"{self.model.inference_api_key or 'default'}::{self.session}"
+        return f"{self.model.inference_api_key or 'default'}::{self.session_in_requests}"
 
     def openai_client(self) -> "AsyncOpenAI":
         """The model's OpenAI client, bound to this session even outside the scope."""
-        headers = {SESSION_HEADER: self.session}
+        headers = {SESSION_HEADER: self.session_in_requests}
         if self._span is not None and self._span.link is not None:
             # 01: sampled (W3C trace context). A span that is not sampled has no link.
             headers["traceparent"] = f"00-{self._span.link}-01"
@@ -142,7 +160,7 @@ class Rollout(AsyncOnly):
         return f"session {self.session} has no answer of {name} that can be trained: {'; '.join(facts)}. {remedy}"
 
     async def __aenter__(self) -> Self:
-        self._token = current_scope.set(Scope(self.session))
+        self._token = current_scope.set(Scope(self.session_in_requests))
         if self._span is not None:
             self._span.__enter__()
         return self

@@ -20,6 +20,8 @@ from fastapi import Depends, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from art_protocol import sampling
+from art_protocol.sampling import AGENTS_OWN, Sampling
 from art_protocol.wire import SESSION_HEADER, Health
 from art_server.api.error_responses import answer
 from art_server.api.keys import Keys
@@ -54,6 +56,8 @@ class Caller:
     """None: every project."""
     session: str | None = None
     """The session that the request names."""
+    sampling: Sampling = AGENTS_OWN
+    """The sampling parameters behind the session's name."""
     model_id: str | None = None
     """The only model ("PROJECT/NAME") that the key may use; None: any."""
 
@@ -147,7 +151,7 @@ class Authentication:
             return STRANGER
         caller = self._identify(path, headers, presented)
         if named := session or headers.get(SESSION_HEADER) or key_session:
-            return replace(caller, session=check_name(named, "session"))
+            return _in_session(caller, named)
         if identifier := headers.get(FOREIGN_SESSION_HEADER):
             return replace(caller, session=session_of(identifier))
         return caller
@@ -216,6 +220,15 @@ class Authentication:
                 "requests from other web origins are refused without API keys: configure --api-key",
                 code="foreign_origin",
             )
+
+
+def _in_session(caller: Caller, named: str) -> Caller:
+    """The caller in a session, with the sampling parameters behind the session's name."""
+    try:
+        session, parameters = sampling.read(named)
+    except ValueError as error:
+        raise InvalidInput(str(error), code="invalid_sampling", param="session") from error
+    return replace(caller, session=check_name(session, "session"), sampling=parameters)
 
 
 def host_name(address: str) -> str | None:

@@ -29,6 +29,8 @@ class FakeVllm:
         """For so many requests it dies while it answers, and is back afterwards."""
         self.is_dead = False
         """It died in its last request."""
+        self.chats: list[dict[str, Any]] = []
+        """The bodies of the requests to /v1/chat/completions."""
         self.responses: list[dict[str, Any]] = []
         """The bodies of the requests to /v1/responses."""
         self._site: web.AppRunner | None = None
@@ -96,6 +98,7 @@ class FakeVllm:
 
     async def _chat(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self.chats.append(body)
         is_stream = body.get("stream", False)
         if self.num_dying:
             self.num_dying -= 1

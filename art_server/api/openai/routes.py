@@ -172,6 +172,7 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
         projects=caller.projects,
         only_model=caller.model_id,
         session=caller.session,
+        sampling=caller.sampling,
         pinned_step=request.headers.get(STEP_HEADER),
         requested_at=arrived_at,
         traceparent=request.headers.get("traceparent"),

@@ -17,18 +17,20 @@ from typing import Any
 
 EXIT_CODES = """\
 exit codes: 0 trained, or complete already; 1 rollouts or training failed; 2 wrong file, data or flag; 3 no epoch had a group
-with signal; 4 no server; 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP"""
+with signal; 4 no server; 5 below --at_least; 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP"""
 SIGNALLED = 128
 """The exit code of a stopped command is this number plus the signal's number, as in shells."""
 LEAVE_SECONDS = 5.0
 """The limit for the end of the loop, and then for the end of the process."""
+DATASET = "eval.general.dataset"
 OF_FILES = {
-    "dataset": "eval.general.dataset.file_path",
     "validation_dataset": "finetuning.validation.dataset",
     "validation_interval": "finetuning.validation.interval",
     "num_epochs": "finetuning.num_epochs",
     "rows_per_step": "finetuning.rows_per_step",
     "output_dir": "finetuning.output_dir",
+    "limit": f"{DATASET}.limit",
+    "id": f"{DATASET}.ids",
 }
 """Flags that set a field of a file."""
 OF_FUNCTIONS = {
@@ -44,6 +46,8 @@ NEEDED = ("dataset", "reward", "base_model")
 """Flags that a command without a file needs."""
 
 
+OF_ROLLOUTS = ("step", "baseline", "reps", "results", "compare", "validation_dataset")
+"""Flags of `art eval` that have no effect on given answers."""
 REFUSED = {
     "endpoint": "the workflow runs in this process: one behind HTTP is a function that passes the rollout's address on "
     "(docs/finetune.md, Workflows)",
@@ -70,7 +74,13 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     )
     finetune.add_argument("target", nargs="?", metavar="FILE", help="a YAML file, or path/file.py:function")
     _add_flag(finetune, "config_file", metavar="FILE", help="the same as FILE")
-    _add_flag(finetune, "dataset", type=Path, metavar="FILE", help="rows to train on: json, jsonl, csv or parquet")
+    _add_flag(
+        finetune,
+        "dataset",
+        type=Path,
+        metavar="FILE",
+        help="rows to train on: json, jsonl, csv, parquet, or hub:OWNER/NAME[/SUBSET][:SPLIT]",
+    )
     _add_flag(finetune, "validation_interval", metavar="EPOCHS", type=float, help="epochs between two validations (5)")
     _add_flag(finetune, "num_epochs", metavar="N", type=int, help="passes over the rows (a function: 10)")
     _add_flag(finetune, "rows_per_step", metavar="N", type=int, help="rows that a step trains (all)")
@@ -97,9 +107,23 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     evaluate.add_argument("--step", metavar="K", help="a number, best or base (default: the newest)")
     evaluate.add_argument("--baseline", metavar="K", help="compare with this step, in pairs")
     evaluate.add_argument("--reps", metavar="N", type=int, help="rollouts of each row")
+    _add_flag(
+        evaluate,
+        "at_least",
+        metavar="X",
+        type=float,
+        help="fail unless the lower end of the 95%% interval is at least X",
+    )
+    evaluate.add_argument("--results", metavar="FILE", help="rollouts as JSONL (default: eval_results.jsonl)")
+    evaluate.add_argument("--compare", metavar="FILE", help="show the differences from these results in eval.html")
+    evaluate.add_argument("--labels", metavar="FILE", help="compare the reward with labels of given answers")
     evaluate.set_defaults(run=run_eval)
     for parser in (finetune, evaluate):
         _add_flag(parser, "validation_dataset", type=Path, metavar="FILE", help="rows to evaluate on")
+        parser.add_argument("--limit", metavar="N", type=int, help="only the first N rows")
+        parser.add_argument(
+            "--id", metavar="ID", action="append", help="only the row with this id; several times: these rows"
+        )
         parser.add_argument(
             *("-o", "--override"),
             nargs=2,
@@ -164,16 +188,30 @@ def _is_set(flags: argparse.Namespace, name: str) -> bool:
 
 
 def run_eval(flags: argparse.Namespace) -> None:
-    """Runs `art eval`. Ends the process unless the evaluation succeeds."""
-    from art.finetune import evaluating
+    """Runs `art eval`. Ends the process unless the evaluation succeeds, and is not below `--at_least`."""
 
-    async def call() -> None:
-        overrides = [*_overrides_from(flags, {"validation_dataset": OF_FILES["validation_dataset"]}), *flags.override]
-        steps = {"step": flags.step, "baseline": flags.baseline}
+    _end(_evaluate(flags))
+
+
+async def _evaluate(flags: argparse.Namespace) -> None:
+    from art.finetune import evaluating, results
+    from art.finetune.errors import WrongInput
+
+    if flags.labels is not None and (unused := [name for name in OF_ROLLOUTS if getattr(flags, name) is not None]):
+        raise WrongInput([f"--labels asks no policy: leave out {', '.join(f'--{name}' for name in unused)}"])
+    overrides = [*_overrides_from(flags, {"validation_dataset": OF_FILES["validation_dataset"]}), *flags.override]
+    rows: dict[str, Any] = {"limit": flags.limit, "ids": flags.id or []}
+    if flags.labels is not None:
+        agreement = await evaluating.measure_agreement(flags.target, flags.labels, overrides, **rows)
+        printed, measured, what = agreement, agreement.share, "the agreement"
+    else:
+        steps = {"step": flags.step, "baseline": flags.baseline, "reps": flags.reps}
+        files = {"results": flags.results, "compare": flags.compare}
         with _typed_flags(flags):
-            print(await evaluating.evaluate(flags.target, overrides, **steps, reps=flags.reps))
-
-    _end(call())
+            evaluation = await evaluating.evaluate(flags.target, overrides, **steps, **rows, **files)
+        printed, measured, what = evaluation, evaluation.reward, f"the reward of {evaluation.name}"
+    print(printed)
+    results.check_at_least(what, measured, flags.at_least)
 
 
 def _end(call: Coroutine[Any, Any, None]) -> None:
@@ -281,13 +319,14 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
         WrongInput: flags are missing, or do not fit each other.
     """
     from art.finetune.errors import WrongInput
+    from art.finetune.reading import dataset_of_text
 
     if flags.sweep and flags.check:
         raise WrongInput(["--check checks one run: leave --sweep out"])
     if (flags.target is None) == (flags.config_file is None):
         raise WrongInput(["give one file: art finetune FILE, or art finetune agent.py:function --dataset FILE ..."])
     target: str = flags.target or flags.config_file
-    overrides = [*_overrides_from(flags, OF_FILES), *flags.override]
+    overrides = [*_dataset(flags), *_overrides_from(flags, OF_FILES), *flags.override]
     if ":" not in target or Path(target).exists():
         if misplaced := [f"--{name}" for name in OF_FUNCTIONS if _is_set(flags, name)]:
             raise WrongInput(
@@ -306,7 +345,7 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
     file: dict[str, Any] = {
         "workflow": {"_type": target},
         "eval": {
-            "general": {"max_concurrency": 32, "dataset": {"_type": kind}},
+            "general": {"max_concurrency": 32, "dataset": dataset_of_text(flags.dataset)},
             "evaluators": {"reward": {}},
         },
         "trajectory_builders": {"builder": {"_type": "openpipe_art_traj_builder", "num_generations": 8}},
@@ -341,6 +380,18 @@ def _without_sweeps(arguments: Sequence[str]) -> list[str]:
         elif not equals:
             next(rest)
     return words
+
+
+def _dataset(flags: argparse.Namespace) -> list[tuple[str, Any]]:
+    """The fields of the training data set that `--dataset` sets. A file keeps the file's own kind."""
+    from art.finetune.reading import dataset_of_text
+
+    if flags.dataset is None:
+        return []
+    section = dataset_of_text(flags.dataset)
+    if section["_type"] != "hub":
+        return [(f"{DATASET}.file_path", flags.dataset)]
+    return [(f"{DATASET}.file_path", None), *((f"{DATASET}.{name}", value) for name, value in section.items())]
 
 
 def _overrides_from(flags: argparse.Namespace, fields: dict[str, str]) -> list[tuple[str, Any]]:

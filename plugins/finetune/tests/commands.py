@@ -1,10 +1,13 @@
 """`art finetune` and `art eval` as processes, beside a server in the test's own loop."""
 
+import argparse
 import asyncio
 import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from art_finetune.commands import add_commands
 
 CODE = """
 import sys
@@ -30,3 +33,10 @@ async def end(process: asyncio.subprocess.Process) -> tuple[int, str]:
     _, errors = await process.communicate()
     assert process.returncode is not None
     return process.returncode, errors.decode()
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    """The flags of a command line."""
+    parser = argparse.ArgumentParser()
+    add_commands(parser.add_subparsers(dest="command"))
+    return parser.parse_args(arguments)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from art_protocol.sampling import read
 from tests.fakes.server import Answer, FakeArt, Request
 
 IN_PATH = re.compile(r"^/s/([^/]+)/v1/chat/completions$")
@@ -79,7 +80,8 @@ class PolicyServer(FakeArt):
         self.text = self.answer(question, self._counts[question])
         self._counts[question] += 1
         match = IN_PATH.match(request.path)
-        session = match[1] if match else request.headers.get("x-art-session")
+        named = match[1] if match else request.headers.get("x-art-session")
+        session, asked["sampling"] = (None, {}) if named is None else read(named)
         body = super()._completion(request)
         body["choices"][0]["finish_reason"] = self.finish_reason
         if session is None:

@@ -1,6 +1,5 @@
 """The commands, as processes."""
 
-import argparse
 import contextlib
 import io
 import json
@@ -15,8 +14,9 @@ import pytest
 from art.finetune import FinetuneError, NoServer, NoSignal
 from art.finetune.checking import check
 from art.finetune.reading import of_dict
-from art.finetune.rows import STRUCTURE, load_rows
-from art_finetune.commands import add_commands, continuing_command, run_finetune
+from art.finetune.rows import load_rows
+from art_finetune.commands import continuing_command, run_finetune
+from plugins.finetune.tests.commands import parsed
 from tests.makers.finetune_file import finetune_file
 
 MISSING = "import sys; sys.modules.update(dict.fromkeys(['ruamel', 'ruamel.yaml', 'matplotlib'])); "
@@ -32,12 +32,6 @@ def test_without_its_packages_the_extra_is_named() -> None:
     code = MISSING + "from art_watch.terminal.cli import main; main(['finetune', 'x.yml'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "agent-reinforcement-trainer[finetune]" in done.stderr
-
-
-def parsed(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers(dest="command"))
-    return parser.parse_args(arguments)
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +110,21 @@ def test_flags_set_the_file_and_overrides_win(asked: list[Any]) -> None:
         },
         False,
     ]
+
+
+def test_a_data_set_of_the_hub_replaces_a_file(asked: list[Any], folder: Path) -> None:
+    run_finetune(parsed("finetune", "f.yml", "--dataset", "hub:openai/gsm8k/main:test", "--limit", "2", "--id", "7"))
+    file, overrides, _ = asked
+    assert file == "f.yml"
+    config = check(of_dict(finetune_file({"url": "http://localhost:1"}), list(overrides.items())))
+    dataset = config.eval.general.dataset
+    assert (dataset.type, dataset.name, dataset.subset, dataset.split) == ("hub", "openai/gsm8k", "main", "test")
+    assert (dataset.file_path, dataset.limit, dataset.ids) == (None, 2, ["7"])
+    asked.clear()
+    needed = ("--reward", "agent.py:score", "--base_model", "art/tiny")
+    run_finetune(parsed("finetune", "agent.py:answer", "--dataset", "hub:openai/gsm8k", *needed))
+    file, overrides, _ = asked
+    assert check(of_dict(file, list(overrides.items()))).eval.general.dataset.name == "openai/gsm8k"
 
 
 def test_a_function_needs_no_file(asked: list[Any], folder: Path) -> None:
@@ -198,7 +207,7 @@ def test_a_wrong_value_names_the_flag_that_was_typed(
 def test_the_flag_that_names_a_column_helps(folder: Path) -> None:
     (folder / "own.csv").write_text("ticket,answer\nwhy,1\n")
     file = finetune_file({}, "own.csv")
-    overrides = [(f"{STRUCTURE}.question_key", "ticket")]
+    overrides = [("eval.general.dataset.structure.question_key", "ticket")]
     (row,) = load_rows(check(of_dict(file, overrides)).eval.general.dataset).rows
     assert row.question == "why"
 

@@ -114,7 +114,7 @@ async def test_the_lora_of_a_new_model_can_be_set(policy: PolicyServer, make_fil
         await art.finetune.run(file, overrides)
 
 
-LLMS = {"policy": {"_type": "openai", "model_name": "agent", "temperature": 0.3, "max_tokens": 5}}
+LLMS = {"policy": {"_type": "openai", "model_name": "agent", "temperature": 0.3, "top_k": 5, "stop": "."}}
 
 
 @pytest.mark.parametrize("has_llms", [True, False])
@@ -126,7 +126,7 @@ async def test_parameters_that_a_workflow_does_not_see_are_named(
             return await answer(question)
     """
     await art.finetune.run(make_file(code, llms=LLMS, workflow___type="agent.py:asks"))
-    assert ("llms.policy.temperature, llms.policy.max_tokens" in capfd.readouterr().err) is not has_llms
+    assert ("without effect here: llms.policy.top_k, llms.policy.stop:" in capfd.readouterr().err) is not has_llms
 
 
 async def test_variables_have_types_in_fields_that_the_harness_does_not_know(

@@ -1,5 +1,6 @@
 """Data sets: what becomes of rows, and broken files."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from art.finetune.errors import WrongInput
+from art.finetune.reading import dataset_of_text
 from art.finetune.rows import DatasetRow, load_rows
 from art.finetune.sections import DatasetSection
 
@@ -118,8 +120,90 @@ def test_without_structure_the_question_is_the_row() -> None:
 
 
 def test_a_question_that_is_no_text_becomes_json() -> None:
-    loaded = load_rows(written("a.jsonl", '{"question": [{"role": "user", "content": "hi"}]}\n{"question": 5}\n'))
-    assert [row.question for row in loaded.rows] == ['[{"role": "user", "content": "hi"}]', "5"]
+    loaded = load_rows(written("a.jsonl", '{"question": {"city": "Rome"}}\n{"question": 5}\n'))
+    assert [row.question for row in loaded.rows] == ['{"city": "Rome"}', "5"]
+
+
+SYSTEM, ASKED = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}
+ANSWERED = {"role": "assistant", "content": "hello"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": "x"}}]}
+CHATS: list[tuple[dict[str, Any], dict[str, Any], list[Any], Any]] = [
+    ({"messages": [SYSTEM, ASKED, ANSWERED]}, {}, [SYSTEM, ASKED], "hello"),
+    ({"messages": [SYSTEM, ASKED]}, {}, [SYSTEM, ASKED], None),
+    ({"messages": [ASKED, ANSWERED], "answer": "given"}, {}, [ASKED], "given"),
+    ({"messages": [SYSTEM, ASKED, ANSWERED, ASKED, ANSWERED]}, {}, [SYSTEM, ASKED, ANSWERED, ASKED], "hello"),
+    ({"prompt": [ASKED], "answer": 4}, {"structure": {"question_key": "prompt"}}, [ASKED], 4),
+    ({"messages": [ASKED | {"tool_calls": None}]}, {}, [ASKED], None),
+    ({"messages": [PARTS]}, {}, [PARTS], None),
+]
+
+
+@pytest.mark.parametrize(("row", "fields", "messages", "answer"), CHATS)
+def test_chat_rows_are_read_as_they_are(
+    row: dict[str, Any], fields: dict[str, Any], messages: list[Any], answer: Any
+) -> None:
+    (loaded,) = load_rows(written("a.jsonl", json.dumps(row), **fields)).rows
+    assert (loaded.question, loaded.messages, loaded.answer) == ("hi", messages, answer)
+
+
+def test_a_question_is_read_where_rows_have_messages_too() -> None:
+    (row,) = load_rows(written("a.jsonl", json.dumps({"question": "why?", "messages": [ASKED]}))).rows
+    assert (row.question, row.messages) == ("why?", [])
+
+
+def test_chat_rows_of_a_table() -> None:
+    polars = pytest.importorskip("polars")
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    polars.DataFrame({"messages": [[SYSTEM, ASKED, called, SYSTEM]]}).write_parquet("a.parquet")
+    (row,) = load_rows(dataset(_type="parquet", file_path="a.parquet")).rows
+    assert row.messages == [SYSTEM, ASKED, called, SYSTEM]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"limit": 2}, ["a", "b"]),
+        ({"ids": ["3"]}, ["c"]),
+        ({"ids": [3, "1"]}, ["a", "c"]),
+        ({"limit": 9}, ["a", "b", "c"]),
+    ],
+)
+def test_rows_are_chosen_by_number_and_id(fields: dict[str, Any], kept: list[str]) -> None:
+    text = '{"question": "a"}\n{"question": "b"}\n{"question": "c"}\n'
+    assert [row.question for row in load_rows(written("a.jsonl", text, **fields)).rows] == kept
+
+
+def test_data_of_the_hub_are_read_by_the_datasets_library(folder: Path) -> None:
+    pytest.importorskip("datasets")
+    (folder / "saved").mkdir()
+    for split in ("train", "test"):
+        (folder / "saved" / f"{split}.jsonl").write_text(json.dumps({"question": split, "answer": "a"}) + "\n")
+    (row,) = load_rows(dataset(_type="hub", name="./saved", split="test")).rows
+    assert row == DatasetRow("1", "test", "a", {"question": "test", "answer": "a"})
+    with pytest.raises(WrongInput, match=r"\./saved: cannot be read from the hub: .*none.*train"):
+        load_rows(dataset(_type="hub", name="./saved", split="none"))
+
+
+def test_without_the_datasets_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        WrongInput, match="openai/gsm8k: data of the hub need the package datasets: pip install datasets"
+    ):
+        load_rows(dataset(_type="hub", name="openai/gsm8k"))
+
+
+@pytest.mark.parametrize(
+    ("text", "section"),
+    [
+        ("a/b.csv", {"_type": "csv", "file_path": "a/b.csv"}),
+        ("hub:openai/gsm8k", {"_type": "hub", "name": "openai/gsm8k"}),
+        ("hub:squad:validation", {"_type": "hub", "name": "squad", "split": "validation"}),
+        ("hub:o/n/main:train[:5%]", {"_type": "hub", "name": "o/n", "subset": "main", "split": "train[:5%]"}),
+    ],
+)
+def test_a_data_set_can_be_one_text(text: str, section: dict[str, Any]) -> None:
+    assert dataset_of_text(text) == section
+    DatasetSection.model_validate(section)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +244,19 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ("a.csv", "question,answer\na,1\nb,2,3\n", {}, "a.csv: line 3 has 3 values for 2 columns"),
     ("a.csv", 'question,answer\na,1\n"b,2\n', {}, "is not CSV"),
     ("a.csv", "question,question\na,b\n", {}, "a.csv: line 1 has a column twice (question, question)"),
-    ("a.jsonl", '{"prompt": "a", "answer": 1}', {}, "no row has the column 'question'; the columns are prompt, answer"),
+    (
+        "a.jsonl",
+        '{"prompt": "a", "answer": 1}',
+        {},
+        "no row has the column 'question'; the columns are prompt, answer; name one of them with "
+        "`-o eval.general.dataset.structure.question_key COLUMN`",
+    ),
+    ("a.jsonl", '{"question": ["a", "b"]}', {}, "line 1, column 'question' is a list, and no text: a chat row is"),
+    ("a.jsonl", '{"question": "a"}\n{"question": [{"from": "human"}]}', {}, "line 2, column 'question' is a list"),
+    ("a.csv", "question;answer\na;1\n", {}, "line 1 separates its columns with semicolons: save the file with commas"),
+    ("a.csv", "question\tanswer\na, b\t1\n", {}, "line 1 separates its columns with tabs"),
+    ("a.jsonl", '{"id": "one", "question": "a"}', {"ids": ["on"]}, "no row has the id 'on'; did you mean 'one'?"),
+    ("a.jsonl", '{"question": "a"}', {"ids": ["x"]}, "no row has the id 'x'; the first ids are 1"),
     ("a.jsonl", '{"question": "a"}', {"structure": {"question_key": "ask"}}, "no row has the column 'ask'"),
     ("a.jsonl", '{"question": ""}\n{"question": null}', {}, "a.jsonl: all 2 rows have an empty question"),
     (

@@ -50,6 +50,17 @@ async def test_rollout_names_its_session_in_url_and_key(server, model: art.Train
         assert r.api_key == "default::one"
 
 
+async def test_sampling_parameters_go_where_the_sessions_name_goes(server, chat, model: art.TrainableModel):
+    named = "one;temperature=0.5;max_tokens=7"
+    async with art.rollout(model, "one", sampling={"temperature": 0.5, "max_tokens": 7}) as r:
+        assert (r.session, r.base_url, r.api_key) == ("one", f"{server.url}/s/{named}/v1", f"default::{named}")
+        await ask(model.openai_client())
+    await ask(r.openai_client())
+    assert sessions_of(server) == [named, named]
+    with pytest.raises(ValueError, match="sampling has no 'top_k'"):
+        art.rollout(model, sampling={"top_k": 3})
+
+
 async def test_the_key_of_a_session_extends_the_one_that_the_server_wants(server):
     async with art.Backend(server.url, "secret") as backend:
         model = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")

@@ -6,8 +6,9 @@ docs/finetune.md describes the file, the commands, and how to replace a part. `r
 epochs, which is `training.ArtTrainer.run`. `art_finetune` has the commands.
 """
 
-from art.finetune.errors import FinetuneError, NoServer, NoSignal, RolloutFailed, WrongInput
-from art.finetune.evaluating import evaluate
+from art.finetune.agreement import Agreement
+from art.finetune.errors import BelowTarget, FinetuneError, NoServer, NoSignal, RolloutFailed, WrongInput
+from art.finetune.evaluating import evaluate, measure_agreement
 from art.finetune.interfaces import Run, Trainer, TrainerAdapter, TrainingJobStatus, TrajectoryBuilder
 from art.finetune.rollouts import ArtTrajectoryBuilder
 from art.finetune.runs import check, run
@@ -15,9 +16,11 @@ from art.finetune.training import ArtTrainer, ArtTrainerAdapter
 from art.finetune.workflows import function
 
 __all__ = [
+    "Agreement",
     "ArtTrainer",
     "ArtTrainerAdapter",
     "ArtTrajectoryBuilder",
+    "BelowTarget",
     "FinetuneError",
     "NoServer",
     "NoSignal",
@@ -31,5 +34,6 @@ __all__ = [
     "check",
     "evaluate",
     "function",
+    "measure_agreement",
     "run",
 ]

@@ -5,8 +5,8 @@ import hashlib
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Coroutine, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import art
 from art.errors import error_text
@@ -18,12 +18,22 @@ from art.finetune.scoring import Reward
 from art.finetune.sections import LLM
 from art.finetune.toolkit import innermost_function
 from art.finetune.workflows import WORKFLOW, Call, Workflow, addresses
-from art.sessions import NO_REQUEST
+from art.sessions import NO_REQUEST, session_with_sampling
 from art_protocol.wire import FailureBody
 
 OTHER = ".other"
 """The ending of the name of the second session."""
 REASON_CHARACTERS = 300
+
+
+class Played(NamedTuple):
+    """A rollout with its reward."""
+
+    trajectory: art.Trajectory
+    output: Any
+    """What the workflow returned."""
+    reasons: dict[str, str]
+    """Why evaluators gave their scores, by evaluator."""
 
 
 Kept = Callable[
@@ -48,12 +58,18 @@ class Agent:
     timeout_seconds: float
     is_seeded: bool
     """Whether a request without a seed gets a seed."""
+    sampling: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The policy's sampling parameters, which win over those of the workflow's requests."""
 
     async def play(
         self, model: art.TrainableModel, row: DatasetRow, session: str, seed: int
     ) -> tuple[art.Trajectory, Any]:
-        """The trajectory of a rollout with its reward, and the workflow's output. metrics["untrained_answers"] counts answers to
-        other functions.
+        """The trajectory of a rollout with its reward, and the workflow's output; see `play_with_reasons`."""
+        trajectory, output, _ = await self.play_with_reasons(model, row, session, seed)
+        return trajectory, output
+
+    async def play_with_reasons(self, model: art.TrainableModel, row: DatasetRow, session: str, seed: int) -> Played:
+        """A rollout with its reward. metrics["untrained_answers"] counts answers to other functions.
 
         Raises:
             Exception: the workflow or an evaluator failed, took too long, or asked for no answer that can be trained.
@@ -63,13 +79,13 @@ class Agent:
 
         def session_of_request() -> str:
             name = innermost_function()
-            if name in self.targets:
-                return session
-            others.add(name)
-            return session + OTHER
+            if name not in self.targets:
+                others.add(name)
+            own = session if name in self.targets else session + OTHER
+            return session_with_sampling(model, own, self.sampling)
 
         step = step_of(model)
-        async with art.rollout(model, session if is_own else session + OTHER) as rollout:
+        async with art.rollout(model, session if is_own else session + OTHER, sampling=self.sampling) as rollout:
             call = Call(row, rollout, seed, addresses(self.llms, self.policy, model))
             try:
                 with art.capture(session_of_request, step, seed if self.is_seeded else None):
@@ -84,8 +100,8 @@ class Agent:
         if step is None and not num_answers(trajectory):
             left_out = others if trajectory.metrics.get("untrained_answers") else set[str]()
             raise RolloutFailed(_why_empty(model, left_out, trajectory.logs))
-        await self.reward.score(row, output, trajectory)
-        return trajectory, output
+        reasons = await self.reward.score(row, output, trajectory)
+        return Played(trajectory, output, reasons)
 
     def player(
         self, session: str, seed: int, kept: Kept | None = None

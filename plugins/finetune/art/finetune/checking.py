@@ -5,6 +5,7 @@ may be wrong. Nothing is asked of a server, no code of the user is imported, and
 """
 
 import itertools
+import math
 import re
 import shlex
 import shutil
@@ -17,7 +18,7 @@ from art.finetune import components
 from art.finetune.components import BUILT_IN, Kind, Toolkit
 from art.finetune.errors import WrongInput
 from art.finetune.masking import is_secret
-from art.finetune.reading import Document, KeyPath, Problem, described, dotted, hint, nearest
+from art.finetune.reading import Document, KeyPath, Problem, described, dotted, hint, nearest, typed
 from art.finetune.sections import TOOLKIT_SECTIONS, UNUSED, BackendSection, Config, InitArgs, Training
 
 Wrong: TypeAlias = Iterator[tuple[KeyPath, str]]
@@ -197,6 +198,10 @@ def _components(tree: Any, toolkit: Toolkit | None) -> Wrong:
         if name in BUILT_IN[kind]:
             known = sorted(BUILT_IN[kind][name])
             yield from (((*path, key), f"unknown key: {hint(key, known)}") for key in fields if key not in known)
+        if (kind, name) == ("evaluator", "judge") and "timeout_seconds" in fields:
+            seconds = typed(fields["timeout_seconds"])
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+                yield (*path, "timeout_seconds"), f"must be a number of seconds above 0, not {described(seconds)}"
         if (kind, name) == ("workflow", "command"):
             yield from _command(fields.get("command"))
             if _at(tree, ("finetuning", "target_functions")) not in (None, ["<workflow>"]):

@@ -29,6 +29,7 @@ BUILT_IN: dict[Kind, dict[str, frozenset[str]]] = {
         "number_match": frozenset({"absolute", "relative"}),
         "regex_match": frozenset({"pattern"}),
         "json_match": frozenset({"schema"}),
+        "judge": frozenset({"judge_model", "base_url", "api_key", "rubric", "timeout_seconds"}),
         "ruler": frozenset({"judge_model", "base_url", "api_key", "rubric", "mode"}),
     },
     "trajectory_builder": {"openpipe_art_traj_builder": frozenset({"num_generations", "reward"})},
@@ -43,7 +44,7 @@ BUILT_IN_CLASSES = {
     "openpipe_art_trainer": "art.finetune.training:ArtTrainer",
 }
 PARAMETERS: dict[Kind, tuple[str, ...]] = {
-    "workflow": ("question", "row", "rollout", "llms", "seed"),
+    "workflow": ("question", "messages", "row", "rollout", "llms", "seed"),
     "evaluator": ("row", "output", "trajectory"),
 }
 """The arguments that a function can get, by the names of its parameters. The other kinds are classes, which are called by
@@ -120,6 +121,11 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters of a function, without `*rest` and `**others`."""
     parameters = inspect.signature(function).parameters.values()
     return [parameter for parameter in parameters if parameter.kind not in VARIABLE]
+
+
+def names_of_parameters(function: Callable[..., Any]) -> set[str]:
+    """The arguments that a function gets by name."""
+    return {parameter.name for parameter in _parameters(function)}
 
 
 def is_code(kind: Kind, type_name: str) -> bool:

@@ -35,5 +35,11 @@ class NoServer(FinetuneError):
     exit_code = 4
 
 
+class BelowTarget(FinetuneError):
+    """An evaluation is not surely at least the number of `--at_least`."""
+
+    exit_code = 5
+
+
 class RolloutFailed(Exception):
     """A rollout without a reward; the message has the reason and the remedy."""

@@ -1,19 +1,32 @@
-"""`art eval`: the validation rows at a step, and the difference from another step."""
+"""`art eval`: the validation rows at a step, the difference from another step or from earlier results, and how often the reward
+agrees with labels."""
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 import art
 from art.files import write_whole
+from art.finetune.agreement import Agreement, agreement, label_of
+from art.finetune.differences import compare as compare_results
+from art.finetune.differences import write_page
 from art.finetune.errors import WrongInput
 from art.finetune.interfaces import say
+from art.finetune.reading import dataset_of_text
+from art.finetune.results import Recorder, ResultRecord, read_results, write_results
+from art.finetune.rows import load_rows, select
 from art.finetune.run_record import to_json
 from art.finetune.runs import Overrides, connected, loaded, prepare
+from art.finetune.sections import DatasetSection
 
 FILE = "eval.json"
+RESULTS_FILE = "eval_results.jsonl"
+PAGE_FILE = "eval.html"
+AGREEMENT_FILE = "agreement.jsonl"
 
 
 async def evaluate(
@@ -23,15 +36,21 @@ async def evaluate(
     step: str | None = None,
     baseline: str | None = None,
     reps: int | None = None,
+    limit: int | None = None,
+    ids: Sequence[str] = (),
+    results: str | Path | None = None,
+    compare: str | Path | None = None,
 ) -> art.Evaluation:
     """The mean reward of a step on the file's validation rows, or on the training rows if the file has no validation rows. With
-    `baseline` also the paired difference from that step.
+    `baseline` also the paired difference from that step. `ids` and `limit` choose rows.
 
     A step is a number, "best", "base", or None for the newest step. The best step has the highest val/reward, or the highest
-    train/reward without validations. `eval.json` in the output folder and eval/reward in the history have the figures.
+    train/reward without validations. `eval.json` in the output folder and eval/reward in the history have the figures,
+    `eval_results.jsonl` (or `results`) has the rollouts of the step. With `baseline`, or with the results of an earlier evaluation
+    (`compare`), `eval.html` shows the differences.
 
     Raises:
-        WrongInput: the file is wrong, or there is no such step.
+        WrongInput: the file is wrong, or there is no such step or row.
         NoServer: no server answers.
         FinetuneError: too many rollouts failed.
     """
@@ -39,25 +58,88 @@ async def evaluate(
     finetuning = checked_file.config.finetuning
     if finetuning.validation.dataset is None:
         say("the file has no finetuning.validation.dataset: the rows of training are evaluated")
-    async with loaded(checked_file) as loaded_file, connected(loaded_file) as connection:
-        evaluation = await art.evaluate(
-            connection.model,
-            connection.validation_agent.player(f"eval-{uuid.uuid4().hex[:12]}", finetuning.seed or 0),
-            connection.validation_rows or connection.rows,
-            step=await _step(connection.model, step),
-            baseline=await _step(connection.model, baseline),
-            reps=reps or finetuning.validation.reps,
-            split="eval",  # not "val": these rows can differ from the run's, whose val/reward decides the best step
-            seed=finetuning.seed,
-            max_exceptions=finetuning.max_exceptions,
-            max_concurrent_rollouts=checked_file.config.eval.general.max_concurrency,
-        )
+    earlier = None if compare is None else read_results(Path(compare))
+    async with loaded(checked_file) as loaded_file:
+        try:
+            rows = select(loaded_file.validation_rows or loaded_file.rows, ids, limit)
+        except ValueError as error:
+            raise WrongInput([str(error)]) from error
+        async with connected(loaded_file) as connection:
+            session = f"eval-{uuid.uuid4().hex[:12]}"
+            recorder = Recorder(connection.validation_agent, session, finetuning.seed or 0)
+            model = connection.model
+            number, other = await _step(model, step), await _step(model, baseline)
+            try:
+                evaluation = await art.evaluate(
+                    model,
+                    recorder.play,
+                    rows,
+                    step=number,
+                    baseline=other,
+                    reps=reps or finetuning.validation.reps,
+                    log=limit is None and not ids,  # the history has means over all rows
+                    split="eval",  # not "val": these rows can differ from the run's, whose val/reward decides the best step
+                    seed=finetuning.seed,
+                    max_exceptions=finetuning.max_exceptions,
+                    max_concurrent_rollouts=checked_file.config.eval.general.max_concurrency,
+                )
+            finally:
+                if recorder.records:  # also of an evaluation that failed
+                    path = finetuning.output_dir / RESULTS_FILE if results is None else Path(results)
+                    recorder.records.sort(key=lambda record: _is_of(other, record))
+                    write_results(path, recorder.records, rows)
     figures = _figures(evaluation)
+    of_step = [record for record in recorder.records if record.model == evaluation.name]
     if evaluation.baseline is not None and evaluation.difference is not None:
         figures["baseline"] = _figures(evaluation.baseline)
         figures["difference"] = asdict(evaluation.difference)
+        earlier = earlier or [record for record in recorder.records if _is_of(other, record)]
     write_whole(finetuning.output_dir / FILE, to_json(figures))
+    if earlier is not None:
+        if limit is not None or ids:
+            chosen = {row.id for row in rows}
+            earlier = [record for record in earlier if record.id in chosen]
+        page = finetuning.output_dir / PAGE_FILE
+        comparison = compare_results(earlier, of_step)
+        write_page(page, comparison, earlier, of_step)
+        say(f"{comparison}; {page}")
     return evaluation
+
+
+async def measure_agreement(
+    file: str | Path | Mapping[str, Any],
+    labels: str | Path,
+    overrides: Overrides = (),
+    *,
+    limit: int | None = None,
+    ids: Sequence[str] = (),
+) -> Agreement:
+    """How often the reward of validations agrees with the labels of people. `labels` is a file of rows as `eval_results.jsonl` has
+    them: question, answer and `output`, with a column `label`, a number from 0 to 1, or yes or no. `agreement.jsonl` in the output
+    folder has the scores and the reasons.
+
+    Raises:
+        WrongInput: a file is wrong, or a row has no label.
+        NoServer: no server answers.
+        FinetuneError: too many answers could not be scored.
+    """
+    checked_file = prepare(file, overrides)
+    config = checked_file.config
+    section = {"limit": limit, "ids": list(ids), **dataset_of_text(Path(labels))}
+    try:
+        rows = load_rows(DatasetSection.model_validate(section)).rows
+        for row in rows:
+            label_of(row)
+    except ValidationError as error:
+        raise WrongInput([f"{labels}: a file of labels ends in .jsonl, .json, .csv or .parquet"]) from error
+    except ValueError as error:
+        raise WrongInput([f"{labels}: {error}"]) from error
+    async with loaded(checked_file) as loaded_file, connected(loaded_file) as connection:
+        reward = connection.validation_agent.reward
+        limits = {"max_exceptions": config.finetuning.max_exceptions}
+        measured = await agreement(reward, rows, **limits, max_concurrency=config.eval.general.max_concurrency)
+    write_results(config.finetuning.output_dir / AGREEMENT_FILE, measured.records, rows)
+    return measured
 
 
 async def _step(model: art.TrainableModel, name: str | None) -> int | Literal["base"] | None:
@@ -70,6 +152,12 @@ async def _step(model: art.TrainableModel, name: str | None) -> int | Literal["b
     if name not in steps:
         raise WrongInput([f"no step {name}: there are {', '.join(steps)}, base"])
     return steps[name]
+
+
+def _is_of(step: int | Literal["base"] | None, record: ResultRecord) -> bool:
+    """Whether a rollout sampled from a step; never for None."""
+    pinned = record.model.partition("@")[2] or "base"
+    return step is not None and pinned == str(step)
 
 
 def _figures(evaluation: art.Evaluation) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from art.finetune.reading import KeyPath, Problem, dotted
 from art.finetune.rows import DatasetRow, load_rows
 from art.finetune.scoring import rows_that_cannot_be_judged
 from art.finetune.sections import Component, Config, DatasetSection, RewardFunction
-from art.finetune.workflows import openai_variables
+from art.finetune.workflows import openai_variables, set_variables
 
 TRAINING: KeyPath = ("eval", "general", "dataset")
 VALIDATION: KeyPath = ("finetuning", "validation", "dataset")
@@ -30,12 +30,13 @@ def load(checked_file: CheckedFile, backend: art.Backend) -> Loaded:
     if components.is_code("workflow", config.workflow.type):
         key = (section.own_key or os.environ.get("ART_API_KEY") or "default").strip()
         name = f"{section.project}/{section.name}"
-        os.environ.update(openai_variables(f"{backend.base_url}/v1", key, name))
+        set_variables(openai_variables(f"{backend.base_url}/v1", key, name))
     if config.finetuning.seed is not None:
         random.seed(config.finetuning.seed)  # for modules and workflows that draw from `random`
     problems: list[Problem] = []
     code = _load_code(checked_file, problems)
     rows, validation_rows = _load_rows(checked_file, problems)
+    problems += _lost_messages(checked_file, code, [*rows, *validation_rows])
     if problems:
         raise WrongInput([str(problem) for problem in problems])
     return Loaded(
@@ -94,7 +95,7 @@ def _load_rows(checked_file: CheckedFile, problems: list[Problem]) -> tuple[list
 
     def rows_of(path: KeyPath, section: DatasetSection, rewards: list[RewardFunction]) -> list[DatasetRow]:
         try:
-            loaded = load_rows(section)
+            loaded = load_rows(section, dotted(path))
         except WrongInput as error:
             problems.extend(checked_file.document.problem(path, text) for text in error.problems)
             return []
@@ -111,3 +112,17 @@ def _load_rows(checked_file: CheckedFile, problems: list[Problem]) -> tuple[list
     same = {"id_key", "structure", "filter"} - dataset.model_fields_set
     dataset = dataset.model_copy(update={name: getattr(training, name) for name in same})
     return rows_of(TRAINING, training, [reward]), rows_of(VALIDATION, dataset, [validation.reward or reward])
+
+
+def _lost_messages(checked_file: CheckedFile, code: Code, rows: list[DatasetRow]) -> list[Problem]:
+    """The problem of chat rows with several messages whose workflow would see only the last question."""
+    kind, function = checked_file.config.workflow.type, code.workflow
+    long = next((row for row in rows if len(row.messages) > 1), None)
+    sees_all = kind == "command" or (
+        function is not None and {"messages", "row"} & components.names_of_parameters(function)
+    )
+    if long is None or sees_all:
+        return []
+    remedy = "give it a parameter `messages`" if function is not None else "name a function with a parameter `messages`"
+    text = f"{long.location} has {len(long.messages)} messages, and {kind} gets only the last question: {remedy}"
+    return [checked_file.document.problem(("workflow", "_type"), text)]

@@ -24,6 +24,8 @@ PROMPT_SUFFIXES = (".txt", ".md", ".j2", ".jinja", ".jinja2", ".prompt", ".tpl",
 """The endings of files that a value `file://NAME` can name. Source: NVIDIA's toolkit."""
 VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-((?:[^{}]|\{[^{}]*\})*))?\}")
 """`${VAR}` or `${VAR:-default}`. A default can contain another variable."""
+OF_HUB = re.compile(r"hub:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?P<subset>[^/:]+))?(?::(?P<split>.+))?")
+"""A data set of the hub as one text: hub:OWNER/NAME, with /SUBSET and :SPLIT."""
 MAX_DEPTH = 100
 MAX_VALUES = 100_000
 """A file of a few lines can stand for billions of values by aliases of aliases."""
@@ -230,6 +232,16 @@ def _override(document: Document, key: str, value: Any) -> Document:
     return Document(tree, {**locations, path: location}, problems)
 
 
+def dataset_of_text(value: Any) -> Any:
+    """The section of a data set that is only a path, or an id of the hub as "hub:OWNER/NAME[/SUBSET][:SPLIT]":
+    `"a.csv" -> {"_type": "csv", "file_path": "a.csv"}`."""
+    if not isinstance(value, str | Path):
+        return value
+    if match := OF_HUB.fullmatch(str(value)):
+        return {"_type": "hub"} | {name: text for name, text in match.groupdict().items() if text is not None}
+    return {"_type": Path(value).suffix.removeprefix("."), "file_path": value}
+
+
 def _replaced(tree: Any, path: Sequence[str], value: Any) -> Any:
     """A copy of a tree with another value at a path. Missing sections on the path are added:
     `{"a": 1}, ["b", "c"], 2 -> {"a": 1, "b": {"c": 2}}`."""
@@ -238,7 +250,10 @@ def _replaced(tree: Any, path: Sequence[str], value: Any) -> Any:
     if not path[0] or not isinstance(tree, Mapping | None):
         raise ValueError(f"{described(tree)} has no part {path[0]!r}: write the names of sections, such as a.b.c")
     fields = dict(cast("Mapping[str, Any]", tree or {}))
-    return fields | {path[0]: _replaced(fields.get(path[0]), path[1:], value)}
+    section = fields.get(path[0])
+    if path[0] == "dataset" and len(path) > 1:
+        section = dataset_of_text(section)
+    return fields | {path[0]: _replaced(section, path[1:], value)}
 
 
 def _expanded(text: str, location: Location, path: KeyPath, problems: list[Problem]) -> str:

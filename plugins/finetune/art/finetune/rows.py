@@ -1,4 +1,7 @@
-"""The rows of a data set: json, jsonl, csv, parquet, or what a function returns."""
+"""The rows of a data set: json, jsonl, csv, parquet, a data set of the Hugging Face hub, or what a function returns.
+
+A row has a question, which is a text or a list of chat messages.
+"""
 
 import contextlib
 import csv
@@ -13,14 +16,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+import httpx
+
 from art.contained import contained
 from art.finetune import components
 from art.finetune.errors import WrongInput
-from art.finetune.reading import described, hint, read_bytes, read_text
+from art.finetune.reading import described, hint, nearest, read_bytes, read_text
 from art.finetune.sections import Columns, DatasetSection
 
 LocatedRow: TypeAlias = tuple[str, dict[str, Any]]
 """Where a row is in the data set ("line 3" or "row 3"), and the columns of the row."""
+MESSAGES = "messages"
+"""The column of chat rows."""
+SHOWN_IDS = 5
+"""Ids that an error lists."""
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+"""Separators of files that are no CSV with commas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,8 @@ class DatasetRow:
     """The whole row."""
     location: str = field(default="", compare=False)
     """Where the row is in the data set: "line 3" or "row 3"."""
+    messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], compare=False)
+    """The messages of a chat row, up to the last message that an answer follows. Empty: the question is a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +76,49 @@ def _stable(value: Any) -> Any:
     return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
-SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
-"""What separates the columns of tables that are no CSV in the strict sense."""
-STRUCTURE = "eval.general.dataset.structure"
-"""The section that names the columns, as `-o` and a file have it."""
-
-
-def load_rows(dataset: DatasetSection) -> Rows:
-    """The rows of a data set that its filter keeps, without rows that have no question.
+def load_rows(dataset: DatasetSection, section: str = "eval.general.dataset") -> Rows:
+    """The rows of a data set that its filter keeps, without rows that have no question. `section` is the section's name in the
+    file, for errors.
 
     Raises:
         WrongInput: the data set cannot be read, has no rows, or repeats an id. The message has the file and the line.
     """
-    name = str(dataset.file_path or dataset.function or f"the {dataset.type} data set")
+    name = str(dataset.file_path or dataset.function or dataset.name or f"the {dataset.type} data set")
     try:
         located_rows = _read(dataset)
         if not located_rows:
             raise ValueError("has no rows")
-        return _select(dataset, located_rows)
+        return _select(dataset, located_rows, section)
     except ValueError as error:
         raise WrongInput([f"{name}: {error}"]) from error
 
 
-def _select(dataset: DatasetSection, located_rows: Sequence[LocatedRow]) -> Rows:
+def select(rows: Sequence[DatasetRow], ids: Sequence[str], limit: int | None) -> list[DatasetRow]:
+    """The rows with these ids, or all rows without ids; of them the first `limit`.
+
+    Raises:
+        ValueError: no row has one of the ids, or the limit is below 1.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, not {limit}")
+    known = {row.id for row in rows}
+    for row_id in ids:
+        if row_id not in known:
+            near = nearest(row_id, known)
+            first = ", ".join(row.id for row in rows[:SHOWN_IDS])
+            meant = f"did you mean {near!r}?" if near else f"the first ids are {first}"
+            raise ValueError(f"no row has the id {row_id!r}; {meant}")
+    kept = [row for row in rows if not ids or row.id in ids]
+    return kept[:limit]
+
+
+def _select(dataset: DatasetSection, located_rows: Sequence[LocatedRow], section: str) -> Rows:
     columns = list(dict.fromkeys(column for _, row in located_rows for column in row))
-    question_key, is_structured = dataset.structure.question_key, not dataset.structure.disable
+    is_structured, question_key = not dataset.structure.disable, _question_column(dataset, columns)
     if is_structured and question_key not in columns:
         raise ValueError(
-            f"no row has the column {question_key!r}; the columns are {', '.join(columns)}: name one of them with `-o "
-            f"{STRUCTURE}.question_key COLUMN`, or send whole rows with `-o {STRUCTURE}.disable true`"
+            f"no row has the column {question_key!r}; the columns are {', '.join(columns)}; name one of them with "
+            f"`-o {section}.structure.question_key COLUMN`, or send whole rows with `-o {section}.structure.disable true`"
         )
     kept: list[tuple[int, str, dict[str, Any]]] = []
     for number, (location, row) in enumerate(located_rows, 1):
@@ -102,7 +129,14 @@ def _select(dataset: DatasetSection, located_rows: Sequence[LocatedRow]) -> Rows
     rows: list[DatasetRow] = []
     first: dict[str, str] = {}
     for number, location, row in kept:
-        question = _text(row.get(question_key)) if is_structured else _text(row)
+        value, answer = row.get(question_key), row.get(dataset.structure.answer_key)
+        messages = list[dict[str, Any]]()
+        if is_structured and isinstance(value, list):
+            messages, last = _conversation(cast("list[Any]", value), f"{location}, column {question_key!r}", section)
+            answer = last if answer is None else answer
+            question = next((_content(message) for message in reversed(messages) if message["role"] == "user"), "")
+        else:
+            question = _text(value) if is_structured else _text(row)
         if not question.strip():
             continue
         key = str(number) if row.get(dataset.id_key) in (None, "") else str(row[dataset.id_key])
@@ -111,10 +145,48 @@ def _select(dataset: DatasetSection, located_rows: Sequence[LocatedRow]) -> Rows
                 f"{location} has the id {key!r} of {first[key]}: make the values of {dataset.id_key!r} different"
             )
         first[key] = location
-        rows.append(DatasetRow(key, question, row.get(dataset.structure.answer_key), row, location))
+        rows.append(DatasetRow(key, question, answer, row, location, messages))
     if not rows:
         raise ValueError(f"all {len(kept)} rows have an empty question: fill the column {question_key!r}")
-    return Rows(rows, len(kept) - len(rows))
+    return Rows(select(rows, dataset.ids, dataset.limit), len(kept) - len(rows))
+
+
+def _question_column(dataset: DatasetSection, columns: Sequence[str]) -> str:
+    """The column with the question. A data set that names none has chat rows if its rows have messages."""
+    structure = dataset.structure
+    is_named = "question_key" in structure.model_fields_set or structure.question_key in columns
+    return MESSAGES if not is_named and MESSAGES in columns else structure.question_key
+
+
+def _conversation(value: list[Any], location: str, section: str) -> tuple[list[dict[str, Any]], Any]:
+    """The messages of a chat row without the answer at their end, and this answer; None without an answer.
+
+    Raises:
+        ValueError: the list is no list of messages.
+    """
+    messages: list[dict[str, Any]] = []
+    for entry in value:
+        fields = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+        if not isinstance(fields.get("role"), str):
+            raise ValueError(
+                f"{location} is a list, and no text: a chat row is a list of messages, such as "
+                f'[{{"role": "user", "content": "..."}}]; `-o {section}.structure.disable true` sends whole rows as JSON'
+            )
+        # Tables have all fields of all messages.
+        messages.append({name: part for name, part in fields.items() if part is not None or name == "content"})
+    answer = None
+    while messages and messages[-1]["role"] == "assistant":
+        answer = _content(messages.pop())
+    return messages, answer
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """The text of a message, also of a message whose content is a list of parts."""
+    content: Any = message.get("content")
+    if not isinstance(content, list):
+        return _text(content)
+    parts = [cast("dict[str, Any]", part) for part in cast("list[Any]", content) if isinstance(part, dict)]
+    return "\n".join(str(part["text"]) for part in parts if "text" in part)
 
 
 def _text(value: Any) -> str:
@@ -145,6 +217,8 @@ def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
 def _read(dataset: DatasetSection) -> list[LocatedRow]:
     if dataset.type == "custom":
         return _numbered(_call(dataset, str(dataset.function)))
+    if dataset.type == "hub":
+        return _numbered(_rows_of_hub(dataset))
     path = dataset.file_path or Path()
     if dataset.type == "parquet":
         return _numbered(_parse_parquet(read_bytes(path)))
@@ -205,11 +279,13 @@ def _parse_csv(text: str) -> Iterator[LocatedRow]:
     lines = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = [name.strip() for name in next(lines, list[str]())]
+        for separator, words in SEPARATORS.items():
+            if len(header) == 1 and separator in header[0]:
+                raise ValueError(
+                    f"line 1 separates its columns with {words}: save the file with commas between columns"
+                )
         if len(set(header)) < len(header):
             raise ValueError(f"line 1 has a column twice ({', '.join(header)}): rename one of the two")
-        separators = [SEPARATORS[separator] for separator in SEPARATORS if separator in header[0]] if header else []
-        if len(header) == 1 and separators:
-            raise ValueError(f"line 1 has {separators[0]} and no comma: save the table as CSV with commas")
         for values in filter(None, lines):
             location = f"line {lines.line_num}"
             if len(values) != len(header):
@@ -229,6 +305,22 @@ def _parse_parquet(data: bytes) -> Iterable[Any]:
         return polars.read_parquet(io.BytesIO(data)).iter_rows(named=True)
     except polars.exceptions.PolarsError as error:
         raise ValueError(f"is no Parquet file ({' '.join(str(error).split())[:200]}): write it again") from error
+
+
+def _rows_of_hub(dataset: DatasetSection) -> Iterable[Any]:
+    """The rows of a data set of the hub, or of a folder with files of a data set."""
+    try:
+        datasets: Any = importlib.import_module("datasets")  # optional; Any: its types are not installed everywhere
+    except ModuleNotFoundError as error:
+        raise ValueError("data of the hub need the package datasets: pip install datasets") from error
+    failures = (OSError, ValueError, datasets.exceptions.DatasetsError, httpx.HTTPError)
+    try:
+        return datasets.load_dataset(dataset.name, dataset.subset, split=dataset.split, revision=dataset.revision)
+    except failures as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"cannot be read from the hub: {reason} (name, subset, split and revision say what is read)"
+        ) from error
 
 
 def _call(dataset: DatasetSection, name: str) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import art
 from art.contained import contained
 from art.finetune import checking, folder, loading, reading, stopping, toolkit
-from art.finetune.agent import Agent, num_answers, reason_of
+from art.finetune.agent import Agent, Played, num_answers, reason_of
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
 from art.finetune.interfaces import CheckedFile, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
@@ -101,6 +101,7 @@ async def connected(loaded_file: Loaded) -> AsyncGenerator[Connected]:
             targets=frozenset(finetuning.target_functions),
             timeout_seconds=config.eval.general.rollout_timeout_seconds,
             is_seeded=finetuning.seed is not None,
+            sampling=config.llms[policy].sampling if policy is not None else {},
         )
         validation_agent = agent
         if finetuning.validation.reward is not None:
@@ -241,12 +242,14 @@ async def check(file: str | Path | Mapping[str, Any], overrides: Overrides = ())
     """
     async with loaded(prepare(file, overrides)) as loaded_file, connected(loaded_file) as connection:
         session, seed = f"check-{uuid.uuid4().hex[:8]}", connection.config.finetuning.seed or 0
-        trajectory, output = await connection.agent.play(connection.model, connection.rows[0], session, seed)
-        print(_describe(trajectory, output))
+        row = connection.rows[0]
+        played = await connection.agent.play_with_reasons(connection.model, row, session, seed)
+        print(_describe(played, connection.agent.reward.judge_prompts(row, played.output)))
 
 
-def _describe(trajectory: art.Trajectory, output: Any) -> str:
-    """A rollout as text: conversations, output and reward. ">" marks the answers that would be trained."""
+def _describe(played: Played, judge_prompts: Mapping[str, str]) -> str:
+    """A rollout as text: conversations, output, prompts of judges, and reward. ">" marks the answers that would be trained."""
+    trajectory, output, reasons = played
     lines: list[str] = []
     for number, history in enumerate([trajectory, *trajectory.additional_histories], 1):
         if number > 1:
@@ -256,7 +259,10 @@ def _describe(trajectory: art.Trajectory, output: Any) -> str:
             mark = " " if isinstance(entry, dict) else ">"
             calls = f" {message['tool_calls']}" if message.get("tool_calls") else ""
             lines.append(f"{mark} {message['role']}: {message.get('content')}{calls}")
-    lines += [f"output: {output}", f"reward: {trajectory.reward:g}"]
+    lines.append(f"output: {output}")
+    lines += [f"--- prompt of judge {name}\n{prompt}\n---" for name, prompt in judge_prompts.items()]
+    lines.append(f"reward: {trajectory.reward:g}")
+    lines += [f"reason of {name}: {reason}" for name, reason in reasons.items()]
     lines += [f"{name}: {value:g}" for name, value in trajectory.metrics.items()]
     lines.append(f"{num_answers(trajectory)} answers would be trained")
     return "\n".join([*lines, *trajectory.logs])

@@ -5,27 +5,33 @@ A failure is never a reward. An evaluator fails the rollout if it raises, or ret
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, TypeAlias, TypeVar, cast
 
 import art
-from art.finetune import components
+from art.finetune import components, workflows
 from art.finetune.errors import RolloutFailed
 from art.finetune.limits import TimeUp, limited
 from art.finetune.reading import described
 from art.finetune.rows import DatasetRow
 from art.finetune.sections import Config, RewardFunction
 
-SCORE_FIELDS = frozenset({"score", "turn_rewards", "metrics"})
+SCORE_FIELDS = frozenset({"score", "turn_rewards", "metrics", "reason"})
 
 MAX_PROBLEMS = 5
 """Rows that an error lists."""
 
+JUDGE_MODEL = "openai/o3"
+OPENAI_URL = "https://api.openai.com/v1"
+JUDGE_SECONDS, JUDGE_RETRIES = 60.0, 2
+"""The default limit of a request to a judge, and how often a failed request is repeated."""
+
 T = TypeVar("T")
 Evaluator: TypeAlias = Callable[[DatasetRow, Any, art.Trajectory], Coroutine[Any, Any, Any]]
-"""From a row, the output and the trajectory to a number, a bool, or `{score, turn_rewards, metrics}`."""
+"""From a row, the output and the trajectory to a number, a bool, or `{score, turn_rewards, metrics, reason}`."""
 
 
 class Reward:
@@ -35,11 +41,15 @@ class Reward:
         self._weights = reward.weights
         self._evaluators: dict[str, Evaluator] = {}
         self._ruler = ""
+        self._judges: dict[str, dict[str, Any]] = {}
         self._timeout_seconds = config.eval.general.rollout_timeout_seconds
         for name in reward.names:
             section = config.eval.evaluators[name]
             if section.type == "ruler":
                 self._ruler, self._ruler_options = name, section.fields()
+            elif section.type == "judge":
+                self._judges[name] = section.fields()
+                self._evaluators[name] = judge_of(section.fields())
             else:
                 self._evaluators[name] = evaluators.get(name) or _built_in(section.type, section.fields())
 
@@ -48,13 +58,13 @@ class Reward:
         """Whether an evaluator of this reward compares the rollouts of a group."""
         return bool(self._ruler)
 
-    async def score(self, row: DatasetRow, output: Any, trajectory: art.Trajectory) -> None:
-        """Sets reward, turn rewards and metrics of a trajectory.
+    async def score(self, row: DatasetRow, output: Any, trajectory: art.Trajectory) -> dict[str, str]:
+        """Sets reward, turn rewards and metrics of a trajectory. Returns the reasons of evaluators that have one.
 
         Raises:
             Exception: an evaluator failed.
         """
-        parts: dict[str, float] = {}
+        parts, reasons = dict[str, float](), dict[str, str]()
         for name, evaluator in self._evaluators.items():
             result = await self._limited(name, evaluator(row, output, trajectory))
             fields = dict(cast("Mapping[str, Any]", result)) if isinstance(result, Mapping) else {"score": result}
@@ -71,7 +81,18 @@ class Reward:
                 trajectory.turn_rewards = [
                     None if reward is None else finite(f"evaluator {name!r}", reward) for reward in turn_rewards
                 ]
+            if fields.get("reason") is not None:
+                reasons[name] = str(fields["reason"])
         self._set(trajectory, parts)
+        return reasons
+
+    def judge_prompts(self, row: DatasetRow, output: Any) -> dict[str, str]:
+        """The prompts of the judges for an output, by evaluator."""
+        prompts: dict[str, str] = {}
+        for name, options in self._judges.items():
+            messages = art.rewards.grading_prompt(*_graded(row, output, options))
+            prompts[name] = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        return prompts
 
     async def score_group(self, group: art.TrajectoryGroup) -> art.TrajectoryGroup:
         """The group with the scores of its comparison. A failed comparison fails the group.
@@ -80,7 +101,8 @@ class Reward:
             Exception: the judge failed.
         """
         options = dict(self._ruler_options)
-        judge = {name: options.pop(name) for name in ("base_url", "api_key") if name in options}
+        judge = judge_address(options)
+        options = {name: value for name, value in options.items() if name not in judge}
         with art.no_capture():
             judging = art.rewards.ruler_score_group(group, extra_litellm_params=judge, **options)
             scored = await self._limited(self._ruler, judging)
@@ -130,6 +152,40 @@ def evaluator_of(user_function: Callable[..., Any]) -> Evaluator:
         return await components.call(user_function, arguments)
 
     return evaluate
+
+
+def judge_of(options: Mapping[str, Any]) -> Evaluator:
+    """The evaluator that asks a judge for the score of each output."""
+    limits = {"timeout": options.get("timeout_seconds", JUDGE_SECONDS), "max_retries": JUDGE_RETRIES}
+
+    async def evaluate(row: DatasetRow, output: Any, trajectory: art.Trajectory) -> dict[str, Any]:
+        model, address = options.get("judge_model", JUDGE_MODEL), judge_address(options)
+        verdict = await art.rewards.grade_answer(*_graded(row, output, options), model, {**address, **limits})
+        return {"score": verdict.score, "reason": verdict.explanation}
+
+    return evaluate
+
+
+def _graded(row: DatasetRow, output: Any, options: Mapping[str, Any]) -> tuple[Any, Any, Any, str]:
+    """What a judge grades, and by which rubric."""
+    return row.messages or row.question, output, row.answer, options.get("rubric", art.rewards.GRADING_RUBRIC)
+
+
+def judge_address(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The address and the key of a judge. A run sets OPENAI_BASE_URL and OPENAI_API_KEY to the policy's: a judge at OpenAI has
+    the user's own values of both."""
+    address = {name: options[name] for name in ("base_url", "api_key") if name in options}
+    provider, _, rest = str(options.get("judge_model", JUDGE_MODEL)).partition("/")
+    if "base_url" in address or (rest and provider != "openai"):
+        return address
+    own = workflows.of_user or os.environ
+    key = address.get("api_key") or own.get("OPENAI_API_KEY")
+    if not key:
+        raise ValueError(
+            f"judge {provider}/{rest or provider} needs a key: set OPENAI_API_KEY before the command starts, or base_url and "
+            "api_key of the evaluator"
+        )
+    return {"base_url": own.get("OPENAI_BASE_URL") or OPENAI_URL, "api_key": key}
 
 
 def _built_in(kind: str, options: dict[str, Any]) -> Evaluator:
@@ -211,7 +267,7 @@ def rows_that_cannot_be_judged(
     problems: list[str] = []
     for name in reward.names:
         section = config.eval.evaluators[name]
-        if section.type not in components.BUILT_IN["evaluator"] or section.type == "ruler":
+        if section.type not in components.BUILT_IN["evaluator"] or section.type in ("ruler", "judge"):
             continue
         for row in rows:
             try:

@@ -11,7 +11,8 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, C
 
 import art
 from art.finetune import components
-from art.finetune.reading import typed
+from art.finetune.reading import dataset_of_text, typed
+from art_protocol.sampling import PARAMETERS
 from art_protocol.tracking import check_tracker_name
 
 Percentile: TypeAlias = Annotated[float, Field(gt=0, le=1)]
@@ -74,6 +75,21 @@ class LLM(Component):
     """The address, with /v1."""
     api_key: str | None = Field(default=None, repr=False)
     """The key for the address."""
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """The policy's wins over the one in requests of the workflow, whatever the workflow is. So do `top_p` and `max_tokens`."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """The share of probability from which a token is sampled."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of an answer."""
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The sampling parameters that are set."""
+        return self.model_dump(include={*PARAMETERS}, exclude_none=True)
+
+    def fields(self) -> dict[str, Any]:
+        """The sampling parameters that are set, and the other fields."""
+        return self.sampling | super().fields()
 
 
 class Structure(Section):
@@ -107,10 +123,10 @@ def _no_xls(value: Any) -> Any:
 
 
 class DatasetSection(Section):
-    type: Annotated[Literal["json", "jsonl", "csv", "parquet", "custom"], BeforeValidator(_no_xls)] = Field(
+    type: Annotated[Literal["json", "jsonl", "csv", "parquet", "hub", "custom"], BeforeValidator(_no_xls)] = Field(
         alias="_type"
     )
-    """The kind of file, or custom for a function."""
+    """The kind of file, hub for a data set of the Hugging Face hub, or custom for a function."""
     file_path: Path | None = None
     """The file, relative to the current directory."""
     id_key: str = "id"
@@ -119,6 +135,18 @@ class DatasetSection(Section):
     """The columns with the question and the answer."""
     filter: RowFilter = RowFilter()
     """The rows that are taken."""
+    ids: list[Annotated[str, Field(coerce_numbers_to_str=True)]] = []
+    """Takes only the rows with these ids."""
+    limit: int | None = Field(default=None, ge=1)
+    """Takes only the first rows, after `filter` and `ids`."""
+    name: str | None = None
+    """For hub: the id of the data set, such as openai/gsm8k."""
+    subset: str | None = None
+    """For hub: the configuration of the data set, if the data set has several."""
+    split: str = "train"
+    """For hub: the split."""
+    revision: str | None = None
+    """For hub: a branch, a tag or a commit. Default: the newest."""
     function: str | None = None
     """For custom: a function that returns rows, `package.module:name`, `package.module.name` or `path/file.py:name`. The function
     gets `kwargs`, and `file_path` if the file sets a path."""
@@ -131,7 +159,9 @@ class DatasetSection(Section):
     def _has_source(self) -> Self:
         if self.type == "custom" and self.function is None:
             raise ValueError(f"function is missing: name the one that returns the rows ({components.HOW_TO_NAME})")
-        if self.type != "custom" and self.file_path is None:
+        if self.type == "hub" and (self.name is None or self.file_path is not None):
+            raise ValueError("a data set of the hub has a name, such as openai/gsm8k, and no file_path")
+        if self.type not in ("custom", "hub") and self.file_path is None:
             raise ValueError(f"file_path is missing: add the path of a {self.type} file")
         return self
 
@@ -296,18 +326,12 @@ class Curriculum(Section):
     """on_expansion: samples all rows only in epoch 0 and at expansions, and between them the rows that were selected."""
 
 
-def _of_file(value: Any) -> Any:
-    """The section of a data set that is only a path: `"a.csv" -> {"_type": "csv", "file_path": "a.csv"}`."""
-    if isinstance(value, str | Path):
-        return {"_type": Path(value).suffix.removeprefix("."), "file_path": value}
-    return value
-
-
 class Validation(Section):
     dataset: Annotated[
-        DatasetSection | None, BeforeValidator(_of_file, json_schema_input_type=str | DatasetSection | None)
+        DatasetSection | None, BeforeValidator(dataset_of_text, json_schema_input_type=str | DatasetSection | None)
     ] = None
-    """A data set, or its file. `id_key`, `structure` and `filter` default to the values of the training data set."""
+    """A data set, its file, or its id as hub:OWNER/NAME[/SUBSET][:SPLIT]. `id_key`, `structure` and `filter` default to the values
+    of the training data set."""
     interval: float = Field(default=5, gt=0)
     """Epochs between two validations; with `rows_per_step` also a part of an epoch, such as 0.1."""
     patience: int | None = Field(default=None, ge=1)

@@ -159,7 +159,7 @@ def _evaluator(name: str, info: Any) -> Evaluator:
         error = result.error or _caught_error(result.reasoning)
         if error:
             raise ValueError(f"evaluator {name!r} failed: {error}")
-        return result.score
+        return {"score": result.score, "reason": result.reasoning}
 
     return evaluate
 

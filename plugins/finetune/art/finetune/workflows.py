@@ -73,6 +73,17 @@ def addresses(llms: Mapping[str, LLM], policy: str | None, model: art.TrainableM
     return models
 
 
+of_user: dict[str, str] = {}
+"""The user's own values of the variables that `openai_variables` names, for judges."""
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Sets variables of this process in which an agent finds its model. The first call keeps the user's own values."""
+    if not of_user:
+        of_user.update({name: os.environ.get(name, "") for name in variables})
+    os.environ.update(variables)
+
+
 def openai_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
     """The environment variables in which an agent finds its model."""
     return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
@@ -82,11 +93,11 @@ def unused_llm_fields(
     user_function: Callable[..., Any] | None, llms: Mapping[str, LLM], policy: str | None
 ) -> list[str]:
     """The fields of `llms` that a workflow does not see. A function with a parameter `llms` sees all fields. Any other workflow
-    sees only the policy's address, key and model."""
+    sees only the policy's address, key and model; the policy's sampling parameters are set in all requests."""
     if user_function is not None and "llms" in inspect.signature(user_function).parameters:
         return []
     others = [f"llms.{name}" for name in llms if name != policy]
-    own = llms[policy].fields() if policy is not None else {}
+    own = (llms[policy].model_extra or {}) if policy is not None else {}
     return [*others, *(f"llms.{policy}.{name}" for name in own)]
 
 
@@ -96,6 +107,7 @@ def of_function(user_function: Callable[..., Any]) -> Workflow:
     async def play(call: Call) -> Any:
         arguments: dict[str, Any] = {
             "question": call.row.question,
+            "messages": [dict(message) for message in call.row.messages] or [question_of(call.row)],
             "row": dict(call.row.columns),
             "rollout": call.rollout,
             "llms": call.llms,
@@ -104,6 +116,11 @@ def of_function(user_function: Callable[..., Any]) -> Workflow:
         return await components.call(user_function, arguments)
 
     return play
+
+
+def question_of(row: DatasetRow) -> dict[str, Any]:
+    """The question as a message."""
+    return {"role": "user", "content": row.question}
 
 
 def of_command(command: str | list[str]) -> Workflow:

@@ -6,7 +6,7 @@ contains exactly one such object. The ValueErrors tell the judge what is wrong.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 from art_protocol.display import Short
@@ -61,6 +61,18 @@ def read_scores(text: str, ids: Sequence[str]) -> list[Verdict]:
         raise ValueError(f"its ids are {Short(keys)!r}, not {Short(list(ids))!r}")
     verdicts = {key: _to_verdict(key, value) for key, value in pairs}
     return [verdicts[trajectory_id] for trajectory_id in ids]
+
+
+def clamped(verdicts: Iterable[Verdict]) -> tuple[list[Verdict], int]:
+    """The verdicts with scores from 0 to 1, and how many scores were outside."""
+    inside: list[Verdict] = []
+    num_outside = 0
+    for verdict in verdicts:
+        score = min(max(verdict.score, 0.0), 1.0)
+        if score != verdict.score:
+            num_outside += 1
+        inside.append(verdict._replace(score=score))
+    return inside, num_outside
 
 
 def _json_values(text: str) -> list[Any]:

@@ -4,20 +4,18 @@ Names and results are as in ART's `art.rewards.ruler`. The text of a trajectory 
 """
 
 import itertools
-import json
 import logging
 import operator
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel
-from pydantic_core import to_jsonable_python
 
 from art.contained import contained
 from art.errors import error_text
 from art.rewards.judge import Judge, JudgeModel, to_judge
-from art.rewards.judge_answers import Verdict
+from art.rewards.judge_answers import Verdict, clamped
+from art.rewards.shown import to_shown_json
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import MessageOrChoice, Tools
 
@@ -35,8 +33,6 @@ DEFAULT_RUBRIC = """\
 - Where the goal is not reached, real progress towards it earns a part of the score.
 - The distance between two scores matches the difference in quality."""
 
-MEDIA = re.compile(r"image|audio|video|(^|_)file")
-"""Types of message parts that a judge does not get."""
 SYSTEM = """\
 You judge AI agents. Each <trajectory> is one agent's attempt at the same task, as a JSON list of messages. <context>, if \
 present, has the messages with which all attempts begin. <available_tools> has the tools that the agents could call. A \
@@ -155,7 +151,7 @@ async def _judge(
     subsets = [tuple(range(len(distinct)))] if distinct else []
     if mode == "pairwise":
         subsets = _pairs(len(distinct))
-    known_tools = tuple(dict.fromkeys(map(_to_json, tools)))
+    known_tools = tuple(dict.fromkeys(map(to_shown_json, tools)))
     prompts: list[list[dict[str, Any]]] = []
     for numbers in subsets:
         prompts.append(_make_prompt([distinct[number] for number in numbers], rubric, known_tools))
@@ -168,24 +164,12 @@ async def _judge(
     if mode == "pairwise":
         verdicts = _shares_of_wins(len(distinct), subsets, answers)
     else:
-        verdicts, num_clamped = _clamp(itertools.chain.from_iterable(answers))
+        verdicts, num_clamped = clamped(itertools.chain.from_iterable(answers))
         if num_clamped:
             metrics["ruler_clamped"] = num_clamped
             logger.warning("judge %s: %d scores outside [0, 1] clamped", judge.name, num_clamped)
     by_conversation = dict(zip(distinct, verdicts, strict=True))
     return [by_conversation[conversation] for conversation in conversations], metrics
-
-
-def _clamp(verdicts: Iterable[Verdict]) -> tuple[list[Verdict], int]:
-    """The verdicts with scores from 0 to 1, and how many scores were outside."""
-    clamped: list[Verdict] = []
-    num_outside = 0
-    for verdict in verdicts:
-        score = min(max(verdict.score, 0.0), 1.0)
-        if score != verdict.score:
-            num_outside += 1
-        clamped.append(verdict._replace(score=score))
-    return clamped, num_outside
 
 
 def _pairs(size: int) -> list[tuple[int, ...]]:
@@ -240,23 +224,4 @@ def _to_conversation(trajectory: Trajectory) -> Transcript:
     entries: list[Any] = [*trajectory.messages()]
     for history in trajectory.additional_histories:
         entries.append({"role": "additional_conversation", "content": history.messages()})
-    return tuple(map(_to_json, entries))
-
-
-def _to_json(value: Any) -> str:
-    """JSON without "<", so that no tag begins or ends in the text, and without characters that UTF-8 cannot write."""
-    shown = _without_media(to_jsonable_python(value, fallback=str))
-    text = json.dumps(shown, ensure_ascii=False).replace("<", "\\u003c")
-    return text.encode(errors="backslashreplace").decode()
-
-
-def _without_media(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_media(entry) for entry in cast(list[Any], value)]
-    if not isinstance(value, dict):
-        return value
-    part = cast(dict[str, Any], value)
-    kind = part.get("type")
-    if isinstance(kind, str) and MEDIA.search(kind):
-        return {"type": kind, "omitted": True}
-    return {name: _without_media(content) for name, content in part.items()}
+    return tuple(map(to_shown_json, entries))

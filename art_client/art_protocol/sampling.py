@@ -1,0 +1,74 @@
+"""Sampling parameters behind a session's name: "SESSION;temperature=0.7;max_tokens=64".
+
+The name of a session reaches the server in a URL, a key or a header, whichever the agent lets you set. So these parameters
+reach the server from any agent, and win over the parameters of the agent's requests.
+"""
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+MARK = ";"
+
+
+class Sampling(BaseModel):
+    """Parameters of the requests of a session. Those that are None are the agent's own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of an answer."""
+    base: bool = False
+    """Whether the parameters are also those of requests to the base model, which a session evaluates in place of a trained
+    one. Otherwise they are those of requests to trainable models only."""
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """The parameters that are set."""
+        return self.model_dump(exclude={"base"}, exclude_none=True)
+
+
+AGENTS_OWN = Sampling()
+"""No parameters: the agent's own are those of its requests."""
+PARAMETERS = tuple(name for name in Sampling.model_fields if name != "base")
+
+
+def checked(parameters: Mapping[str, object]) -> Sampling:
+    """The parameters as a record.
+
+    Raises:
+        ValueError: an unknown name or a wrong value, in one sentence.
+    """
+    try:
+        return Sampling.model_validate(dict(parameters))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise ValueError(f"sampling has no {name!r}: known are {', '.join(PARAMETERS)}") from error
+        raise ValueError(f"sampling: {name}={first['input']!r}: {first['msg']}") from error
+
+
+def write(session: str, sampling: Sampling) -> str:
+    """The session's name with the parameters: `"a", temperature 0 -> "a;temperature=0.0"`."""
+    parameters = sampling.parameters
+    if not parameters:
+        return session
+    if sampling.base:
+        parameters["base"] = 1
+    return MARK.join([session, *(f"{name}={value}" for name, value in parameters.items())])
+
+
+def read(name: str) -> tuple[str, Sampling]:
+    """The session's own name, and the parameters behind it.
+
+    Raises:
+        ValueError: an unknown name or a wrong value, in one sentence.
+    """
+    session, *parts = name.split(MARK)
+    if not parts:
+        return session, AGENTS_OWN
+    pairs = (part.partition("=") for part in parts if part)
+    return session, checked({key: value for key, _, value in pairs})

@@ -1,0 +1,112 @@
+"""How often a reward agrees with the labels of people, on given answers. No policy is asked."""
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import art
+from art.contained import contained
+from art.estimates import Estimate, estimate
+from art.finetune.agent import reason_of
+from art.finetune.errors import FinetuneError
+from art.finetune.results import ResultRecord
+from art.finetune.rows import DatasetRow
+from art.finetune.scoring import Reward
+from art.pool import run_all
+
+GOOD = 0.5
+"""Scores and labels from this number on count as good."""
+WORDS = {"yes": 1.0, "true": 1.0, "pass": 1.0, "good": 1.0, "no": 0.0, "false": 0.0, "fail": 0.0, "bad": 0.0}
+SHOWN_IDS = 5
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Agreement:
+    """How often a reward agrees with labels."""
+
+    share: Estimate
+    """The share of the answers where both are good, or both are not."""
+    kappa: float | None
+    """Cohen's kappa: the share without what chance gives, from 0 (chance) to 1; None if labels or scores are all alike."""
+    differing: list[str]
+    """The ids of the rows where the two differ."""
+    num_failed: int
+    """Answers that could not be scored. They are in no figure."""
+    records: list[ResultRecord]
+
+    def __repr__(self) -> str:
+        kappa = "no kappa, because one of the two is always alike" if self.kappa is None else f"kappa {self.kappa:.3g}"
+        shown = ", ".join(self.differing[:SHOWN_IDS]) + (", ..." if len(self.differing) > SHOWN_IDS else "")
+        differing = f", {len(self.differing)} differ: {shown}" if self.differing else ""
+        failed = f", {self.num_failed} could not be scored" if self.num_failed else ""
+        return f"Agreement({self.share}, {kappa}{differing}{failed})"
+
+
+def label_of(row: DatasetRow) -> float:
+    """The label of a row, from 0 to 1.
+
+    Raises:
+        ValueError: the row has no label, or the label is out of range.
+    """
+    value: Any = row.columns.get("label")
+    number = WORDS.get(value.strip().lower()) if isinstance(value, str) else value
+    if number is None and isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            number = None
+    if not isinstance(number, bool | int | float) or not 0 <= number <= 1:
+        raise ValueError(f"{row.location} has the label {value!r}: a label is a number from 0 to 1, or yes or no")
+    return float(number)
+
+
+async def agreement(
+    reward: Reward, rows: Sequence[DatasetRow], *, max_exceptions: float, max_concurrency: int
+) -> Agreement:
+    """The agreement of a reward with the column `label`, on the answers in the column `output`.
+
+    Raises:
+        FinetuneError: more answers than `max_exceptions`, a number or a share below 1, could not be scored.
+    """
+    slots = asyncio.Semaphore(max_concurrency)
+    records = await run_all(_scored(reward, row, slots) for row in rows)
+    failed = [record.error for record in records if record.error is not None]
+    limit = max_exceptions * len(rows) if max_exceptions < 1 else max_exceptions
+    if len(failed) > limit or len(failed) == len(rows):
+        raise FinetuneError(f"{len(failed)} of {len(rows)} answers could not be scored: {failed[0]}")
+    labels: list[bool] = []
+    scores: list[bool] = []
+    differing: list[str] = []
+    for row, record in zip(rows, records, strict=True):
+        if record.reward is not None:
+            labels.append(label_of(row) >= GOOD)
+            scores.append(record.reward >= GOOD)
+            if labels[-1] != scores[-1]:
+                differing.append(row.id)
+    share = estimate([float(label == score) for label, score in zip(labels, scores, strict=True)])
+    return Agreement(share, cohens_kappa(labels, scores), differing, len(failed), records)
+
+
+async def _scored(reward: Reward, row: DatasetRow, slots: asyncio.Semaphore) -> ResultRecord:
+    output = row.columns.get("output")
+    record = ResultRecord(model="", id=row.id, question=row.question, answer=row.answer, output=output)
+    message: Any = {"role": "assistant", "content": str(output)}
+    trajectory = art.Trajectory(messages_and_choices=[{"role": "user", "content": row.question}, message])
+    label = {"label": row.columns.get("label")}
+    try:
+        async with slots:
+            with contained("the evaluator"):
+                reasons = await reward.score(row, output, trajectory)
+    except Exception as error:  # of any kind: an evaluator is the user's code
+        return record.model_copy(update={"error": reason_of(error), **label})
+    return record.model_copy(update={"reward": trajectory.reward, "reasons": reasons, **label})
+
+
+def cohens_kappa(labels: Sequence[bool], scores: Sequence[bool]) -> float | None:
+    """Cohen's kappa of two judgements. Source: Cohen 1960, A coefficient of agreement for nominal scales."""
+    agreeing = statistics.fmean(label == score for label, score in zip(labels, scores, strict=True))
+    good, scored = statistics.fmean(labels), statistics.fmean(scores)
+    by_chance = good * scored + (1 - good) * (1 - scored)
+    return None if good in (0, 1) or scored in (0, 1) else (agreeing - by_chance) / (1 - by_chance)

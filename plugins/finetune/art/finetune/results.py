@@ -1,0 +1,154 @@
+"""The rollouts of an evaluation as lines of JSON: ids, answers, rewards and reasons. `differences` compares two such files."""
+
+import json
+import statistics
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+import art
+from art.contained import contained
+from art.estimates import Estimate, estimate
+from art.files import write_whole
+from art.finetune.agent import Agent, reason_of, seed_of
+from art.finetune.errors import BelowTarget, WrongInput
+from art.finetune.reading import read_text
+from art.finetune.rows import DatasetRow
+
+
+class ResultRecord(BaseModel):
+    """A rollout of an evaluation. Other fields, such as `label`, may be added by hand."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    model: str
+    """The name under which the rollout sampled, with the step: "demo/agent@3"."""
+    id: str
+    """The id of the row."""
+    repetition: int = 1
+    question: str = ""
+    answer: Any = None
+    """The row's right answer, if the row has one."""
+    output: Any = None
+    """What the workflow returned."""
+    reward: float | None = None
+    """None: the rollout failed."""
+    metrics: dict[str, float | int | bool] = {}
+    reasons: dict[str, str] = {}
+    """Why evaluators gave their scores, by evaluator."""
+    error: str | None = None
+    """Why the rollout failed."""
+
+
+class Recorder:
+    """The rollout function of an evaluation, which keeps a record of each rollout. The repetitions of a row have different seeds;
+    the same repetition at another step has the same seed."""
+
+    def __init__(self, agent: Agent, session: str, seed: int) -> None:
+        self._agent, self._session, self._seed = agent, session, seed
+        self._counts = Counter[tuple[str, str]]()
+        self.records: list[ResultRecord] = []
+
+    async def play(self, model: art.TrainableModel, row: DatasetRow) -> art.Trajectory:
+        case = model.get_inference_name(), row.id
+        self._counts[case] += 1
+        number, name = self._counts[case], case[0]
+        session, seed = f"{self._session}-{uuid.uuid4().hex[:12]}", seed_of(self._seed, "val", row.id, number)
+        record = ResultRecord(model=name, id=row.id, repetition=number, question=row.question, answer=row.answer)
+        try:
+            with contained("the rollout"):
+                trajectory, output, reasons = await self._agent.play_with_reasons(model, row, session, seed)
+        except Exception as error:  # of any kind: it is the user's code
+            self.records.append(record.model_copy(update={"error": reason_of(error)}))
+            raise
+        fields = {"output": output, "reward": trajectory.reward, "metrics": trajectory.metrics, "reasons": reasons}
+        self.records.append(record.model_copy(update=fields))
+        return trajectory
+
+
+def write_results(path: Path, records: Sequence[ResultRecord], rows: Sequence[DatasetRow]) -> None:
+    """Writes the records: one model after the other, in the order of the rows.
+
+    Raises:
+        WrongInput: the file cannot be written.
+    """
+    rows_in_order = {row.id: number for number, row in enumerate(rows)}
+    models = list(dict.fromkeys(record.model for record in records))
+    ordered = sorted(
+        records, key=lambda record: (models.index(record.model), rows_in_order[record.id], record.repetition)
+    )
+    lines = (json.dumps(record.model_dump(), ensure_ascii=False, default=str) + "\n" for record in ordered)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, "".join(lines).encode(errors="backslashreplace"))
+    except OSError as error:
+        raise WrongInput([f"{path.absolute()} cannot be written: {error.strerror}"]) from error
+
+
+def read_results(path: Path) -> list[ResultRecord]:
+    """The records of a file; of a file with a baseline the records of the evaluated step, which come first.
+
+    Raises:
+        WrongInput: the file cannot be read, or a line is no record.
+    """
+    records: list[ResultRecord] = []
+    try:
+        for number, line in enumerate(read_text(path).split("\n"), 1):
+            if line.strip():
+                records.append(_record(line, number))
+        if not records:
+            raise ValueError("has no results")
+    except ValueError as error:
+        raise WrongInput([f"{path}: {error}"]) from error
+    return [record for record in records if record.model == records[0].model]
+
+
+def _record(line: str, number: int) -> ResultRecord:
+    try:
+        return ResultRecord.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()
+        raise ValueError(f"line {number} is no result of `art eval` ({what}): name an eval_results.jsonl") from error
+
+
+def row_rewards(records: Sequence[ResultRecord]) -> dict[str, float | None]:
+    """The mean reward of each row over its repetitions, by id; None if all failed."""
+    by_id: dict[str, list[float]] = {}
+    for record in records:
+        rewards = by_id.setdefault(record.id, [])
+        if record.reward is not None:
+            rewards.append(record.reward)
+    return {row: statistics.fmean(rewards) if rewards else None for row, rewards in by_id.items()}
+
+
+def mean_reward(records: Sequence[ResultRecord]) -> Estimate:
+    """The mean over rows, with its interval.
+
+    Raises:
+        WrongInput: no rollout has a reward.
+    """
+    known = [reward for reward in row_rewards(records).values() if reward is not None]
+    if not known:
+        raise WrongInput(["no rollout has a reward: all failed"])
+    return estimate(known)
+
+
+def check_at_least(what: str, measured: Estimate, at_least: float | None) -> None:
+    """Checks that a mean is surely at least a number.
+
+    Raises:
+        BelowTarget: the lower end of the mean's interval is below the number.
+    """
+    if at_least is None or measured.interval[0] >= at_least:
+        return
+    reason = f"the lower end of its interval, {measured.interval[0]:.4g}, is below --at_least {at_least:g}"
+    if measured.num_scenarios == 1:
+        reason = f"one row has no interval, and --at_least {at_least:g} needs two or more"
+    elif measured.mean >= at_least:
+        reason += ". The mean is not: more rows make the interval narrower"
+    raise BelowTarget(f"{what} {measured}: {reason}")

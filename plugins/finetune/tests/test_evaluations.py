@@ -1,0 +1,439 @@
+"""`art eval`: chosen rows, results by row, the gate, the page of differences, judges and their agreement with labels; sampling."""
+
+import json
+import re
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+import art
+import art.finetune
+from art.estimates import estimate
+from art.finetune import FinetuneError, WrongInput
+from art.finetune.agreement import cohens_kappa
+from art.finetune.differences import compare, write_page
+from art.finetune.results import ResultRecord, read_results
+from art_finetune.commands import run_eval
+from plugins.finetune.tests.commands import parsed
+from plugins.finetune.tests.policy_server import PolicyServer
+from tests.fakes.server import Answer, FakeServer, Request
+
+pytestmark = pytest.mark.anyio
+
+DOCS = (Path(__file__).parents[3] / "docs" / "finetune.md").read_text()
+MakeFile = Callable[..., dict[str, Any]]
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def asked_rows(policy: PolicyServer) -> list[str]:
+    return sorted(body["messages"][-1]["content"] for body in policy.asked)
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rows"),
+    [({"limit": 2}, [0, 1]), ({"ids": ["row 3"]}, [3]), ({"ids": ["row 3", "row 1"], "limit": 1}, [1])],
+)
+async def test_an_evaluation_of_chosen_rows(
+    policy: PolicyServer, make_file: MakeFile, chosen: dict[str, Any], rows: list[int]
+) -> None:
+    evaluation = await art.finetune.evaluate(make_file(finetuning__validation={"dataset": "rows.json"}), **chosen)
+    assert asked_rows(policy) == [f"question {row}" for row in rows] and evaluation.num_rollouts == len(rows)
+    assert not policy.logged, "the history has means over all rows"
+
+
+async def test_a_run_of_chosen_rows(policy: PolicyServer, make_file: MakeFile) -> None:
+    await art.finetune.run(make_file(finetuning__num_epochs=1), {"eval.general.dataset.ids": ["row 2"]})
+    assert asked_rows(policy) == ["question 2"] * 2
+
+
+@pytest.mark.parametrize("of", ["finetuning.validation.dataset", "eval.general.dataset"])
+async def test_a_row_that_does_not_exist_is_an_error_before_the_server_is_asked(
+    policy: PolicyServer, make_file: MakeFile, of: str
+) -> None:
+    changes = {"finetuning__validation": {"dataset": "rows.json"}} if "validation" in of else {}
+    with pytest.raises(WrongInput, match="no row has the id 'row 33'; did you mean 'row 3'"):
+        await art.finetune.evaluate(make_file(**changes), ids=["row 33"])
+    assert not policy.requests
+
+
+async def test_a_limit_is_above_0(policy: PolicyServer, make_file: MakeFile) -> None:
+    with pytest.raises(WrongInput, match="limit must be at least 1, not 0"):
+        await art.finetune.evaluate(make_file(), limit=0)
+    with pytest.raises(WrongInput, match=r"-o eval\.general\.dataset\.limit: must be greater than or equal to 1"):
+        await art.finetune.run(make_file(), {"eval.general.dataset.limit": 0})
+    assert not policy.requests
+
+
+def test_flags_choose_rows() -> None:
+    flags = parsed("finetune", "f.yml", "--limit", "3", "--id", "a", "--id", "b")
+    assert (flags.limit, flags.id) == (3, ["a", "b"])
+
+
+async def test_the_flag_that_an_error_names_works(folder: Path, make_file: MakeFile, policy: PolicyServer) -> None:
+    (folder / "own.csv").write_text("ticket,answer\nquestion 7,yes\n")
+    file = make_file(finetuning__validation={"dataset": "own.csv"})
+    with pytest.raises(WrongInput) as wrong:
+        await art.finetune.evaluate(file)
+    match = re.search(r"`-o (\S+) COLUMN`", str(wrong.value))
+    assert match is not None
+    await art.finetune.evaluate(file, [(match[1], "ticket")])
+    assert asked_rows(policy) == ["question 7"]
+    changes = {"eval__general__dataset": {"_type": "csv", "file_path": "own.csv"}}
+    with pytest.raises(WrongInput) as wrong:
+        await art.finetune.evaluate(make_file(**changes))
+    match = re.search(r"`-o (\S+) COLUMN`", str(wrong.value))
+    assert match is not None
+    await art.finetune.evaluate(make_file(**changes), [(match[1], "ticket")])
+    assert asked_rows(policy) == ["question 7"] * 2
+
+
+CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "question 5"}]
+
+
+async def test_a_function_gets_the_messages_of_a_chat_row(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    rows = [{"messages": [*CHAT, {"role": "assistant", "content": "yes"}]}, {"messages": CHAT[1:], "answer": "yes"}]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    code = DOCS.partition("### Chat rows")[2].partition("```python\n")[2].partition("```")[0]
+    policy.answer = lambda question, number: "yes"
+    exact = {"reward": {"_type": "exact_match"}}
+    (folder / "chat.py").write_text(f"import os\nfrom openai import AsyncOpenAI\n{code}")
+    evaluation = await art.finetune.evaluate(make_file(workflow___type="chat.py:answer", eval__evaluators=exact))
+    assert sorted(len(body["messages"]) for body in policy.asked) == [1, 2] and evaluation.reward.mean == 1.0
+    with pytest.raises(
+        WrongInput, match=r"row 1 has 2 messages, and agent\.py:answer gets only the last question: give it"
+    ):
+        await art.finetune.evaluate(make_file(eval__evaluators=exact))
+
+
+# --- results and the gate -----------------------------------------------------------------------------------------
+
+REASONED = """
+    def score(row, output):
+        if row["id"] == "row 3":
+            raise KeyError("no such city")
+        return {"score": float(output == row["answer"]), "reason": f"it said {output}"}
+"""
+
+
+async def test_results_have_ids_answers_and_reasons(policy: PolicyServer, folder: Path, make_file: MakeFile) -> None:
+    file = make_file(REASONED, finetuning__max_exceptions=0.5)
+    policy.answer = lambda question, number: "yes" if question == "question 0" else "no"
+    await art.finetune.evaluate(file, reps=2, results="r/results.jsonl")
+    records = lines(folder / "r" / "results.jsonl")
+    assert len(records) == 8 and not (folder / "out" / "eval_results.jsonl").exists()
+    assert [record["id"] for record in records[:8]] == [f"row {row}" for row in range(4) for _ in range(2)]
+    right, wrong, failed = records[0], records[2], records[6]
+    assert (right["reward"], right["output"], right["reasons"]) == (1.0, "yes", {"reward": "it said yes"})
+    assert (wrong["reward"], wrong["answer"], wrong["question"]) == (0.0, "yes", "question 1")
+    assert failed["reward"] is None and failed["error"] == "KeyError: 'no such city'"
+
+
+async def test_an_evaluation_that_fails_leaves_its_results(folder: Path, make_file: MakeFile) -> None:
+    with pytest.raises(FinetuneError, match="no such city"):
+        await art.finetune.evaluate(make_file(REASONED, finetuning__max_exceptions=0))
+    assert any("no such city" in (record["error"] or "") for record in lines(folder / "out" / "eval_results.jsonl"))
+
+
+GATES = [(["--at_least", "0.2"], 0), (["--at-least", "0.6"], 5), (["--at_least", "1", "--limit", "1"], 5)]
+
+
+@pytest.mark.parametrize(("arguments", "code"), GATES)
+def test_the_gate_is_the_lower_end_of_the_interval(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int
+) -> None:
+    async def evaluate(*_: Any, limit: int | None, **__: Any) -> Any:
+        rewards = [0.0, 1.0] * 20 if limit is None else [1.0]
+        return art.Evaluation("demo/agent@1", 1, estimate(rewards), tuple(rewards), len(rewards), 0, {}, [])
+
+    monkeypatch.setattr("art.finetune.evaluating.evaluate", evaluate)
+    ended = 0
+    try:
+        run_eval(parsed("eval", "f.yml", *arguments))
+    except SystemExit as error:
+        ended = error.code
+    printed = capsys.readouterr()
+    assert ended == code and "Evaluation(demo/agent@1: reward" in printed.out
+    if code:
+        assert "the reward of demo/agent@1" in printed.err and "--at_least" in printed.err
+
+
+# --- differences --------------------------------------------------------------------------------------------------
+
+
+def result(row: str, reward: float | None, output: Any = "an answer", **more: Any) -> ResultRecord:
+    return ResultRecord(
+        model=more.pop("model", "demo/agent@1"), id=row, question=f"q {row}", output=output, reward=reward, **more
+    )
+
+
+BEFORE = [result("a", 1.0), result("b", 0.0), result("c", 1.0), result("d", None, error="TimeUp"), result("old", 1.0)]
+AFTER = [
+    result("a", 0.0, "<script>alert(1)</script>", reasons={"judge": "it is <b>wrong</b>"}, model="demo/agent@2"),
+    result("b", 1.0, model="demo/agent@2"),
+    result("c", 1.0, model="demo/agent@2"),
+    result("d", 1.0, model="demo/agent@2"),
+]
+
+
+def test_a_comparison_says_which_rows_are_worse() -> None:
+    comparison = compare(BEFORE, AFTER)
+    kinds = {kind: comparison.rows(kind) for kind in ("worse", "better", "equal", "in one only")}
+    assert kinds == {"worse": ["a"], "better": ["b"], "equal": ["c"], "in one only": ["d", "old"]}
+    assert comparison.difference is not None and comparison.difference.num_scenarios == 3
+    assert "rows: 1 worse, 1 better, 1 equal, 2 in one only" in repr(comparison)
+    with pytest.raises(WrongInput, match="no row in common"):
+        compare(BEFORE, [result("other", 1.0)])
+
+
+def test_the_page_is_one_file_that_runs_nothing(tmp_path: Path) -> None:
+    write_page(tmp_path / "eval.html", compare(BEFORE, AFTER), BEFORE, AFTER)
+    text = (tmp_path / "eval.html").read_text()
+    assert "<script" not in text and "&lt;script&gt;" in text and "it is &lt;b&gt;wrong&lt;/b&gt;" in text
+    assert "http" not in text and "TimeUp" in text and "1 worse" in text
+
+
+async def test_an_evaluation_is_compared_with_earlier_results(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = make_file()
+    policy.answer = lambda question, number: "no"
+    await art.finetune.evaluate(file, results="before.jsonl")
+    assert not (folder / "out" / "eval.html").exists()
+    policy.answer = lambda question, number: "yes"
+    await art.finetune.evaluate(file, compare="before.jsonl")
+    assert "difference 1 (95% 1 to 1, n=4); rows: 0 worse, 4 better" in capfd.readouterr().err
+    assert "4 better" in (folder / "out" / "eval.html").read_text()
+    await art.finetune.evaluate(file, compare="before.jsonl", ids=["row 2"])
+    assert "rows: 0 worse, 1 better, 0 equal, 0 in one only" in capfd.readouterr().err
+
+
+async def test_the_results_of_a_baseline_are_compared_too(folder: Path, make_file: MakeFile) -> None:
+    file = make_file()
+    await art.finetune.run(file)
+    await art.finetune.evaluate(file, baseline="0")
+    assert "demo/agent@2 compared with demo/agent@0" in (folder / "out" / "eval.html").read_text()
+    assert {record.model for record in read_results(folder / "out" / "eval_results.jsonl")} == {"demo/agent@2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has no results"),
+        ("{}\n", "line 1 is no result"),
+        ("no json\n", "line 1 is no result"),
+        (None, "no such file"),
+    ],
+)
+async def test_wrong_results_are_named_before_the_server_is_asked(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, text: str | None, words: str
+) -> None:
+    if text is not None:
+        (folder / "before.jsonl").write_text(text)
+    with pytest.raises(WrongInput, match=f"before.jsonl: .*{words}"):
+        await art.finetune.evaluate(make_file(), compare="before.jsonl")
+    assert not policy.requests
+
+
+# --- judges -------------------------------------------------------------------------------------------------------
+
+
+class JudgeServer(FakeServer):
+    """A judge that likes each answer "yes"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts: list[str] = []
+        self.seconds = 0.0
+        self.on("POST", "/v1/chat/completions", self._answer)
+
+    def _answer(self, request: Request) -> Answer:
+        prompt = request.json()["messages"][1]["content"]
+        self.prompts.append(prompt)
+        is_good = '<answer>\n"yes"' in prompt
+        scores = {"scores": {"1": {"explanation": f"it is {'good' if is_good else 'bad'}", "score": float(is_good)}}}
+        message = {"role": "assistant", "content": json.dumps(scores)}
+        return Answer(body={"choices": [{"message": message}], "usage": {}}, seconds=self.seconds)
+
+
+@pytest.fixture
+async def judge() -> AsyncIterator[JudgeServer]:
+    server = JudgeServer()
+    await server.start()
+    yield server
+    await server.stop()
+
+
+def judging(judge: JudgeServer, **fields: Any) -> dict[str, Any]:
+    return {"reward": {"_type": "judge", "judge_model": "small", "base_url": f"{judge.url}/v1", **fields}}
+
+
+async def test_a_judge_scores_one_answer_and_shows_its_prompt(
+    policy: PolicyServer, judge: JudgeServer, folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = make_file(eval__evaluators=judging(judge, rubric="Only yes is right."))
+    await art.finetune.check(file)
+    shown = capsys.readouterr().out
+    assert "--- prompt of judge reward" in shown and "Only yes is right." in shown
+    assert '<question>\n"question 0"\n</question>' in shown and '<expected>\n"yes"\n</expected>' in shown
+    assert "reason of reward: it is good" in shown and judge.prompts[0] in shown
+    policy.answer = lambda question, number: "yes" if question == "question 0" else "no </answer>"
+    evaluation = await art.finetune.evaluate(file)
+    assert evaluation.reward.mean == 0.25
+    reasons = [record["reasons"]["reward"] for record in lines(folder / "out" / "eval_results.jsonl")]
+    assert reasons == ["it is good", "it is bad", "it is bad", "it is bad"]
+    assert judge.prompts[-1].count("</answer>") == 1, "an answer closes no tag"
+    policy.answer = lambda question, number: ("yes", "no")[number % 2]
+    await art.finetune.run(file, {"finetuning.num_epochs": 1})
+    assert len(policy.trained) == 1
+
+
+async def test_the_judge_of_the_page_is_a_section_of_a_file(
+    judge: JudgeServer, folder: Path, make_file: MakeFile, policy: PolicyServer
+) -> None:
+    text = DOCS.partition("**A judge**")[2].partition("```yaml\n")[2].partition("```")[0]
+    (folder / "rubric.md").write_text("Only yes is right.")
+    evaluators = YAML(typ="safe").load(text.replace("http://localhost:8000", judge.url))["eval"]["evaluators"]
+    await art.finetune.evaluate(make_file(eval__evaluators=evaluators), limit=1)
+    assert "Only yes is right." in judge.requests[0].body.decode() and len(policy.asked) == 1
+
+
+async def test_a_judge_that_is_slow_fails_the_rollout(judge: JudgeServer, make_file: MakeFile) -> None:
+    judge.seconds = 600.0
+    file = make_file(eval__evaluators=judging(judge, timeout_seconds=0.05))
+    with pytest.raises(FinetuneError, match="did not answer"):
+        await art.finetune.evaluate(file, limit=1)
+
+
+async def test_wrong_fields_of_a_judge_are_named(judge: JudgeServer, make_file: MakeFile) -> None:
+    with pytest.raises(WrongInput, match=r"reward\.timeout_seconds: must be a number of seconds above 0, not the text"):
+        await art.finetune.evaluate(make_file(eval__evaluators=judging(judge, timeout_seconds="long")))
+    with pytest.raises(WrongInput, match=r"reward\.model: unknown key: did you mean 'judge_model'"):
+        await art.finetune.evaluate(make_file(eval__evaluators=judging(judge, model="x")))
+
+
+async def test_a_judge_at_openai_has_the_users_own_key(
+    judge: JudgeServer, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("art.finetune.workflows.of_user", {})
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{judge.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-own")
+    file = make_file(eval__evaluators={"reward": {"_type": "judge", "judge_model": "openai/gpt"}})
+    await art.finetune.evaluate(file, limit=1)
+    assert [request.headers["authorization"] for request in judge.requests] == ["Bearer sk-own"]
+    monkeypatch.setattr("art.finetune.workflows.of_user", {"OPENAI_API_KEY": ""})
+    with pytest.raises(FinetuneError, match="judge openai/gpt needs a key: set OPENAI_API_KEY before"):
+        await art.finetune.evaluate(file, limit=1)
+
+
+LABELLED = [("1", "yes", 1), ("2", "no", "no"), ("3", "yes", False), ("4", "no", 0.2), ("5", "yes", "0.9")]
+
+
+async def test_a_judge_is_compared_with_labels(judge: JudgeServer, folder: Path, make_file: MakeFile) -> None:
+    rows = [{"id": row, "question": "q", "output": output, "label": label} for row, output, label in LABELLED]
+    (folder / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = make_file(eval__evaluators=judging(judge))
+    measured = await art.finetune.measure_agreement(file, "labels.jsonl")
+    assert measured.share.mean == 0.8 and measured.differing == ["3"]
+    assert measured.kappa == pytest.approx((0.8 - 0.48) / (1 - 0.48))
+    assert "1 differ: 3" in repr(measured)
+    records = lines(folder / "out" / "agreement.jsonl")
+    assert [(record["label"], record["reward"]) for record in records][2] == (False, 1.0)
+    assert records[2]["reasons"] == {"reward": "it is good"}
+
+
+def test_kappa_of_a_known_table() -> None:
+    labels = [True] * 25 + [False] * 25
+    scores = [True] * 20 + [False] * 5 + [True] * 10 + [False] * 15
+    assert cohens_kappa(labels, scores) == pytest.approx(0.4)
+    assert cohens_kappa([True] * 3, [True] * 3) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("l.jsonl", '{"question": "q", "output": "a"}', "line 1 has the label None: a label is a number from 0 to 1"),
+        ("l.jsonl", '{"question": "q", "output": "a", "label": 4}', "line 1 has the label 4"),
+        ("l.txt", "", "a file of labels ends in .jsonl"),
+    ],
+)
+async def test_wrong_labels_are_named_before_the_server_is_asked(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, name: str, text: str, words: str
+) -> None:
+    (folder / name).write_text(text)
+    with pytest.raises(WrongInput, match=words):
+        await art.finetune.measure_agreement(make_file(), name)
+    assert not policy.requests
+
+
+def test_flags_that_need_a_policy_are_refused_beside_labels(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_eval(parsed("eval", "f.yml", "--labels", "l.jsonl", "--step", "3", "--validation-dataset", "v.csv"))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "art: --labels asks no policy: leave out --step, --validation_dataset\n"
+
+
+# --- sampling -----------------------------------------------------------------------------------------------------
+
+SAMPLING = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 7}
+LLMS = {"policy": {"_type": "openai", "model_name": "agent", **SAMPLING}}
+PROGRAM = """
+import json, os, sys, urllib.request
+body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": json.load(sys.stdin)["question"]}]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+"""
+KINDS = {
+    "captured": "agent.py:answer",
+    "llms": "agent.py:with_llms",
+    "address": "agent.py:by_address",
+    "key": "agent.py:by_key",
+    "command": "command",
+}
+CODE = """
+    async def with_llms(question, llms):
+        assert llms["policy"].parameters == {"temperature": 0.5, "top_p": 0.9, "max_tokens": 7}
+        return await answer(question)
+
+    async def asked(question, **settings):
+        messages = [{"role": "user", "content": question}]
+        async with AsyncOpenAI(**settings) as client:
+            completion = await client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
+        return completion.choices[0].message.content
+
+    async def by_address(question, rollout):
+        return await asked(question, base_url=rollout.base_url)
+
+    async def by_key(question, rollout):
+        return await asked(question, api_key=rollout.api_key)
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_policys_sampling_reaches_the_server_from_each_workflow(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    (folder / "program.py").write_text(PROGRAM)
+    workflow: dict[str, Any] = {"_type": KINDS[kind]}
+    if kind == "command":
+        workflow["command"] = [sys.executable, "program.py"]
+    await art.finetune.evaluate(make_file(CODE, llms=LLMS, workflow=workflow), limit=1)
+    assert [body["sampling"].parameters for body in policy.asked] == [SAMPLING]
+    assert "without effect" not in capfd.readouterr().err
+
+
+async def test_wrong_sampling_is_named(make_file: MakeFile) -> None:
+    with pytest.raises(WrongInput, match=r"llms\.policy\.temperature: must be less than or equal to 2"):
+        await art.finetune.evaluate(make_file(llms={"policy": LLMS["policy"] | {"temperature": 20}}))
