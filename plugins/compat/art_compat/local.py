@@ -42,7 +42,7 @@ class LocalBackend(core.LocalBackend, Backend):
             on_step=on_step,
         )
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride] - this backend is for both
         return self
 
     def __exit__(self, *_: object) -> None:
