@@ -92,8 +92,11 @@ class Waiting:
     def _show_start(self, health: Health, since: float) -> None:
         """Shows what the server's start does, or that the start has ended."""
         self._is_ready = health.engine in ("ready", "failed")
-        if health.progress and (self._last is None or health.progress[-1].number > self._last.number):
-            self._last = health.progress[-1]
+        lines = [
+            line for line in health.progress if not line.text.startswith("trainer")
+        ]  # no request waits for the trainer
+        if lines and (self._last is None or lines[-1].number > self._last.number):
+            self._last = lines[-1]
             self._started_at = time.monotonic() - self._last.seconds
         if self._is_ready:
             if self._line.reason == START:
