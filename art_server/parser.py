@@ -13,7 +13,8 @@ class Parser(argparse.ArgumentParser):
         """Ends the process with status 2 and one line."""
         self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists the flags)\n")
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # Any: argparse has several signatures
+    # Any: argparse has several signatures.
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As argparse does, after a check of the flags' names, which argparse checks last."""
         words: list[str] = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:  # else a command checks its own flags

@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import CodeType, FrameType
@@ -60,7 +60,7 @@ class _Watch:
         self._thread_id = threading.get_ident()
         self._ran_at = time.monotonic()
         """When the loop last ran a callback of ours."""
-        self._seconds: Counter[Line] = Counter()
+        self._seconds: defaultdict[Line, float] = defaultdict(float)
         self._ended = threading.Event()
         self._timer = loop.call_soon(self._run)
         threading.Thread(target=self._look, name="art: blocked loop", daemon=True).start()

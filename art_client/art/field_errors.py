@@ -3,7 +3,7 @@
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -58,7 +58,7 @@ def _values(annotation: Any, limits: Iterable[Any]) -> list[str]:  # Any: types,
     if origin is typing.Annotated:
         own: list[Any] = []
         for entry in arguments[1:]:
-            own += cast("list[Any]", entry.metadata) if isinstance(entry, FieldInfo) else [entry]
+            own += entry.metadata if isinstance(entry, FieldInfo) else [entry]
         return _values(arguments[0], own)
     if origin in (types.UnionType, typing.Union):
         return [value for member in arguments for value in _values(member, limits)]

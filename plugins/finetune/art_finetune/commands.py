@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ def run_finetune(flags: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _typed_flags(flags: argparse.Namespace) -> Iterator[None]:
+def _typed_flags(flags: argparse.Namespace) -> Generator[None]:
     """Problems of the block name the flag that was typed, not the field that the flag sets.
 
     Raises:
