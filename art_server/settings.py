@@ -191,7 +191,7 @@ class ServerConfig(BaseModel):
             "to the others; 0 leaves sampling to other machines (%(default)s)",
             "N",
         ),
-    ] = 1
+    ] = Field(default=1, ge=0)
     cluster: Annotated[
         str | None,
         Flag(

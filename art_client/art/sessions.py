@@ -16,10 +16,9 @@ import uuid
 from collections.abc import Iterable, Mapping
 from contextvars import Token
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Never, Self
 
 from art import tracing
-from art.async_only import AsyncOnly
 from art.core.model import TrainableModel
 from art.scopes import Scope, current_scope
 from art.trajectories import History, Trajectory
@@ -58,7 +57,7 @@ def session_with_sampling(model: TrainableModel, session: str, sampling: Mapping
     return session_sampling.write(session, session_sampling.checked({**sampling, "base": is_base}))
 
 
-class Rollout(AsyncOnly):
+class Rollout:
     """One rollout of an agent that was not written for ART: the address for its requests, and the resulting trajectory.
 
     An agent that sends its requests to `base_url` is captured wherever the agent runs, also in another process. If the
@@ -158,6 +157,11 @@ class Rollout(AsyncOnly):
             facts = [NO_REQUEST]
             remedy = f"Give it base_url={self.base_url}, or the rollout's api_key, and model={name!r}"
         return f"session {self.session} has no answer of {name} that can be trained: {'; '.join(facts)}. {remedy}"
+
+    def __enter__(self) -> Never:
+        raise TypeError("a rollout is asynchronous: write `async with` in place of `with`")
+
+    def __exit__(self, *_: object) -> None: ...
 
     async def __aenter__(self) -> Self:
         self._token = current_scope.set(Scope(self.session_in_requests))

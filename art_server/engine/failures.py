@@ -45,7 +45,7 @@ ERROR = re.compile(
 )
 """The last line of an error's traceback, also behind what vLLM's processes and loggers write before each line."""
 FOLLOWING = re.compile(
-    "EngineDeadError|See (root cause|stack trace)|Engine core initialization failed|CancelledError|BrokenPipeError|"
+    "EngineDeadError|root cause|Engine core initialization failed|CancelledError|BrokenPipeError|"
     "Connection(Reset|Refused)Error"
 )
 """Errors of vLLM's other processes, which follow from the first process's error."""
@@ -88,7 +88,9 @@ def _find_error(log: str) -> Cause | None:
         if FOLLOWING.search(text):
             continue
         if kind in LASTING or UNSUPPORTED.search(message):
-            return Cause(f"vLLM cannot run this base model here ({text[:300]}): use another base model", True)
+            reason = text[:300].rstrip(".")
+            remedy = "use another base model, or leave out --engine-arg"
+            return Cause(f"vLLM cannot run this base model here ({reason}): {remedy}", True)
         return Cause(f"vLLM ended with {text[:300]}", False)
     return None
 

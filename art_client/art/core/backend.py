@@ -18,7 +18,6 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from art import tracing
-from art.async_only import AsyncOnly
 from art.bars import make_bar
 from art.bodies import build_log_request, build_train_request
 from art.connection import ACCEPTED, ENDED, REQUEST_TIMEOUT_SECONDS, Connection, JobRequest
@@ -59,7 +58,7 @@ REGISTER_TIMEOUT_SECONDS = 1800
 """The first model of a base model waits until the server has loaded the weights, and possibly downloaded them."""
 
 
-class Backend(AsyncOnly):
+class Backend:
     """The art-server at an address.
 
     `base_url` and `api_key` default to ART_SERVER_URL (else http://127.0.0.1:7623) and ART_API_KEY. While the server is

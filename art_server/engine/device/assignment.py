@@ -17,10 +17,9 @@ def check_flags(config: ServerConfig) -> None:
     Raises:
         UsageError: flags contradict each other, or nothing would sample or train.
     """
-    if config.engines < 0 or (not config.engines and not config.takes_hosts):
+    if not config.engines and not config.takes_hosts:
         raise UsageError(
-            f"--engines {config.engines}: something has to sample; use 1 or more, or a key with the scope 'host' for other "
-            "machines"
+            "--engines 0: something has to sample; use 1 or more, or a key with the scope 'host' for other machines"
         )
     if config.ranks == 0 and not config.takes_hosts:
         raise UsageError(

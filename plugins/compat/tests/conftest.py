@@ -1,6 +1,6 @@
 import pytest
 
-from art import unknown_fields
+from art import bars, unknown_fields
 from tests.quick.conftest import no_certificates  # noqa: F401
 from tests.quick.models.conftest import path, tiny_adapter  # noqa: F401
 
@@ -9,3 +9,4 @@ from tests.quick.models.conftest import path, tiny_adapter  # noqa: F401
 def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test gets its warnings, also those that an earlier one got."""
     monkeypatch.setattr(unknown_fields, "_warned", set[tuple[str, str]]())
+    monkeypatch.setattr(bars, "SECONDS", 0.0)

@@ -39,7 +39,7 @@ TRACEBACK = "(EngineCore pid=7) ERROR core.py Traceback (most recent call last):
         ),
         (
             "RuntimeError: Unsupported block size: 16",
-            "cannot run this base model here (RuntimeError: Unsupported block size: 16): use another base model",
+            "cannot run this base model here (RuntimeError: Unsupported block size: 16): use another base model, or leave out --engine-arg",
         ),
         ("NotImplementedError", "cannot run this base model here"),
         ("KeyError: 'layers.0.mixer'", "cannot run this base model here (KeyError: 'layers.0.mixer')"),

@@ -16,9 +16,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from art_protocol.wire import JobReport, TrainConfig
+from art_server.engine import engine
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.device.plan import make_memory_plan
 from art_server.engine.engine import LOAD_SECONDS, MAX_FAILED_STARTS, AdapterRefused, Engine, EngineDied
+from art_server.engine.failures import Cause
 from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Unavailable
@@ -328,6 +330,28 @@ async def test_an_engine_that_restarts_while_its_machine_is_full_waits_for_room(
             location.is_full = False
         await house.fleet.wait_ready(SECONDS)
         assert house.engine.num_starts == 2 and house.engine.holds("p/a@0") != is_left
+
+
+LASTING = Cause("vLLM cannot run this base model here", is_lasting=True)
+
+
+async def test_a_base_that_vllm_cannot_run_is_started_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "find_cause", lambda _: LASTING)
+    world = make_world("none", {"engine starts": ["kill engine"] * MAX_FAILED_STARTS})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        with refused(Unavailable, "engine_failed") as raised:
+            await house.fleet.wait_ready(SECONDS)
+        assert house.engine.num_starts == 1 and LASTING.sentence in raised.value.message
+
+
+async def test_an_engine_that_has_served_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its log says: the same base has run here."""
+    monkeypatch.setattr(engine, "find_cause", lambda _: LASTING)
+    world = make_world("none", {"engine starts": ["", "kill engine", "kill engine"]})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        assert await house.ask("a") == "p/a@0" and world.process is not None
+        world.process.kill()
+        await until(lambda: house.engine.num_starts == 4 and house.engine.state == "ready")
 
 
 async def test_the_engine_wakes_while_the_step_is_written(tmp_path: Path) -> None:
