@@ -51,6 +51,21 @@ def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
 
 
 @contextlib.asynccontextmanager
+async def serving(config: Config) -> AsyncGenerator[art.Backend]:
+    """The backend of the file's server. Starts a server if the file names none.
+
+    Raises:
+        NoServer: no server can be started.
+    """
+    async with contextlib.AsyncExitStack() as opened:
+        try:
+            backend = await opened.enter_async_context(_backend(config))
+        except art.ArtError as error:
+            raise NoServer(str(error)) from error
+        yield backend
+
+
+@contextlib.asynccontextmanager
 async def loaded(checked_file: CheckedFile) -> AsyncGenerator[Loaded]:
     """The code and the rows of a file. Starts a server if the file names none, because an agent finds its model in variables while
     its module is imported. No server gets a request.
@@ -59,11 +74,7 @@ async def loaded(checked_file: CheckedFile) -> AsyncGenerator[Loaded]:
         WrongInput: all problems of the code and of the data sets.
         NoServer: no server can be started.
     """
-    async with contextlib.AsyncExitStack() as opened:
-        try:
-            backend = await opened.enter_async_context(make_backend(checked_file.config))
-        except art.ArtError as error:
-            raise NoServer(str(error)) from error
+    async with serving(checked_file.config) as backend:
         yield loading.load(checked_file, backend)
 
 
@@ -149,8 +160,7 @@ async def _register(config: Config, backend: art.Backend) -> art.TrainableModel:
     return model
 
 
-def make_backend(config: Config) -> art.Backend:
-    """The backend of the file's server, or a backend that starts a server if the file names none."""
+def _backend(config: Config) -> art.Backend:
     section, trackers = config.adapter.backend, config.finetuning.trackers
     url = section.url
     if section.ip is not None:

@@ -82,7 +82,7 @@ async def sweep(
     variants = variants_of(checked_file, sweeps)
     for variant in variants:
         runs.checked(file, [*pairs, *variant.overrides])
-    async with runs.make_backend(checked_file.config) as backend:
+    async with runs.serving(checked_file.config) as backend:
         # The server that this process has started, else the children find the server as this process would.
         own = {"ART_SERVER_URL": backend.base_url} if isinstance(backend, art.LocalBackend) else {}
         async with asyncio.TaskGroup() as group:
