@@ -12,8 +12,8 @@ from pydantic import ValidationError
 import art
 from art.files import write_whole
 from art.finetune.agreement import Agreement, agreement, label_of
+from art.finetune.differences import Comparison, write_page
 from art.finetune.differences import compare as compare_results
-from art.finetune.differences import write_page
 from art.finetune.errors import WrongInput
 from art.finetune.interfaces import say
 from art.finetune.reading import dataset_of_text
@@ -104,6 +104,19 @@ async def evaluate(
         write_page(page, comparison, earlier, of_step)
         say(f"{comparison}; {page}")
     return evaluation
+
+
+def compare_files(before: str | Path, after: str | Path) -> Comparison:
+    """The differences between the results of two evaluations. Writes the page beside `after`, with the ending .html. No server is
+    asked.
+
+    Raises:
+        WrongInput: a file has no results, or the two have no row in common.
+    """
+    earlier, later = read_results(Path(before)), read_results(Path(after))
+    comparison = compare_results(earlier, later)
+    write_page(Path(after).with_suffix(".html"), comparison, earlier, later)
+    return comparison
 
 
 async def measure_agreement(
