@@ -103,7 +103,7 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
         _add_flag(finetune, name, action=_Refuse, nargs="?", help=argparse.SUPPRESS)
     finetune.set_defaults(run=run_finetune)
     evaluate = commands.add_parser("eval", help="evaluate a finetuned workflow", epilog=EXIT_CODES)
-    evaluate.add_argument("target", metavar="FILE", help="the file of `art finetune`")
+    evaluate.add_argument("target", metavar="FILE", help="the file of `art finetune`, or results to --compare")
     evaluate.add_argument("--step", metavar="K", help="a number, best or base (default: the newest)")
     evaluate.add_argument("--baseline", metavar="K", help="compare with this step, in pairs")
     evaluate.add_argument("--reps", metavar="N", type=int, help="rollouts of each row")
@@ -200,6 +200,10 @@ async def _evaluate(flags: argparse.Namespace) -> None:
     if flags.labels is not None and (unused := [name for name in OF_ROLLOUTS if getattr(flags, name) is not None]):
         raise WrongInput([f"--labels asks no policy: leave out {', '.join(f'--{name}' for name in unused)}"])
     overrides = [*_overrides_from(flags, {"validation_dataset": OF_FILES["validation_dataset"]}), *flags.override]
+    if flags.compare is not None and flags.target.endswith(".jsonl"):
+        comparison = evaluating.compare_files(flags.compare, flags.target)
+        print(comparison)
+        return results.check_at_least("the reward", comparison.rewards[1], flags.at_least)
     rows: dict[str, Any] = {"limit": flags.limit, "ids": flags.id or []}
     if flags.labels is not None:
         agreement = await evaluating.measure_agreement(flags.target, flags.labels, overrides, **rows)

@@ -219,6 +219,17 @@ async def test_an_evaluation_is_compared_with_earlier_results(
     assert "rows: 0 worse, 1 better, 0 equal, 0 in one only" in capfd.readouterr().err
 
 
+def test_two_files_are_compared_without_a_server(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, records in (("before.jsonl", BEFORE), ("after.jsonl", AFTER)):
+        (folder / name).write_text("".join(record.model_dump_json() + "\n" for record in records))
+    run_eval(parsed("eval", "after.jsonl", "--compare", "before.jsonl"))
+    assert "rows: 1 worse, 1 better, 1 equal, 2 in one only" in capsys.readouterr().out
+    assert "demo/agent@2 compared with demo/agent@1" in (folder / "after.html").read_text()
+    with pytest.raises(SystemExit) as ended:
+        run_eval(parsed("eval", "after.jsonl", "--compare", "before.jsonl", "--at_least", "0.9"))
+    assert ended.value.code == 5
+
+
 async def test_the_results_of_a_baseline_are_compared_too(folder: Path, make_file: MakeFile) -> None:
     file = make_file()
     await art.finetune.run(file)

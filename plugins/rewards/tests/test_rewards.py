@@ -159,7 +159,7 @@ async def test_the_judges_of_the_page_run(
     server, answer, model: art.TrainableModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def judge(request: Any) -> Any:
-        ids = re.findall(r'<trajectory id=\\"(\d+)', request.body.decode())
+        ids = re.findall(r'<trajectory id=\\"(\d+)', request.body.decode()) or ["1"]
         text = json.dumps({"scores": {trajectory_id: int(trajectory_id) / 4 for trajectory_id in ids}})
         return answer(body={"choices": [{"message": {"content": text}}]})
 
@@ -172,7 +172,7 @@ async def test_the_judges_of_the_page_run(
     server.on("POST", "/v1/chat/completions", judge)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"art": art, "model": model, "rollout": rollout}
-    names |= {"judge_url": f"{server.url}/v1", "questions": ["Why?"]}
+    names |= {"judge_url": f"{server.url}/v1", "questions": ["Why?"], "answer": "Rome"}
     for snippet in OF_JUDGES:
         code = compile(snippet, str(PAGE), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         await eval(code, names)
@@ -180,5 +180,6 @@ async def test_the_judges_of_the_page_run(
     assert [trajectory.reward for trajectory in group] == [0.25, 0.5, 0.75, 1.0]
     assert [trajectory.reward for trajectory in names["scored"]] == [0.5] * 4, "it prefers the second"
     requests = server.sent("POST", "/v1/chat/completions")
-    assert [request.json()["model"] for request in requests] == ["qwen3-32b"] + ["art/tiny"] * 12
-    assert len(list((tmp_path / "judge-cache").iterdir())) == 1
+    assert [request.json()["model"] for request in requests] == ["qwen3-32b"] + ["art/tiny"] * 12 + ["qwen3-32b"]
+    assert len(list((tmp_path / "judge-cache").iterdir())) == 2
+    assert names["verdict"].score == 0.25

@@ -103,7 +103,7 @@ def results(name: str = "out/eval_results.jsonl") -> list[dict[str, Any]]:
 async def test_each_command_of_the_page_works(file: dict[str, Any]) -> None:
     await art.finetune.run(file)
     lines = [shlex.split(line)[1:] for line in COMMANDS.splitlines()]
-    assert len(lines) == 6
+    assert len(lines) == 7
     printed: list[str] = []
     for line in lines:
         code, text = await run(file, *line)
@@ -121,8 +121,9 @@ async def test_each_command_of_the_page_works(file: dict[str, Any]) -> None:
     assert all(record["reasons"]["reward"] == f"it said {record['output']}" for record in after)
     match = re.search(r"difference (\S+) \(95% .*; rows: (\d+) worse, (\d+) better, (\d+) equal", printed[3])
     assert match is not None and sum(map(int, match.groups()[1:])) == 24, printed[3]
+    assert match[0] in printed[4], "the same from the files"
     assert f"{match[2]} worse" in text_of("out/eval.html") or match[2] == "0"
-    assert "Agreement(1 (95% 1 to 1, n=12), kappa 1)" in printed[5]
+    assert "Agreement(1 (95% 1 to 1, n=12), kappa 1)" in printed[6]
 
 
 async def test_a_gate_has_its_exit_code(file: dict[str, Any]) -> None:

@@ -7,8 +7,9 @@ epochs, which is `training.ArtTrainer.run`. `art_finetune` has the commands.
 """
 
 from art.finetune.agreement import Agreement
+from art.finetune.differences import Comparison
 from art.finetune.errors import BelowTarget, FinetuneError, NoServer, NoSignal, RolloutFailed, WrongInput
-from art.finetune.evaluating import evaluate, measure_agreement
+from art.finetune.evaluating import compare_files, evaluate, measure_agreement
 from art.finetune.interfaces import Run, Trainer, TrainerAdapter, TrainingJobStatus, TrajectoryBuilder
 from art.finetune.rollouts import ArtTrajectoryBuilder
 from art.finetune.runs import check, run
@@ -21,6 +22,7 @@ __all__ = [
     "ArtTrainerAdapter",
     "ArtTrajectoryBuilder",
     "BelowTarget",
+    "Comparison",
     "FinetuneError",
     "NoServer",
     "NoSignal",
@@ -32,6 +34,7 @@ __all__ = [
     "TrajectoryBuilder",
     "WrongInput",
     "check",
+    "compare_files",
     "evaluate",
     "function",
     "measure_agreement",

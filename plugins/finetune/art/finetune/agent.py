@@ -76,13 +76,16 @@ class Agent:
         """
         is_own = WORKFLOW in self.targets
         others: set[str] = set() if is_own else {WORKFLOW}
+        own_session, other_session = (
+            session_with_sampling(model, name, self.sampling) for name in (session, session + OTHER)
+        )
 
         def session_of_request() -> str:
             name = innermost_function()
-            if name not in self.targets:
-                others.add(name)
-            own = session if name in self.targets else session + OTHER
-            return session_with_sampling(model, own, self.sampling)
+            if name in self.targets:
+                return own_session
+            others.add(name)
+            return other_session
 
         step = step_of(model)
         async with art.rollout(model, session if is_own else session + OTHER, sampling=self.sampling) as rollout:

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 import art
 from art.files import write_whole
 from art.finetune.agreement import Agreement, agreement, label_of
+from art.finetune.differences import Comparison, write_page
 from art.finetune.differences import compare as compare_results
-from art.finetune.differences import write_page
 from art.finetune.errors import WrongInput
 from art.finetune.interfaces import say
 from art.finetune.reading import dataset_of_text
@@ -65,13 +65,11 @@ async def evaluate(
         except ValueError as error:
             raise WrongInput([str(error)]) from error
         async with connected(loaded_file) as connection:
-            session = f"eval-{uuid.uuid4().hex[:12]}"
-            recorder = Recorder(connection.validation_agent, session, finetuning.seed or 0)
-            model = connection.model
-            number, other = await _step(model, step), await _step(model, baseline)
+            number, other = await _step(connection.model, step), await _step(connection.model, baseline)
+            recorder = Recorder(connection.validation_agent, f"eval-{uuid.uuid4().hex[:12]}", finetuning.seed or 0)
             try:
                 evaluation = await art.evaluate(
-                    model,
+                    connection.model,
                     recorder.play,
                     rows,
                     step=number,
@@ -83,27 +81,45 @@ async def evaluate(
                     max_exceptions=finetuning.max_exceptions,
                     max_concurrent_rollouts=checked_file.config.eval.general.max_concurrency,
                 )
-            finally:
-                if recorder.records:  # also of an evaluation that failed
-                    path = finetuning.output_dir / RESULTS_FILE if results is None else Path(results)
-                    recorder.records.sort(key=lambda record: _is_of(other, record))
-                    write_results(path, recorder.records, rows)
-    figures = _figures(evaluation)
-    of_step = [record for record in recorder.records if record.model == evaluation.name]
-    if evaluation.baseline is not None and evaluation.difference is not None:
-        figures["baseline"] = _figures(evaluation.baseline)
-        figures["difference"] = asdict(evaluation.difference)
-        earlier = earlier or [record for record in recorder.records if _is_of(other, record)]
-    write_whole(finetuning.output_dir / FILE, to_json(figures))
+            finally:  # an evaluation that failed has results too
+                records = sorted(recorder.records, key=lambda record: _is_of(other, record))
+                if records:
+                    write_results(Path(results or finetuning.output_dir / RESULTS_FILE), records, rows)
+    _write_figures(finetuning.output_dir / FILE, evaluation)
+    if earlier is None and baseline is not None:
+        earlier = [record for record in records if _is_of(other, record)]
     if earlier is not None:
-        if limit is not None or ids:
+        if ids or limit is not None:
             chosen = {row.id for row in rows}
             earlier = [record for record in earlier if record.id in chosen]
         page = finetuning.output_dir / PAGE_FILE
-        comparison = compare_results(earlier, of_step)
-        write_page(page, comparison, earlier, of_step)
-        say(f"{comparison}; {page}")
+        later = [record for record in records if record.model == evaluation.name]
+        say(f"{_write_differences(page, earlier, later)}; {page}")
     return evaluation
+
+
+def _write_figures(path: Path, evaluation: art.Evaluation) -> None:
+    figures = _figures(evaluation)
+    if evaluation.baseline is not None and evaluation.difference is not None:
+        figures["baseline"] = _figures(evaluation.baseline)
+        figures["difference"] = asdict(evaluation.difference)
+    write_whole(path, to_json(figures))
+
+
+def _write_differences(page: Path, earlier: list[ResultRecord], later: list[ResultRecord]) -> Comparison:
+    comparison = compare_results(earlier, later)
+    write_page(page, comparison, earlier, later)
+    return comparison
+
+
+def compare_files(before: str | Path, after: str | Path) -> Comparison:
+    """The differences between the results of two evaluations. Writes the page beside `after`, with the ending .html. No server is
+    asked.
+
+    Raises:
+        WrongInput: a file has no results, or the two have no row in common.
+    """
+    return _write_differences(Path(after).with_suffix(".html"), read_results(Path(before)), read_results(Path(after)))
 
 
 async def measure_agreement(
