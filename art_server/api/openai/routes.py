@@ -88,7 +88,7 @@ async def models(
 
 @router.head("/v1/models/{name:path}", include_in_schema=False)
 @router.get("/v1/models/{name:path}")
-async def model(
+async def model_card(
     name: str,
     server: TheServer,
     fleet: TheFleet,

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3] / "art_server"
 
 LOCKS = (
-    *("lock", "_lock", "_locks", "models_lock", "_turn", "verify_lock", "_changed", "changed"),
+    *("lock", "_lock", "_locks", "models_lock", "_holding_device", "verify_lock", "_changed", "changed"),
     *("held", "held_idle"),
 )
 """Names of locks, and of the functions that take one."""
@@ -26,7 +26,7 @@ OWN = {
     "engine/engine.py Engine._supervise": "the device: vLLM starts on it",
     "jobs/attempt.py Attempt._find_lost_layers": "the device: the trainer scores on it",
     "jobs/attempt.py Attempt._train": "the device: the step itself",
-    "jobs/attempt.py Attempt._turn": "the device: the step itself",
+    "jobs/attempt.py Attempt._holding_device": "the device: the step itself",
     "jobs/gang.py Gang.run": "the trainer's own processes, which train together",
     "jobs/trainer_process.py TrainerProcess._run": "the trainer's own process, which starts",
     "jobs/trainer_process.py TrainerProcess.start": "the trainer's own process, which starts",
