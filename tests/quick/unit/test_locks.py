@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3] / "art_server"
 
 LOCKS = (
-    *("lock", "_lock", "_locks", "models_lock", "_holding_device", "verify_lock", "_changed", "changed"),
+    *("lock", "_lock", "_locks", "models_lock", "_turn", "_holding_device", "verify_lock", "_changed", "changed"),
     *("held", "held_idle"),
 )
 """Names of locks, and of the functions that take one."""
