@@ -194,6 +194,11 @@ def test_a_flag_that_does_not_exist(
     assert f"there is no flag {wrong_flag}: did you mean {meant}? (`" in sentence(capsys, command, *words)
 
 
+def test_a_command_or_choice_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean status?" in sentence(capsys, cli.main, "statu")
+    assert "did you mean bfloat16?" in sentence(capsys, main, "--dtype", "bfloat")
+
+
 def test_the_help_of_the_server_names_the_hosts_command_and_its_groups(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
