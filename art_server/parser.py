@@ -2,7 +2,9 @@
 
 import argparse
 import difflib
+import re
 import sys
+from collections.abc import Iterable
 from typing import Any, Never
 
 
@@ -11,6 +13,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Never:
         """Ends the process with status 2 and one line."""
+        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if choice is not None:
+            message += _did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
         self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists the flags)\n")
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - argparse has several signatures
@@ -26,5 +31,9 @@ class Parser(argparse.ArgumentParser):
     def _check_flag(self, word: str) -> None:
         known = self._option_string_actions
         if word.startswith("--") and not any(flag.startswith(word) for flag in known):
-            near = difflib.get_close_matches(word, known, n=1)
-            self.error(f"there is no flag {word}" + (f": did you mean {near[0]}?" if near else ""))
+            self.error(f"there is no flag {word}{_did_you_mean(word, known)}")
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f": did you mean {near[0]}?" if near else ""

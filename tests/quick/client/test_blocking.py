@@ -1,9 +1,12 @@
 """A rollout that blocks the event loop is named once, with its line."""
 
 import asyncio
+import http.server
 import logging
+import threading
 import time
 
+import httpx
 import pytest
 
 import art
@@ -52,6 +55,39 @@ async def test_the_line_is_said_once(rollout, caplog: pytest.LogCaptureFixture) 
     assert "AsyncOpenAI" in text and "asyncio.to_thread" in text
     await gather(rollout)
     assert len(warnings_of(caplog)) == 1
+
+
+class _Slow(http.server.BaseHTTPRequestHandler):
+    """Answers after a while, from a thread."""
+
+    def do_GET(self) -> None:
+        time.sleep(0.4)
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+async def test_a_synchronous_client_is_named_also_where_its_requests_are_captured(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Slow)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    client = httpx.Client(base_url=f"http://127.0.0.1:{server.server_port}")
+
+    async def asking() -> art.Trajectory:
+        with art.capture("a"):
+            client.get("/")  # noqa: ASYNC212
+        return art.Trajectory(reward=1.0)
+
+    try:
+        await gather(asking)
+    finally:
+        client.close()  # noqa: ASYNC212
+        server.shutdown()
+        server.server_close()
+    (text,) = warnings_of(caplog)
+    assert f"line {asking.__code__.co_firstlineno + 2} blocked" in text and '`client.get("/")' in text
 
 
 async def test_rollouts_that_await_block_nothing(caplog: pytest.LogCaptureFixture) -> None:

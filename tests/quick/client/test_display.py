@@ -3,6 +3,7 @@
 import pytest
 
 import art
+from art_protocol.display import counted
 
 TRAJECTORY = art.Trajectory(
     messages_and_choices=[{"role": "user", "content": "hi" * 500}], reward=0.5, metrics={"won": 1}
@@ -51,3 +52,8 @@ def test_completion_leaves_out_what_does_nothing() -> None:
     names = set(dir(TRAJECTORY)) | set(dir(art.TrainableModel(name="a", project="p", base_model="b")))
     assert {"reward", "metrics", "train", "log", "model_dump_json"} <= names
     assert not names & {"dict", "json", "parse_obj", "entity", "final_policy_version"}
+
+
+def test_a_number_has_its_noun() -> None:
+    assert [counted(number, "engine") for number in (0, 1, 2)] == ["0 engines", "1 engine", "2 engines"]
+    assert counted(2, "trajectory") == "2 trajectories"

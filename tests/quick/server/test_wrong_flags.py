@@ -2,6 +2,7 @@
 not exist is answered with the flag that was meant."""
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from art_server.cli import main
 from art_server.flags import GROUPS, flag_of, make_parser
 from art_server.machines import host
 from art_server.settings import ServerConfig
+from art_server.store.files import lock_folder
 from art_watch.terminal import cli
 
 
@@ -192,6 +194,11 @@ def test_a_flag_that_does_not_exist(
     assert f"there is no flag {wrong_flag}: did you mean {meant}? (`" in sentence(capsys, command, *words)
 
 
+def test_a_command_or_choice_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean status?" in sentence(capsys, cli.main, "statu")
+    assert "did you mean bfloat16?" in sentence(capsys, main, "--dtype", "bfloat")
+
+
 def test_the_help_of_the_server_names_the_hosts_command_and_its_groups(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -207,3 +214,12 @@ def test_every_argument_of_every_command_has_help() -> None:
             assert action.help, (name, action.dest)
     for action in make_parser()._actions:
         assert action.help, action.dest
+
+
+def test_a_second_host_in_a_folder_names_this_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key, folder = tmp_path / "key", tmp_path / "hosts" / "one"
+    key.write_text("k host\n")
+    lock = lock_folder(folder, folder)
+    said = sentence(capsys, host.main, "--join", "http://127.0.0.1:9", "--token-file", key, "--path", folder)
+    os.close(lock)
+    assert f"another art-server works in {folder}: stop it, or give this one another --path" in said

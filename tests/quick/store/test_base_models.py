@@ -17,6 +17,13 @@ def test_a_name_that_no_folder_can_have_is_an_unknown_model(name: str, tmp_path:
         find_base_model(name, tmp_path)
 
 
+@pytest.mark.parametrize(("name", "meant"), [("art-tiny", "art/tiny"), ("smolm2", "smollm2")])
+def test_a_misspelt_name_of_ours_is_answered_with_the_right_one(name: str, meant: str, tmp_path: Path) -> None:
+    with refused(InvalidInput, "unknown_base_model", "base_model") as caught:
+        find_base_model(name, tmp_path)
+    assert f"Did you mean '{meant}'?" in caught.value.message
+
+
 def test_a_folder_is_found_below_the_home_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(TINY_DIR.parent))
     assert find_folder(f"~/{TINY_DIR.name}") == TINY_DIR == find_folder(str(TINY_DIR))
