@@ -12,11 +12,10 @@ from pathlib import Path
 
 from art_server.errors import InvalidInput
 from art_server.store.base_facts import CACHE_DIR as CACHE_DIR
-from art_server.store.base_facts import Facts, read_facts
+from art_server.store.base_facts import TINY_DIR, Facts, read_facts
 
 logger = logging.getLogger(__name__)
 
-TINY_DIR = Path(__file__).parents[1] / "tiny_model"
 SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 HUB_FILES = [*SMALL_FILES, "*.safetensors"]
