@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 CACHE_DIR = Path.home() / ".cache" / "art"
 """The folder of converted models and of records."""
+TINY_DIR, TINY_FACTS = Path(__file__).parents[1] / "tiny_model", Path(__file__).with_name("tiny_facts.json")
+"""art/tiny, and its record, which `scripts/pages` writes: a user's first start needs no inspection."""
 SOURCES = (
     "config.json",
     "generation_config.json",
@@ -156,8 +158,24 @@ def read_facts(folder: Path, template: Path | None = None) -> Facts:
             code="unknown_base_model",
             param="base_model",
         ) from error
+    if folder == TINY_DIR and template is None:
+        return tiny_facts()
     own = str(template) if template is not None else ""
     return _kept_facts(str(folder), own, facts_digest(folder, template))
+
+
+@functools.cache
+def tiny_facts() -> Facts:
+    """The shipped record of art/tiny."""
+    return Facts.model_validate_json(TINY_FACTS.read_bytes())
+
+
+def inspected_tiny_facts() -> Facts:
+    """What an inspection says about art/tiny (blocking: seconds), without this machine's folder and the order of PEFT's set."""
+    facts = Facts.model_validate_json(inspect(str(TINY_DIR), ""))
+    config = facts.adapter_config
+    own = {"base_model_name_or_path": "art/tiny", "target_modules": sorted(config["target_modules"])}
+    return facts.model_copy(update={"adapter_config": config | own})
 
 
 @functools.lru_cache(maxsize=64)
@@ -165,7 +183,7 @@ def _kept_facts(folder: str, template: str, digest: str) -> Facts:
     kept = CACHE_DIR / "facts" / f"{digest}.json"
     if kept.is_file():
         return Facts.model_validate_json(kept.read_text())
-    facts = Facts.model_validate_json(_inspect(folder, template))
+    facts = Facts.model_validate_json(inspect(folder, template))
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(kept, facts.model_dump())
@@ -174,7 +192,7 @@ def _kept_facts(folder: str, template: str, digest: str) -> Facts:
     return facts
 
 
-def _inspect(folder: str, template: str) -> str:
+def inspect(folder: str, template: str) -> str:
     """What the program `art_server.engine.inspection_process` prints."""
     command = [sys.executable, "-m", "art_server.engine.inspection_process", folder, template]
     # No GPU: a context on it would take memory that the engine's start measures.

@@ -13,11 +13,10 @@ from pathlib import Path
 
 from art_server.errors import InvalidInput
 from art_server.store.base_facts import CACHE_DIR as CACHE_DIR
-from art_server.store.base_facts import Facts, read_facts
+from art_server.store.base_facts import TINY_DIR, Facts, read_facts
 
 logger = logging.getLogger(__name__)
 
-TINY_DIR = Path(__file__).parents[1] / "tiny_model"
 OWN_NAMES = ("art/tiny", "smollm2")
 """The names of base models that come without the hub."""
 SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

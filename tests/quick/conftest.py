@@ -30,4 +30,4 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return inspect(Path(folder), Path(template) if template else None).model_dump_json()
 
-    monkeypatch.setattr(base_facts, "_inspect", inspected)
+    monkeypatch.setattr(base_facts, "inspect", inspected)

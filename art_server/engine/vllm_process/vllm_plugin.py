@@ -1,7 +1,6 @@
 """Our changes of vLLM, which loads this module in each of its processes (entry point `vllm.general_plugins`)."""
 
 import os
-import sys
 import time
 
 from art_server.shared.switches import DISTRIBUTIONS_SWITCH, EXPERTS_SWITCH, SWITCH
@@ -66,19 +65,17 @@ def install() -> None:
     cpu_rope.install()
     if EXPERTS_SWITCH in os.environ:
         cpu_lora.leave_experts_out()
-    let_inspection_import_torchvision()
+    inspect_models_here()
     if not hasattr(shm_broadcast, "sched_yield"):
         raise ImportError("vLLM's message queue no longer calls sched_yield")
     shm_broadcast.sched_yield = Pause()
 
 
-def let_inspection_import_torchvision() -> None:
-    """Imports this package first in the process in which vLLM inspects a model's class: this process imports transformers before
-    the plugins, and transformers imports torchvision (`shared/image_operators.py`)."""
+def inspect_models_here() -> None:
+    """Has vLLM inspect a model's class in this process. vLLM starts another process for that, because an import could use a GPU.
+    On a CPU that process only takes time: as much as all of vLLM's other imports, at the first start with a family."""
     from vllm.model_executor.models import registry
 
-    if registry._SUBPROCESS_COMMAND[1] != "-m":
-        raise ImportError("vLLM no longer inspects models by `python -m`")
-    module = registry._SUBPROCESS_COMMAND[2]
-    program = f"import runpy, art_server; runpy.run_module({module!r}, run_name='__main__')"
-    registry._SUBPROCESS_COMMAND = [sys.executable, "-c", program]
+    if not hasattr(registry, "_run_in_subprocess"):
+        raise ImportError("vLLM no longer inspects models by `_run_in_subprocess`")
+    registry._run_in_subprocess = lambda inspect: inspect()

@@ -62,3 +62,7 @@ def test_a_chat_template_of_a_file_takes_the_place_of_the_models_own(tmp_path: P
     assert mine.notes == ("its chat template renders no tools, so the model does not see them",)
     assert mine.parsers.tool is None
     assert mine.rules.behind_answer == "<end><user>question<end>"
+
+
+def test_the_shipped_record_of_art_tiny_is_what_an_inspection_says(in_process: None) -> None:
+    assert read_facts(TINY_DIR) == base_facts.inspected_tiny_facts(), "run scripts/pages"
