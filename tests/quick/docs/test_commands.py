@@ -202,3 +202,18 @@ def test_the_pythons_are_those_of_the_package() -> None:
     assert PROJECT["requires-python"] == ">=3.11,<3.14"
     (python,) = (row for row in rows("platforms.md") if row[0] == "Python")
     assert set(python[1:]) == {"3.11 to 3.13"}
+
+
+INSTALL = re.compile(r"pip install [^`|\n]*")
+
+
+def test_pages_install_from_a_clone() -> None:
+    """The package is on no index: a name instead of a path would install nothing, or another's package."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py")]
+    lines = [line for page in pages for line in INSTALL.findall(page.read_text()) if "--no-index" not in line]
+    assert len(lines) > 20
+    extras = PROJECT["optional-dependencies"].keys() | {""}
+    for line in lines:
+        assert PROJECT["name"] not in line, line
+        for names in re.findall(r"\.\[([a-z0-9,]*)\]", line):
+            assert set(names.split(",")) <= extras, line
