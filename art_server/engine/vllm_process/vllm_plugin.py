@@ -74,7 +74,7 @@ def install() -> None:
 
 def let_inspection_import_torchvision() -> None:
     """Imports this package first in the process in which vLLM inspects a model's class: this process imports transformers before
-    the plugins, and transformers imports torchvision (`shared/image_operators.py`)."""
+    the plugins, and transformers imports torchvision (`shared/foreign_builds.py`)."""
     from vllm.model_executor.models import registry
 
     if registry._SUBPROCESS_COMMAND[1] != "-m":

@@ -23,10 +23,10 @@ from art_watch.terminal.cli import make_parser
 from tests.pages import HOWTO, NOT_RUN, PAGES, ROOT, blocks, commands
 
 PROGRAMS = {
-    *("art", "art-server", "curl", "docker", "hf", "openssl", "pip", "ssh", "uv", "vllm"),
+    *("art", "art-server", "curl", "docker", "hf", "openssl", "pip", "python", "ssh", "uv", "vllm"),
     *("caddy", "xcaddy", "scripts/replay.py"),
 }
-"""All that the pages call. `vllm` is in `tests/engine/integration`; `openssl` and `ssh` are not ours."""
+"""All that the pages call. `vllm` and `python` are in `tests/long/docs`; `openssl` and `ssh` are not ours."""
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
