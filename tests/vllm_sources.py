@@ -235,7 +235,7 @@ def _uses(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
         owner, name = _path(node.args[0]), node.args[1]
         if owner and owner[0] in imports and isinstance(name, ast.Constant):
             uses = [ast.literal_eval(keyword.value) for keyword in node.keywords]
-            yield *_named(imports[owner[0]], (*owner[1:], name.value)), "".join(uses)
+            yield *_named(imports[owner[0]], (*owner[1:], str(name.value))), "".join(uses)
 
 
 def _imports(tree: ast.Module) -> dict[str, tuple[str, str]]:

@@ -13,7 +13,7 @@ import pytest
 from tests.environments import ROOT, find_python, uv
 
 VERSIONS = {
-    "lowest": (["--resolution", "lowest-direct", ".[view,rewards]"], ["tests/quick/client", "plugins/rewards/tests"]),
+    "lowest": (["--resolution", "lowest-direct", ".[view]"], ["tests/quick/client"]),
     "openai 2": ([".", "openai==2.54.0"], ["tests/quick/client"]),
     "openai 3": ([".", "openai>=3,<4"], ["tests/quick/client"]),
     "newest page": ([".[view]"], ["tests/quick/watch/test_view.py", "tests/quick/watch/test_routes.py"]),
