@@ -1,7 +1,7 @@
 """art-server: serves a base model with trainable LoRA policies, and trains them."""
 
-from art_server.shared.image_operators import declare_image_operators
+from art_server.shared.foreign_builds import tolerate_foreign_builds
 
 __version__ = "0.1.0"
 
-declare_image_operators()
+tolerate_foreign_builds()

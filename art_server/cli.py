@@ -15,7 +15,7 @@ from art_server.engine.device.assignment import check_flags
 from art_server.errors import ServerError, UsageError, missing_extra
 from art_server.flags import parse
 from art_server.process.children import collect_seldom, set_up_logs, take_turns_often, wake_in_batches
-from art_server.process.installation import check_builds, check_system, installed_builds
+from art_server.process.installation import check_system, check_vllm, installed_vllm
 from art_server.settings import ServerConfig
 from art_server.store import files
 
@@ -115,7 +115,7 @@ def run(config: ServerConfig) -> None:
         from art_server.server import build
     except ModuleNotFoundError as error:  # FastAPI and uvicorn come with the extra `server`
         raise missing_extra(error) from error
-    check_builds(installed_builds())
+    check_vllm(installed_vllm())
     make_private(config)
     set_up_logs()
     logger.info("art-server %s: %s", __version__, config)

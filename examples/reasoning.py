@@ -2,7 +2,7 @@
 
 `--generator` names any of reasoning-gym's hundred generators, `--config` has the generator's settings as JSON, and
 `--prompt` the form of the question. The held-out tasks have other seeds. art/tiny learns the form and the more frequent
-answer here, not logic. The program needs pip install 'agent-reinforcement-trainer[environments]'. For a real model
+answer here, not logic. The program needs pip install '.[environments]'. For a real model
 change `--model`, `--generator` and `--prompt`; the learning rate then becomes 1e-4.
 
     python examples/reasoning.py [--generator syllogism] [--model art/tiny] [--steps 12]

@@ -16,6 +16,14 @@ ALIASES = {
 }
 LOCKED = sorted(set(EXTRAS) - set(ALIASES))
 PYTHONS = ("3.11", "3.12", "3.13")
+CLIENT_PYTHONS = (*PYTHONS, "3.14")
+SERVERS = ("server", "gpu")
+"""The extras that have no packages for Python 3.14."""
+
+
+def pythons(extra: str) -> tuple[str, ...]:
+    """The versions of Python for which an extra is meant."""
+    return PYTHONS if extra in SERVERS else CLIENT_PYTHONS
 
 
 def constraints(extra: str) -> list[str]:

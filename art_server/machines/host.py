@@ -42,9 +42,9 @@ from art_server.machines.orders import (
 )
 from art_server.parser import Parser
 from art_server.process.children import PARENT_VARIABLE, Children, be_child, set_up_logs
-from art_server.process.installation import check_builds, check_system, installed_builds
+from art_server.process.installation import check_system, check_vllm, installed_vllm
 from art_server.shared.clock import REAL, Clock
-from art_server.shared.image_operators import installed_versions
+from art_server.shared.foreign_builds import installed_versions
 from art_server.store import files
 from art_server.store.registry import check_name
 
@@ -296,7 +296,7 @@ def main(arguments: Sequence[str]) -> None:
         if PARENT_VARIABLE in os.environ:  # Ray's actor has started this process, which ends with the actor
             be_child()
         flags = parse(arguments)
-        check_builds(installed_builds())
+        check_vllm(installed_vllm())
         token = read_token(flags.token_file)
         offer = make_offer(flags, detect())
         url = flags.join.rstrip("/")

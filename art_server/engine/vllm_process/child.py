@@ -9,8 +9,8 @@ a stream would pass through it, and nothing behind the proxy needs it. Texts of 
 (`plain_text.py`). Streams contain the same as whole answers (`whole_answers.py`), and
 no control tokens (`hidden_tokens.py`).
 
-Only this file, these three, and `vllm_plugin.py` with the modules that it installs touch vLLM's internals (0.32.0);
-`tests/engine/integration/test_inference.py` and `tests/quick/engine/vllm_process` fail when the internals change.
+Only this file, these three, and `vllm_plugin.py` with the modules that it installs touch vLLM's internals; all names are in
+`shared/vllm_names.py`. `tests/engine/integration/test_inference.py` and `tests/quick/engine/vllm_process` fail when they change.
 """
 
 import asyncio
@@ -186,12 +186,13 @@ def record_generate(generate: Any, ledger: LedgerClient, max_model_len: int) -> 
             options.setdefault("reasoning_ended", True)
         is_constrained = sampling_params.structured_outputs is not None
         choices: defaultdict[int, list[ChoicePart]] = defaultdict(list)
-        async for result in generate(prompt, sampling_params, request_id, **options):
+        results = generate(prompt, sampling_params, request_id, **options)
+        async for result in with_marked_grammar(results) if is_constrained else results:
             for output in result.outputs:
                 if output.finish_reason == "error" and is_constrained:
                     # vLLM (0.32, scheduler.py) ends a request like this if it cannot compile the grammar, or if the grammar rejects
                     # a sampled token.
-                    raise bad_grammar("the engine cannot compile it, or no text satisfies it")
+                    raise bad_grammar(NOT_COMPILED)
                 if output.finish_reason == "length":
                     # vLLM's parsers get only the text, from which they cannot know that the limit ended the answer.
                     output.text = CutText(output.text)
@@ -219,6 +220,23 @@ def record_generate(generate: Any, ledger: LedgerClient, max_model_len: int) -> 
             yield result
 
     return recorded
+
+
+NOT_COMPILED = "the engine cannot compile it, or no text satisfies it"
+
+
+async def with_marked_grammar(results: Any) -> AsyncIterator[Any]:
+    """The engine's outputs. vLLM 0.33 raises an error of its own if it cannot compile a grammar."""
+    from vllm.exceptions import VLLMValidationError
+
+    async with contextlib.aclosing(results):
+        try:
+            async for result in results:
+                yield result
+        except VLLMValidationError as error:
+            if not str(error).startswith("Invalid structured outputs"):
+                raise
+            raise bad_grammar(NOT_COMPILED) from error
 
 
 def bad_grammar(reason: str) -> Exception:

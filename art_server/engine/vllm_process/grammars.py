@@ -1,6 +1,6 @@
 """Grammars in vLLM's engine: the backend that has checked a grammar compiles it, and no grammar allows endless blanks.
 
-vLLM (0.32) checks a grammar with xgrammar, or with guidance if xgrammar cannot express it, but compiles every grammar with
+vLLM checks a grammar with xgrammar, or with guidance if xgrammar cannot express it, but compiles every grammar with
 the backend of the engine's first grammar. That backend then ignores what it does not know, or fails. Between the elements of
 JSON both backends allow any amount of white space, in which a small model gets lost until its limit of tokens.
 """
@@ -38,6 +38,7 @@ def use_own_backends(manager_class: Any) -> None:
         backends = vars(self).setdefault("backends", {})
         with lock:
             self.backend = backends.get(kind)  # None: vLLM makes the backend
+            self.backend_name = kind if self.backend else None  # vLLM 0.33 refuses a grammar for another one
             init(self, request)
             backends[kind] = self.backend
 
@@ -102,6 +103,8 @@ def limit_xgrammar(backend_class: Any) -> None:
     def limited(self: Any) -> None:
         post_init(self)
         self.compiler = LimitedCompiler(self.compiler)
+        if hasattr(self, "full_vocab_compiler"):  # vLLM 0.33's compiler of structural tags
+            self.full_vocab_compiler = LimitedCompiler(self.full_vocab_compiler)
 
     backend_class.__post_init__ = limited
 

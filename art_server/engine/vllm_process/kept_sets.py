@@ -257,8 +257,8 @@ def install_in_runner() -> SamplerStep:
             apply_bitmask(*grammar, logits)
         return process_logits(self, logits, *args, **kwargs)
 
-    def cut_and_keep(logits: torch.Tensor, k: Any, p: Any) -> torch.Tensor:
-        logits = step.logits_BV = cut(logits, k, p)
+    def cut_and_keep(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        logits = step.logits_BV = cut(logits, *args, **kwargs)
         return logits
 
     def sample_and_report(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -263,15 +263,18 @@ class WholeAnswers(DelegatingParser):
         self._thinks = bool((kwargs or {}).get("enable_thinking"))
 
     def adjust_request(self, request: Any) -> Any:
-        has_skipped = request.skip_special_tokens
+        has_skipped = request.skip_special_tokens is not False  # None, in vLLM 0.33, is the default: True
         adjusted = super().adjust_request(request)
-        if has_skipped and not adjusted.skip_special_tokens:
+        if has_skipped and adjusted.skip_special_tokens is False:
             parsers = [parser for parser in (self._tool_parser, self._reasoning_parser) if parser is not None]
             hidden_tokens.hide(adjusted, self.model_tokenizer, parsers)
         return adjusted
 
     def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
+        # vLLM 0.33 would tell the parser of thinking, which then reads the same text in several ways.
+        reasoning_parser, self._reasoning_parser = self._reasoning_parser, None
         super().set_prompt_token_ids(prompt_token_ids)
+        self._reasoning_parser = reasoning_parser
         start, end = self._think_marks()
         if end is None:
             return

@@ -262,7 +262,6 @@ async def test_the_queue_is_shown_and_its_routes_answer(server: Server, model: a
 
 
 SCRIPT = """
-import art_server  # first, for torchvision
 import torch
 BASE = {base!r}
 {blocks}

@@ -23,16 +23,20 @@ from art_watch.terminal.cli import make_parser
 from tests.pages import HOWTO, NOT_RUN, PAGES, ROOT, blocks, commands
 
 PROGRAMS = {
-    *("art", "art-server", "curl", "docker", "hf", "openssl", "pip", "ssh", "uv", "vllm"),
+    *("art", "art-server", "curl", "docker", "hf", "openssl", "pip", "python", "ssh", "uv", "vllm"),
     *("caddy", "xcaddy", "scripts/replay.py"),
 }
-"""All that the pages call. `vllm` is in `tests/engine/integration`; `openssl` and `ssh` are not ours."""
+"""All that the pages call. `vllm` and `python` are in `tests/long/docs`; `openssl` and `ssh` are not ours."""
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 UV = shutil.which("uv") or str(ROOT / ".build" / "uv" / "bin" / "uv")
+
+
+OF_UV = {"--torch-backend", "--no-config"}
+"""Its flags in the text of install.md."""
 
 
 LINK = re.compile(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)")
@@ -87,7 +91,7 @@ def test_flags_in_the_text_exist(page: str) -> None:
     words = [word for call in calls("art") for word in call]
     of_art = {word for word in words if word.startswith("--")}
     of_host = {f"--{name.replace('_', '-')}" for name in vars(parse_host(["--join", "URL", "--token-file", "FILE"]))}
-    assert named <= known | of_art | of_host | {"--max-lora-rank", "--url", "--path"}
+    assert named <= known | of_art | of_host | {"--max-lora-rank", "--url", "--path"} | OF_UV
 
 
 def test_the_fields_in_tables_of_names_are_those_of_the_code() -> None:
@@ -199,6 +203,21 @@ def test_the_timeouts_are_those_of_the_code() -> None:
 
 
 def test_the_pythons_are_those_of_the_package() -> None:
-    assert PROJECT["requires-python"] == ">=3.11,<3.14"
+    assert PROJECT["requires-python"] == ">=3.11,<3.15"
     (python,) = (row for row in rows("platforms.md") if row[0] == "Python")
-    assert set(python[1:]) == {"3.11 to 3.13"}
+    assert set(python[1:]) == {"3.11 to 3.14; the server 3.11 to 3.13"}
+
+
+INSTALL = re.compile(r"pip install [^`|\n]*")
+
+
+def test_pages_install_from_a_clone() -> None:
+    """The package is on no index: a name instead of a path would install nothing, or another's package."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py")]
+    lines = [line for page in pages for line in INSTALL.findall(page.read_text()) if "--no-index" not in line]
+    assert len(lines) > 20
+    extras = PROJECT["optional-dependencies"].keys() | {""}
+    for line in lines:
+        assert PROJECT["name"] not in line, line
+        for names in re.findall(r"\.\[([a-z0-9,]*)\]", line):
+            assert set(names.split(",")) <= extras, line

@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.constraints import ALIASES, EXTRAS, LOCKED, PROJECT, PYTHONS, ROOT, constraints, pins
+from tests.constraints import ALIASES, EXTRAS, LOCKED, PROJECT, PYTHONS, ROOT, constraints, pins, pythons
 
 TRACKERS = [*PROJECT["entry-points"]["art.trackers"], *PROJECT["entry-points"]["art.tracers"]]
 
@@ -42,8 +42,7 @@ def test_constraints_hold_versions_only(extra: str) -> None:
         assert pin.fullmatch(line), f"no address, path, option or local version belongs here: {line}"
 
 
-@pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("extra", LOCKED)
+@pytest.mark.parametrize(("extra", "python"), [(extra, python) for extra in LOCKED for python in pythons(extra)])
 def test_constraints_satisfy_what_the_extra_asks_for(extra: str, python: str) -> None:
     versions = pins(extra, python)
     for text in [*PROJECT["dependencies"], *EXTRAS[extra]]:

@@ -1,9 +1,10 @@
 """Grammars as vLLM's engine compiles them, with the real backends and without an engine."""
 
+import asyncio
 import json
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,7 +19,7 @@ from art_server.store.base_models import TINY_DIR
 with warnings.catch_warnings(action="ignore"):  # vLLM's and torch's own deprecations
     from vllm.config.structured_outputs import StructuredOutputsConfig
     from vllm.entrypoints.generate.base import protocol
-    from vllm.exceptions import VLLMClientError
+    from vllm.exceptions import VLLMClientError, VLLMValidationError
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
     from vllm.v1.structured_output import StructuredOutputManager, backend_guidance
     from vllm.v1.structured_output.backend_guidance import GuidanceBackend
@@ -188,3 +189,45 @@ def test_arguments_of_calls_contain_no_half_characters() -> None:
     assert call.arguments == '{"x": "a\ufffdb"}'
     assert delta.arguments == r'"\ud83c\udf89 \ufffd"'
     assert protocol.DeltaFunctionCall(name="f").arguments is None
+
+
+def test_a_manager_with_one_named_backend_takes_grammars_for_another() -> None:
+    """As in vLLM 0.33."""
+
+    class Manager:
+        backend: str | None = None
+        backend_name: str | None = None
+
+        def grammar_init(self, request: Any) -> None:
+            kind = request.sampling_params.structured_outputs._backend
+            if self.backend_name not in (None, kind):
+                raise VLLMValidationError("one backend per engine")
+            if self.backend is None:
+                self.backend = f"a backend for {kind}"
+            self.backend_name = kind
+
+    grammars.use_own_backends(Manager)
+    manager, used = Manager(), []
+    for kind in ("xgrammar", "guidance", "xgrammar"):
+        outputs = types.SimpleNamespace(structured_outputs=types.SimpleNamespace(_backend=kind))
+        manager.grammar_init(types.SimpleNamespace(structured_output_request=object(), sampling_params=outputs))
+        used.append(manager.backend)
+    assert used == ["a backend for xgrammar", "a backend for guidance", "a backend for xgrammar"]
+
+
+@pytest.mark.parametrize(
+    ("message", "is_marked"), [("Invalid structured outputs: no rule", True), ("prompt is too long", False)]
+)
+def test_an_error_about_a_grammar_that_the_engine_raises_is_marked(message: str, is_marked: bool) -> None:
+    """As vLLM 0.33 raises it; 0.32 ends the answer with the reason `error`."""
+
+    async def results() -> AsyncIterator[Any]:
+        yield "an output"
+        raise VLLMValidationError(message)
+
+    async def ask() -> list[Any]:
+        return [output async for output in child.with_marked_grammar(results())]
+
+    with pytest.raises(VLLMValidationError) as raised:
+        asyncio.run(ask())
+    assert str(raised.value).startswith(GRAMMAR_MARK) == is_marked
