@@ -188,11 +188,16 @@ def test_a_plain_openai_client_sees_policies_change(server: Server) -> None:
     assert distribution("changes@0") == pytest.approx(before, abs=1e-4)
     assert distribution(f"{PROJECT}/changes@1") == pytest.approx(after, abs=1e-4)
     assert "changes" in {card.id for card in client.models.list()}
+    assert client.models.retrieve(f"{PROJECT}/changes@1").id == f"{PROJECT}/changes@1"
     client.close()
 
 
 def test_the_inference_port_serves_inference_only(server: Server) -> None:
-    assert httpx.get(f"{server.inference_url}/v1/models").status_code == 200
+    listed = httpx.get(f"{server.inference_url}/v1/models")
+    assert listed.status_code == 200
+    head = httpx.head(f"{server.inference_url}/v1/models")
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == listed.headers["content-length"]
     assert httpx.get(f"{server.inference_url}/api/models").status_code == 404
 
 
