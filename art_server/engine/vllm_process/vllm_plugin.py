@@ -77,5 +77,5 @@ def inspect_models_here() -> None:
     from vllm.model_executor.models import registry
 
     if not hasattr(registry, "_run_in_subprocess"):
-        raise ImportError("vLLM no longer inspects models by `_run_in_subprocess`")
+        raise ImportError("vLLM no longer inspects models by _run_in_subprocess")
     registry._run_in_subprocess = lambda inspect: inspect()

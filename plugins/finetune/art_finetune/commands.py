@@ -209,8 +209,8 @@ async def _evaluate(flags: argparse.Namespace) -> None:
         agreement = await evaluating.measure_agreement(flags.target, flags.labels, overrides, **rows)
         printed, measured, what = agreement, agreement.share, "the agreement"
     else:
-        steps = {"step": flags.step, "baseline": flags.baseline, "reps": flags.reps}
-        files = {"results": flags.results, "compare": flags.compare}
+        steps: dict[str, Any] = {"step": flags.step, "baseline": flags.baseline, "reps": flags.reps}
+        files: dict[str, Any] = {"results": flags.results, "compare": flags.compare}
         with _typed_flags(flags):
             evaluation = await evaluating.evaluate(flags.target, overrides, **steps, **rows, **files)
         printed, measured, what = evaluation, evaluation.reward, f"the reward of {evaluation.name}"
@@ -339,8 +339,8 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
         return target, overrides
     if missing := [f"--{name}" for name in NEEDED if getattr(flags, name) is None]:
         raise WrongInput([f"{target} without a file needs {', '.join(missing)}"])
-    kind: str = flags.dataset.suffix.removeprefix(".")
-    if kind not in FILES:
+    dataset = dataset_of_text(flags.dataset)
+    if dataset["_type"] not in {"hub", *FILES}:
         raise WrongInput(
             [f"--dataset {flags.dataset}: name a file that ends with .{', .'.join(FILES[:-1])} or .{FILES[-1]}"]
         )
@@ -349,7 +349,7 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
     file: dict[str, Any] = {
         "workflow": {"_type": target},
         "eval": {
-            "general": {"max_concurrency": 32, "dataset": dataset_of_text(flags.dataset)},
+            "general": {"max_concurrency": 32, "dataset": dataset},
             "evaluators": {"reward": {}},
         },
         "trajectory_builders": {"builder": {"_type": "openpipe_art_traj_builder", "num_generations": 8}},
@@ -379,7 +379,7 @@ def _without_sweeps(arguments: Sequence[str]) -> list[str]:
     words, rest = list[str](), iter(arguments)
     for word in rest:
         flag, equals, _ = word.partition("=")
-        if not (flag.startswith("--sw") and "--sweep".startswith(flag)):  # argparse takes the beginning of a flag
+        if not ("--sweep".startswith(flag) and len(flag) > 3):  # argparse takes the beginning of a flag
             words.append(word)
         elif not equals:
             next(rest)

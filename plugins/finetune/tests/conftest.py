@@ -45,14 +45,18 @@ async def policy() -> AsyncIterator[PolicyServer]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with an agent and four rows."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current directory, with an agent and four rows. Modules of the folder are forgotten with the folder."""
     enter(tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the folder's modules are found in this test only
     (tmp_path / "agent.py").write_text(AGENT)
     rows = [{"id": f"row {number}", "question": f"question {number}", "answer": "yes"} for number in range(4)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    return tmp_path
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
 
 
 @pytest.fixture

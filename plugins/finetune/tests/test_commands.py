@@ -178,7 +178,7 @@ def test_flags_that_do_not_fit_are_refused(
         ("--dataset own.csv", "`-o eval.general.dataset.structure.question_key COLUMN`"),
         (
             "--dataset excel.csv",
-            "excel.csv: line 1 has semicolons and no comma: save the table as CSV with commas",
+            "excel.csv: line 1 separates its columns with semicolons: save the file with commas between columns",
         ),
         ("--validation_dataset none.csv", "art: --validation_dataset: none.csv: no such file"),
         ("--output_dir rows.csv/out", "rows.csv/out cannot be used (Not a directory): name a folder"),

@@ -102,7 +102,7 @@ async def main(folder: Path, num_jobs: int) -> None:
     runner = JobRunner(
         queue=queue,
         registry=registry,
-        engine=FakeEngine(),  # type: ignore[arg-type]
+        fleet=FakeEngine(),  # type: ignore[arg-type]
         gate=PauseGate(),
         trainer=trainer,
         owner=DeviceOwner(),

@@ -81,7 +81,7 @@ async def train_two_steps(path: Path) -> ModelFolder:
     runner = JobRunner(
         queue=queue,
         registry=registry,
-        engine=engine,  # type: ignore[arg-type]
+        fleet=engine,  # type: ignore[arg-type]
         gate=PauseGate(),
         trainer=trainer,
         owner=DeviceOwner(),

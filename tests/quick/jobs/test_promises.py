@@ -138,7 +138,7 @@ class Server:
             registry=self.registry,
             queue=self.queue,
             gate=gate,
-            engine=self.engine,  # type: ignore[arg-type]
+            fleet=self.engine,  # type: ignore[arg-type]
             ledger=NoLedger(),  # type: ignore[arg-type]
             incoming=folder / "incoming",
             keep_last=0,
@@ -146,7 +146,7 @@ class Server:
         self.runner = JobRunner(
             queue=self.queue,
             registry=self.registry,
-            engine=self.engine,  # type: ignore[arg-type]
+            fleet=self.engine,  # type: ignore[arg-type]
             gate=gate,
             trainer=self.trainer,  # type: ignore[arg-type]
             owner=DeviceOwner(),

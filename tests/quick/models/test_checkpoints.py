@@ -555,10 +555,16 @@ async def test_tags_and_notes_are_replaced_and_stay_with_the_model(tmp_path: Pat
     before = runs.marks()
     async with house(tmp_path) as here, here.client() as http:
         assert runs.summary(folder)["tags"] == [], "what cannot be read is nothing"
-        about = {"tags": ["best", "rate 1e-5"], "notes": "<b>first</b>\nsecond"}
+        about = {"tags": ["best", "rate 1e-5"], "notes": "<b>first</b>\nsecond", "price_per_hour": 2.5}
         assert (await http.put(f"{MODEL}/about", json=about)).json() == about
         assert runs.summary(folder)["tags"] == about["tags"] and runs.marks() != before
-        for bad in ({"tags": [""]}, {"tags": ["x" * 41]}, {"notes": "x" * 20_001}, {"other": 1}):
+        for bad in (
+            {"tags": [""]},
+            {"tags": ["x" * 41]},
+            {"notes": "x" * 20_001},
+            {"price_per_hour": -1},
+            {"other": 1},
+        ):
             assert (await http.put(f"{MODEL}/about", json=bad)).status_code == 422, bad
         await post(here, "rename", {"name": "b"})
         assert here.registry.get("p", "b").folder.read_about().model_dump() == about

@@ -242,6 +242,14 @@ class EngineArgs(OpenSection):
     """Requests that are sampled at a time."""
 
 
+class LoRA(art.LoRAConfig):
+    """The fields of `art.LoRAConfig`."""
+
+    def __init__(self, **fields: Any) -> None:
+        """Raises pydantic's errors, of which each has the location of a value in the file."""
+        BaseModel.__init__(self, **fields)
+
+
 class BackendSection(Section):
     ip: str | None = None
     """The server's address; 0.0.0.0 is this machine."""
@@ -257,7 +265,7 @@ class BackendSection(Section):
     """A Hugging Face id, a folder on the server, or art/tiny."""
     api_key: str | None = Field(default=None, repr=False)
     """Default: ART_API_KEY. NVIDIA's "default" means no key."""
-    lora: art.LoRAConfig | None = None
+    lora: LoRA | None = None
     """The LoRA of a new model: `rank` (8), `alpha` (16) and `target_modules` (all linear layers). An existing model keeps its
     LoRA."""
     delete_old_checkpoints: bool = False
