@@ -74,5 +74,8 @@ class UsageError(Exception):
 def missing_extra(error: ModuleNotFoundError, extra: str | None = None) -> UsageError:
     """An error that names the extra with a missing package. `extra` None: the extras of the server."""
     names = [extra] if extra is not None else ["server", "gpu"]
-    extras = [f"'agent-reinforcement-trainer[{name}]'" for name in names]
-    return UsageError(f"'{error.name}' is not installed: pip install {' (CPU) or '.join(extras)}")
+    extras = [f"'.[{name}]'" for name in names]
+    return UsageError(
+        f"'{error.name}' is not installed: pip install {' (CPU) or '.join(extras)} in a clone of the repository (README.md, "
+        "section Install)"
+    )

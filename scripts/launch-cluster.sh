@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 
 if ! command -v sky >/dev/null; then
   echo "launch-cluster.sh: SkyPilot is missing; in an environment without the server:" >&2
-  echo "  pip install 'agent-reinforcement-trainer[sky]' 'skypilot[aws]'   # or your cloud; then: sky check" >&2
+  echo "  pip install '.[sky]' 'skypilot[aws]'   # in this folder, or for your cloud; then: sky check" >&2
   exit 1
 fi
 

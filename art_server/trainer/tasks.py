@@ -221,7 +221,7 @@ class Worker:
             reason = str(error).partition("\n")[0]
             raise ValueError(
                 f"--trainer unsloth: Unsloth cannot be imported here ({reason}): install "
-                "'agent-reinforcement-trainer[gpu]' on a machine with a GPU, or use --trainer peft"
+                "'.[gpu]' in a clone of the repository on a machine with a GPU, or use --trainer peft"
             ) from error
         return UnslothPolicy(self._config.base_model, self._dtype, self._device, self._config.max_seq_length)
 

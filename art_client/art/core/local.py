@@ -152,7 +152,7 @@ class LocalBackend(Backend):
         tail = self._log_tail()
         remedy = ""
         if "No module named" in tail:
-            remedy = "\nInstall what the server needs: pip install 'agent-reinforcement-trainer[server]'"
+            remedy = "\nInstall what the server needs: README.md of the repository, section Install"
         raise ArtError(f"art-server ended with exit code {self._server.returncode}.\n{tail}{remedy}")
 
     def _log_tail(self) -> str:

@@ -158,6 +158,6 @@ def _text(value: str | bytes) -> str:
 def _no_gpu(reason: str) -> InvalidInput:
     return InvalidInput(
         f"vLLM's CUDA build is installed, but there is no GPU to use: {reason}. In a container pass --gpus all; for a CPU "
-        "install 'agent-reinforcement-trainer[server]' into another environment",
+        "install '.[server]' of the repository into another environment",
         code="no_gpu",
     )

@@ -183,7 +183,7 @@ class Buckets(core.Backend):
         if process.returncode not in (0, NOTHING_FOUND):
             reason = errors.decode(errors="replace").strip()
             if "No module named 'art_server'" in reason:
-                reason = "it needs pip install 'agent-reinforcement-trainer[server,s3]'"
+                reason = "it needs pip install '.[server,s3]' in a clone of the repository"
             raise ArtError(f"art {' '.join(arguments)} failed: {reason}")
         if verbose and process.returncode == 0:
             print(output.decode(errors="replace").strip())

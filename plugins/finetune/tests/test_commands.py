@@ -31,7 +31,7 @@ def test_other_commands_load_neither_its_packages_nor_the_client() -> None:
 def test_without_its_packages_the_extra_is_named() -> None:
     code = MISSING + "from art_watch.terminal.cli import main; main(['finetune', 'x.yml'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "agent-reinforcement-trainer[finetune]" in done.stderr
+    assert done.returncode == 2 and "'.[finetune]'" in done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def is_installed(module: str) -> bool:
 
 
 def missing(module: str, extra: str) -> str:
-    return f"'{module}' is not installed: pip install 'agent-reinforcement-trainer[{extra}]'"
+    return f"'{module}' is not installed: pip install '.[{extra}]' in a clone of the repository"
 
 
 class OneWarning:

@@ -297,7 +297,7 @@ def test_a_tracker_that_is_not_installed_costs_one_warning_that_names_the_extra(
     monkeypatch.setitem(sys.modules, name, None)  # its import fails
     report(tmp_path, name, [make_record(1), make_record(2)])
     (told,) = warnings_of(caplog)
-    assert f"pip install 'agent-reinforcement-trainer[{name}]'" in told
+    assert f"pip install '.[{name}]'" in told
 
 
 def test_a_folder_of_a_librarys_name_is_not_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,4 +28,4 @@ def test_the_client_installs_alone(tmp_path: Path) -> None:
             [python.with_name(command[0]), *command[1:]], capture_output=True, text=True, check=False, cwd=tmp_path
         )
         assert server.returncode == 2 and server.stderr.count("\n") == 1
-        assert "pip install 'agent-reinforcement-trainer[server]'" in server.stderr
+        assert "pip install '.[server]'" in server.stderr

@@ -155,4 +155,4 @@ def test_launch_script_without_skypilot_names_the_command(checkout: Path):
     (checkout / "bin" / "sky").unlink()
     result = launch(checkout)
     assert result.returncode == 1 and not (checkout / ".env").exists()
-    assert "pip install 'agent-reinforcement-trainer[sky]'" in result.stderr
+    assert "pip install '.[sky]'" in result.stderr

@@ -215,7 +215,7 @@ def test_without_its_extra_the_server_says_what_to_install(tmp_path: Path) -> No
     )
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
-    assert "agent-reinforcement-trainer[server]" in result.stderr
+    assert "'.[server]'" in result.stderr
 
 
 def test_a_request_to_the_model_hub_is_not_logged() -> None:

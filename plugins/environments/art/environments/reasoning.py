@@ -135,7 +135,7 @@ def reasoning_gym(
             gym: Any = importlib.import_module("reasoning_gym")  # the import takes seconds
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "reasoning_gym needs pip install 'agent-reinforcement-trainer[environments]'",
+            "reasoning_gym needs pip install '.[environments]' in a clone of the repository",
             name=error.name,
         ) from error
     settings = {"size": size, "seed": seed, **config}

@@ -300,7 +300,7 @@ def _parse_parquet(data: bytes) -> Iterable[Any]:
     try:
         polars: Any = importlib.import_module("polars")  # an extra; Any: its types are not installed everywhere
     except ModuleNotFoundError as error:
-        raise ValueError("parquet needs polars: pip install 'agent-reinforcement-trainer[plotting]'") from error
+        raise ValueError("parquet needs polars: pip install '.[plotting]' in a clone of the repository") from error
     try:
         return polars.read_parquet(io.BytesIO(data)).iter_rows(named=True)
     except polars.exceptions.PolarsError as error:

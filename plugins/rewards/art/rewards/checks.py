@@ -80,7 +80,7 @@ def fits_schema(value: Any, schema: Mapping[str, Any]) -> bool:  # Any: JSON
         jsonschema: Any = importlib.import_module("jsonschema")  # an extra; Any: the package has no types
     except ModuleNotFoundError as error:
         raise ImportError(
-            "json_match with a schema needs jsonschema: pip install 'agent-reinforcement-trainer[rewards]'"
+            "json_match with a schema needs jsonschema: pip install '.[rewards]' in a clone of the repository"
         ) from error
     kind = jsonschema.validators.validator_for(schema)
     try:

@@ -310,7 +310,7 @@ def test_without_rich_there_is_json(folder: Path, tmp_path: Path) -> None:
         ["rich", "numpy"], [["runs", *source], *([*table, "--json", *source] for table in tables)], tmp_path
     )
     code, *documents = ran.stdout.splitlines()
-    assert code == "2" and ran.stderr.count("\n") == 1 and "agent-reinforcement-trainer[terminal]" in ran.stderr
+    assert code == "2" and ran.stderr.count("\n") == 1 and "'.[terminal]'" in ran.stderr
     assert all(map(json.loads, documents)) and len(documents) == len(tables)
 
 
