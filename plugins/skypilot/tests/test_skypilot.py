@@ -526,7 +526,7 @@ async def test_version_that_is_no_checkout_is_reported_once(machine: Machine, ca
 
 def test_without_skypilot_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "sky", None)
-    with pytest.raises(ImportError, match=r"agent-reinforcement-trainer\[sky\]") as caught:
+    with pytest.raises(ImportError, match=r"pip install '\.\[sky\]'") as caught:
         asyncio.run(art.SkyPilotBackend.initialize_cluster())
     assert "\n" not in str(caught.value)
 

@@ -305,7 +305,7 @@ def test_a_folder_of_a_librarys_name_is_not_the_library(tmp_path: Path, monkeypa
     monkeypatch.syspath_prepend(str(tmp_path))
     library = importlib.import_module("art_trackers.library")
     assert not library.is_installed("folder_without_code") and library.is_installed("json")
-    with pytest.raises(ImportError, match=r"trainer\[extra\]"):
+    with pytest.raises(ImportError, match=r"'\.\[extra\]'"):
         library.import_library("folder_without_code", "extra")
 
 

@@ -298,7 +298,7 @@ def test_without_its_extra_a_command_says_what_to_install(folder: Path, tmp_path
     ran = run_without(["numpy", "plotext", "uvicorn"], commands, tmp_path)
     assert ran.stdout.splitlines() == ["2"] * 3
     lines = ran.stderr.splitlines()
-    assert [("'numpy'" in line, re.findall(r"agent-reinforcement-trainer(\[\w+\])", line)) for line in lines] == [
+    assert [("'numpy'" in line, re.findall(r"'\.(\[\w+\])'", line)) for line in lines] == [
         *((True, ["[terminal]"]), (False, ["[terminal]"]), (False, ["[view]"])),
     ]
 
