@@ -24,8 +24,8 @@ def import_sky() -> Any:
         return importlib.import_module("sky")
     except ModuleNotFoundError as error:
         raise ImportError(
-            "SkyPilotBackend needs SkyPilot, in an environment without the server: in a clone of the repository `pip install "
-            "'.[sky]'`, and the extra for your cloud, such as 'skypilot[aws]'"
+            "SkyPilotBackend needs SkyPilot, in an environment without the server: in a clone of the repository pip install "
+            "'.[sky]', and the extra for your cloud, such as 'skypilot[aws]'"
         ) from error
 
 
