@@ -5,6 +5,16 @@ from typing import Any
 
 import pytest
 
+PROGRAM = """
+import json, os, sys, urllib.request
+messages = [{"role": "user", "content": json.load(sys.stdin)["question"]}]
+body = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "max_tokens": 8}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+"""
+"""A workflow of the kind `command`, of a few imports: it is started once for each rollout."""
+
 
 def finetune_file(backend: dict[str, Any], dataset: str = "rows.json", **changes: Any) -> dict[str, Any]:
     """Trains `agent.py` on rows. `changes` replace values by their names, with "__" for each dot."""

@@ -54,8 +54,7 @@ def work(folder: Folder) -> Iterator[Callable[[], None]]:
         if folder.state.step is None:
             yield lambda number=number: folder.save(step=number)
         for generation in range(2):
-            known = folder.rollouts.get(("train", "0", generation))
-            if known is None or known.epoch != number:
+            if ("train", number, "0", generation) not in folder.rollouts:
                 row = RolloutRecord(epoch=number, row="0", generation=generation, session="s", reward=0.5)
                 yield lambda row=row: folder.add_rollout(row)
         yield lambda number=number: folder.save(epochs=[*folder.state.epochs, epoch(number)], step=None)

@@ -107,12 +107,12 @@ def test_a_new_process_has_the_unfinished_epochs_rollouts(path: Path) -> None:
         folder.save(epochs=[EPOCH])
         for row in (rollout(1, 3, 1), failed, rollout(0, 1, 0), rollout(1, 0, 0, reward=1.0), failed):
             folder.add_rollout(row)
-    assert start(path).rollouts == {("train", "3", 1): rollout(1, 3, 1), ("train", "0", 0): failed}
+    assert start(path).rollouts == {("train", 1, "3", 1): rollout(1, 3, 1), ("train", 1, "0", 0): failed}
     with opened(path, CONFIG) as folder:
         folder.forget_failed_rollouts()
     assert start(path).rollouts == {
-        ("train", "3", 1): rollout(1, 3, 1),
-        ("train", "0", 0): rollout(1, 0, 0, reward=1.0),
+        ("train", 1, "3", 1): rollout(1, 3, 1),
+        ("train", 1, "0", 0): rollout(1, 0, 0, reward=1.0),
     }
 
 
@@ -216,7 +216,7 @@ def test_rollouts_of_other_validations_are_forgotten_for_good(path: Path) -> Non
         folder.add_rollout(rollout(0, 0, 1))
     for _ in range(2):
         with opened(path, CONFIG, validation="new") as folder:
-            assert folder.rollouts == {("train", "0", 1): rollout(0, 0, 1)}
+            assert folder.rollouts == {("train", 0, "0", 1): rollout(0, 0, 1)}
 
 
 def test_fresh_renames_the_folder(path: Path) -> None:
@@ -301,7 +301,7 @@ def test_a_damaged_end_is_cut_off(path: Path, damage: bytes) -> None:
     for end in range(start_of_second, len(whole), 10):
         (path / "rollouts.jsonl").write_bytes(whole[:end] + damage)
         with opened(path, CONFIG) as folder:
-            assert folder.rollouts == {("train", "0", 0): rollout(0, 0, 0)}
+            assert folder.rollouts == {("train", 0, "0", 0): rollout(0, 0, 0)}
             folder.add_rollout(rollout(0, 0, 1))
         assert (path / "rollouts.jsonl").read_bytes() == whole
 

@@ -1,8 +1,10 @@
 """Runs with `rows_per_step`, early stopping, and what a file says about LoRA, schedule and trackers; against a server that keeps
 sessions and trains nothing."""
 
+import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from art.finetune.run_record import ValidationRow
 from art.finetune.stopping import has_stalled
 from plugins.finetune.tests.policy_server import PolicyServer
 from plugins.finetune.tests.stopped import run_until
-from tests.fakes.server import Answer
+from tests.fakes.server import Answer, Request
 
 pytestmark = pytest.mark.anyio
 
@@ -86,6 +88,60 @@ async def test_a_killed_run_continues_at_its_step(policy: PolicyServer, make_fil
     await art.finetune.run(file)
     assert len(policy.asked) == 24 + 1, "only the answer that was in flight is asked for again"
     assert_each_row_is_trained_once_an_epoch(policy)
+
+
+# --- sampling ahead -----------------------------------------------------------------------------------------------
+
+AHEAD = {"finetuning__rows_per_step": 3, "finetuning__sample_ahead": True}
+
+
+async def test_the_next_rows_are_sampled_while_a_step_trains(policy: PolicyServer, make_file: MakeFile) -> None:
+    """No train call but the last is answered before all questions of the next step are asked."""
+    numbers_asked = iter([8, 14, 16])
+    train, answer = policy.train, policy.answer
+    waiting: dict[int, asyncio.Event] = {}
+    """What is set when so many questions were asked."""
+
+    def count(question: str, number: int) -> str:
+        for least, has_asked in waiting.items():
+            if len(policy.asked) >= least:
+                has_asked.set()
+        return answer(question, number)
+
+    def answer_later(request: Request, model: str) -> Answer:
+        least = next(numbers_asked, 0)
+        has_asked = waiting[least] = asyncio.Event()
+        if len(policy.asked) >= least:
+            has_asked.set()
+        return replace(train(request, model), after=has_asked)
+
+    policy.answer, policy.train = count, answer_later  # type: ignore[method-assign]
+    await art.finetune.run(make_file(**AHEAD))
+    assert_each_row_is_trained_once_an_epoch(policy)
+
+
+@pytest.mark.parametrize("num_asked", range(1, 25, 2))
+async def test_a_killed_run_that_samples_ahead_trains_each_row_once(
+    policy: PolicyServer, make_file: MakeFile, num_asked: int
+) -> None:
+    """Two batches can have answers in flight, which are asked for again."""
+    file = make_file(**AHEAD, eval__general__max_concurrency=1, trajectory_builders__b__num_generations=3)
+    await run_until(policy, file, num_asked)
+    await art.finetune.run(file)
+    assert len(policy.asked) <= 24 + 2
+    assert_each_row_is_trained_once_an_epoch(policy)
+
+
+async def test_what_was_sampled_ahead_is_given_up_when_the_model_has_moved(
+    policy: PolicyServer, make_file: MakeFile, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = make_file(**AHEAD, eval__general__max_concurrency=1)
+    await run_until(policy, file, 10)  # of the second epoch
+    assert [body["expected_step"] for body in policy.trained] == [0, 1]
+    policy.steps["demo/agent"] = 1  # somebody has rolled back
+    await art.finetune.run(file)
+    assert "they were sampled for step 2, and the model is at step 1" in capfd.readouterr().err
+    assert [body["expected_step"] for body in policy.trained] == [0, 1, 1, 2]
 
 
 async def test_other_rows_for_each_step_are_another_run(make_file: MakeFile) -> None:
@@ -165,6 +221,10 @@ async def test_a_run_without_a_better_validation_ends_and_names_its_best_step(
 REFUSED: dict[str, dict[str, Any]] = {
     "finetuning.curriculum_learning.rank: on_expansion is of whole epochs": {
         "finetuning__rows_per_step": 2,
+        "finetuning__curriculum_learning": {"enabled": True, "rank": "on_expansion"},
+    },
+    "finetuning.curriculum_learning.rank: on_expansion decides the next rows after a step": {
+        "finetuning__sample_ahead": True,
         "finetuning__curriculum_learning": {"enabled": True, "rank": "on_expansion"},
     },
     "finetuning.validation.patience: needs validations": {"finetuning__validation": {"patience": 2}},

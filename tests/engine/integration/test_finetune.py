@@ -15,7 +15,7 @@ import pytest
 import art
 import art.finetune
 from tests.live import PROJECT, Server
-from tests.makers.finetune_file import enter, finetune_file
+from tests.makers.finetune_file import PROGRAM, enter, finetune_file
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.anyio
@@ -39,15 +39,6 @@ async def coroutine(question):
 def score(output):
     return REWARDS.get(output.strip().lower(), 0.0)
 """
-PROGRAM = """
-import json, os, sys, urllib.request
-messages = [{"role": "user", "content": json.load(sys.stdin)["question"]}]
-body = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "max_tokens": 8}
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
-"""
-"""A program of a few imports: it is started once for each rollout."""
 WORKFLOWS: dict[str, dict[str, Any]] = {
     "coroutine": {"_type": "agent.py:coroutine"},
     "command": {"_type": "command", "command": [sys.executable, "program.py"]},

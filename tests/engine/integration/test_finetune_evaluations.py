@@ -18,7 +18,7 @@ import art
 import art.finetune
 from tests.fakes.server import Answer, FakeServer, Request
 from tests.live import PROJECT, ROOT, Server
-from tests.makers.finetune_file import enter, finetune_file
+from tests.makers.finetune_file import PROGRAM, enter, finetune_file
 
 pytestmark = pytest.mark.anyio
 
@@ -44,14 +44,6 @@ async def at_its_address(question, rollout):
 
 def score(row, output):
     return {"score": REWARDS.get(output.strip().lower(), 0.0), "reason": f"it said {output}"}
-"""
-PROGRAM = """
-import json, os, sys, urllib.request
-messages = [{"role": "user", "content": json.load(sys.stdin)["question"]}]
-body = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "max_tokens": 8}
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
 """
 QUESTIONS = ("respond with yes, no, maybe", "answer with no, maybe, yes")
 COMMANDS = (ROOT / "docs" / "finetune.md").read_text().partition("## Evaluations\n\n```bash\n")[2].partition("```")[0]

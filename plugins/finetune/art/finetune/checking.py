@@ -275,11 +275,13 @@ def _rulers(tree: Any) -> Wrong:
 
 
 def _batches(tree: Any) -> Wrong:
-    """Fields that need whole epochs, with `rows_per_step`; and a patience without validations."""
+    """Fields that exclude `rows_per_step` or `sample_ahead`; and a patience without validations."""
     finetuning = _section(tree, "finetuning")
     rank = ("curriculum_learning", "rank")
     if finetuning.get("rows_per_step") is not None and _at(finetuning, rank) == "on_expansion":
         yield ("finetuning", *rank), "on_expansion is of whole epochs: leave rows_per_step out, or write every_epoch"
+    elif finetuning.get("sample_ahead") is True and _at(finetuning, rank) == "on_expansion":
+        yield ("finetuning", *rank), "on_expansion decides the next rows after a step: leave sample_ahead out"
     patience = ("validation", "patience")
     if _at(finetuning, patience) is not None and _at(finetuning, ("validation", "dataset")) is None:
         yield ("finetuning", *patience), "needs validations: add finetuning.validation.dataset"

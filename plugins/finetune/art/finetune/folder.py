@@ -55,7 +55,8 @@ class Folder:
     def __init__(self, path: Path, state: State) -> None:
         self.path, self.state = path, state
         self.rollouts = _read_rollouts(path / ROLLOUTS_FILE, number=len(state.epochs))
-        """The rollouts of the unfinished batch that an earlier process finished, by split, row and generation."""
+        """The rollouts that an earlier process finished for the unfinished batch and the next, by split, batch, row and
+        generation."""
         self.num_lost = 0
         """The number of entries of `rollouts` that had to be sampled anew."""
         self.save(epochs=state.epochs)  # the record first: `_folder` refuses a folder with other files and no record
@@ -84,18 +85,22 @@ class Folder:
         """Removes failed rollouts from the file of rollouts, so that the next process tries them again."""
         self._keep_rollouts(lambda row: row.error is None)
 
+    def num_known(self, split: str, number: int) -> int:
+        """The number of a batch's rollouts in a split that an earlier process finished."""
+        return sum(1 for row in self.rollouts.values() if (row.split, row.number) == (split, number))
+
     def forget_batch(self) -> int:
-        """Forgets the training rollouts of the unfinished batch, and that the batch has begun. Returns the number of forgotten
-        rollouts."""
+        """Forgets the training rollouts of the unfinished batch and the next, and that the batch has begun. Returns the number of
+        forgotten rollouts."""
         num_rollouts = self.forget_split("train")
         self.save(step=None)
         return num_rollouts
 
     def forget_split(self, split: str) -> int:
-        """Forgets the rollouts of the unfinished batch in a split. Returns the number of forgotten rollouts."""
+        """Forgets the rollouts of the unfinished batch and the next in a split. Returns the number of forgotten rollouts."""
         number, known = len(self.state.epochs), self.rollouts
         self.rollouts = {key: row for key, row in known.items() if row.split != split}
-        self._keep_rollouts(lambda row: row.number != number or row.split != split)
+        self._keep_rollouts(lambda row: row.number < number or row.split != split)
         return len(known) - len(self.rollouts)
 
     def _keep_rollouts(self, is_kept: Callable[[RolloutRecord], bool]) -> None:
@@ -180,12 +185,12 @@ def _folder(path: Path, asked: Asked) -> Folder:
     return folder
 
 
-def _read_rollouts(file: Path, number: int) -> dict[tuple[str, str, int], RolloutRecord]:
-    """A batch's rollouts by split, row and generation; the last, if the file has several for the same key.
+def _read_rollouts(file: Path, number: int) -> dict[tuple[str, int, str, int], RolloutRecord]:
+    """The rollouts from a batch on, by split, batch, row and generation; the last, if the file has several for the same key.
 
     Cuts the file off at the first line that is not whole: a kill may leave such a line at the end.
     """
-    rows: dict[tuple[str, str, int], RolloutRecord] = {}
+    rows: dict[tuple[str, int, str, int], RolloutRecord] = {}
     end = 0
     with open(file, "a+b") as lines:
         lines.seek(0)
@@ -197,8 +202,8 @@ def _read_rollouts(file: Path, number: int) -> dict[tuple[str, str, int], Rollou
             if not line.endswith(b"\n"):
                 break
             end += len(line)
-            if row.number == number:
-                rows[row.split, row.row, row.generation] = row
+            if row.number >= number:
+                rows[row.split, row.number, row.row, row.generation] = row
         lines.truncate(end)
     return rows
 

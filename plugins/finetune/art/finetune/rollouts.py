@@ -86,8 +86,8 @@ async def play_once(
         RolloutFailed: the rollout failed in the earlier process.
         Exception: as `play` does.
     """
-    known = run.folder.rollouts.get((name.split, name.row, name.generation))
-    if known is not None and known.number == name.number:
+    known = run.folder.rollouts.get((name.split, name.number, name.row, name.generation))
+    if known is not None:
         if known.model == name.model:
             trajectory = await restore(model, known)
             if num_answers(trajectory) >= known.num_answers:

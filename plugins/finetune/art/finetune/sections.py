@@ -379,6 +379,9 @@ class Finetuning(Section):
     rows_per_step: int | None = Field(default=None, ge=1)
     """Rows that are sampled and then trained as one step. Each epoch has the rows in another order. Default: a step trains a whole
     epoch."""
+    sample_ahead: bool = False
+    """Whether the rows of the next step are sampled while a step trains. The trained answers are then one step older than the
+    policy. For a server whose engines have devices of their own."""
     trackers: list[Annotated[str, AfterValidator(check_tracker_name)]] = []
     """Trackers of the run, such as wandb, with the backend's project and name. Their keys come from the environment."""
     output_dir: Path = Path(".tmp/nat/finetuning")

@@ -6,6 +6,7 @@ A killed run repeats its last train call with the same idempotency key and the s
 refuses to train what an earlier process sampled, or the model has moved meanwhile, the unfinished batch is begun anew.
 """
 
+import asyncio
 import importlib
 import threading
 from collections import Counter
@@ -65,9 +66,17 @@ class ArtTrainer(Part):
         super().__init__(config, context)
         self.builder, self.adapter = builder, adapter
         self._has_named_remedy = False
+        self._ahead: dict[int, asyncio.Task[list[art.TrajectoryGroup]]] = {}
+        """The sampling of the batch after the one that trains, by the batch's number."""
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Runs the batches that are left: sample, choose, train, write, with validations between the batches."""
+        try:
+            return await self._run(num_epochs)
+        finally:
+            await self._stop_ahead()
+
+    async def _run(self, num_epochs: int) -> list[TrainingJobStatus]:
         run, statuses = self.context, list[TrainingJobStatus]()
         folder, validation = run.folder, run.config.finetuning.validation
         end = num_epochs * run.batches.per_epoch
@@ -78,12 +87,14 @@ class ArtTrainer(Part):
                 say(f"the last {validation.patience} validations were not better than an earlier one: the run ends")
                 break
             step, row_indices = await self._begin(), self._rows_of(number)
-            groups = await self.builder.sample(number, row_indices)
+            groups = await (self._ahead.pop(number, None) or self.builder.sample(number, row_indices))
+            if run.config.finetuning.sample_ahead and number + 1 < end:
+                self._begin_ahead(number + 1)
             batch = Batch(number, step, row_indices, groups, self._choose(number, groups))
             try:
                 result = await self._train(batch)
             except (art.ArtJobError, art.ArtStatusError, ValueError) as error:
-                self._give_up(error)
+                await self._give_up(error)
                 continue
             row = await self._finish(batch, result)
             statuses.append(TrainingJobStatus(row.epoch, row.step, None if result else NO_SIGNAL))
@@ -103,12 +114,28 @@ class ArtTrainer(Part):
         began = folder.state.step
         if began is not None and (began == step or folder.state.is_submitted):
             return began
-        if began is not None:
-            self._begin_anew(f"they were sampled at step {began}, and the model is at step {step}")
+        number = len(folder.state.epochs)
+        if began is None and number > 0 and (number in self._ahead or folder.num_known("train", number)):
+            began = folder.state.epochs[-1].step  # sampled ahead, while this step was trained
+        if began not in (None, step):
+            await self._begin_anew(f"they were sampled for step {began}, and the model is at step {step}")
         folder.save(step=step)
         return step
 
-    def _begin_anew(self, reason: str) -> None:
+    def _begin_ahead(self, number: int) -> None:
+        """Begins to sample a batch, at the step that is served now."""
+        if number not in self._ahead:
+            sampling = self.builder.sample(number, self._rows_of(number))
+            self._ahead[number] = asyncio.ensure_future(sampling)
+
+    async def _stop_ahead(self) -> None:
+        for sampling in self._ahead.values():
+            sampling.cancel()
+        await asyncio.gather(*self._ahead.values(), return_exceptions=True)
+        self._ahead.clear()
+
+    async def _begin_anew(self, reason: str) -> None:
+        await self._stop_ahead()
         num_rollouts = self.context.folder.forget_batch()
         say(
             f"{self._unfinished} is begun anew, and {num_rollouts} finished rollouts of an earlier start are given up: {reason}"
@@ -149,7 +176,7 @@ class ArtTrainer(Part):
         threading.Thread(target=importlib.import_module, args=("art.finetune.plot",)).start()
         return await self.adapter.train(batch.training, batch.number)
 
-    def _give_up(self, error: Exception) -> None:
+    async def _give_up(self, error: Exception) -> None:
         """Forgets the batch if its rollouts are of an earlier start, so that the batch is begun anew.
 
         Raises:
@@ -158,10 +185,10 @@ class ArtTrainer(Part):
         folder = self.context.folder
         # To a call with the same key the server would answer with the failed job. The next call has another key.
         folder.save(num_failed_jobs=folder.state.num_failed_jobs + 1, is_submitted=False)
-        is_of_this_process = not any(row.split == "train" for row in folder.rollouts.values())
+        is_of_this_process = folder.num_known("train", len(folder.state.epochs)) == 0
         if is_of_this_process or (isinstance(error, art.ArtStatusError) and error.retryable):
             raise FinetuneError(f"{self._unfinished} was not trained: {error}") from error
-        self._begin_anew(str(error))
+        await self._begin_anew(str(error))
 
     async def _finish(self, batch: Batch, result: art.TrainResult | None) -> EpochRow:
         """Writes the batch into the server's history and into the folder. After a kill in between, the calls are repeated without
