@@ -29,6 +29,10 @@ from art_server.jobs.reports import Reports
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.train_requests import TrainRequests
 from art_server.jobs.trainer import ServerTrainer
+from art_server.learning.collector import Collector
+from art_server.learning.feedback import FeedbackIntake
+from art_server.learning.policies import Policies
+from art_server.learning.scores import Scores
 from art_server.ledger.earlier import number_records
 from art_server.ledger.intake import Intake
 from art_server.ledger.ledger import Ledger, Retention
@@ -79,6 +83,10 @@ class Server:
     runner: JobRunner
     train_requests: TrainRequests
     proxy: Proxy
+    scores: Scores
+    policies: Policies
+    feedback: FeedbackIntake
+    collector: Collector
     status: Status
     hosts: "Hosts | None" = None
     """None: no other machine may offer its devices."""
@@ -90,6 +98,7 @@ class Server:
         if self.hosts is not None:
             self.hosts.start()
         self.background.start("job runner", self.runner.run_forever)
+        self.background.start("learning", self.collector.run_forever)
         self.background.start("pruning", self._prune)
         self.background.start("loop watch", self.loop_watch.run)
         self.background.start("activity", self.status.watch)
@@ -98,6 +107,7 @@ class Server:
         """Ends both processes and all background tasks, and releases the folder."""
         # First, because it would start the trainer again.
         await self.background.stop("job runner")
+        await self.background.stop("learning")
         await self.base.stop()
         if self.hosts is not None:
             await self.hosts.stop()
@@ -248,7 +258,8 @@ def build(
             children=children,
             clock=clock,
         )
-    queue = JobQueue(registry.database, config.max_queued_jobs, config.shares, clock=clock)
+    scores, policies = Scores(registry.database, clock=clock), Policies(registry.database, clock=clock)
+    queue = JobQueue(registry.database, config.max_queued_jobs, config.shares, on_end=scores.end_job, clock=clock)
     check_shares(config, registry)
     base = BaseLoader(
         config=config,
@@ -297,6 +308,18 @@ def build(
     train_requests = TrainRequests(
         ledger=ledger, fleet=fleet, runner=runner, queue=queue, name_of=registry.table.name_of
     )
+    feedback = FeedbackIntake(
+        scores=scores, policies=policies, ledger=ledger, secret=files.read_secret(config.server_dir / "users_secret")
+    )
+    collector = Collector(
+        scores=scores,
+        policies=policies,
+        registry=registry,
+        registration=registration,
+        requests=train_requests,
+        runner=runner,
+        clock=clock,
+    )
     proxy = Proxy(
         registry=registry,
         ledger=ledger,
@@ -336,6 +359,10 @@ def build(
         runner=runner,
         train_requests=train_requests,
         proxy=proxy,
+        scores=scores,
+        policies=policies,
+        feedback=feedback,
+        collector=collector,
         status=status,
         hosts=hosts,
     )

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from art_protocol.tracking import check_tracker_name
 from art_protocol.wire import Name
 
-KeyScope = Literal["infer", "train", "host"]
+KeyScope = Literal["infer", "train", "host", "feedback"]
 Device = Literal["cpu", "cuda"]
 Handover = Literal["none", "sleep"]
 NumberType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -126,7 +126,7 @@ class ServerConfig(BaseModel):
     api_key_file: Annotated[
         Path | None,
         Flag(
-            f"file with one key per line: {KEY_LINE}; scopes are 'infer', 'train' and 'host', such as 'infer,train', times default to "
+            f"file with one key per line: {KEY_LINE}; scopes are 'infer', 'train', 'feedback' and 'host', such as 'infer,train', times default to "
             "UTC (SECURITY.md)",
             "FILE",
         ),

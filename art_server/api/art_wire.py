@@ -40,6 +40,7 @@ from art_server.api.parameters import (
     TheConfig,
     TheDevices,
     TheFleet,
+    ThePolicies,
     TheRegistration,
     TheRegistry,
     TheReports,
@@ -221,6 +222,7 @@ async def train_model(
     registration: TheRegistration,
     requests: TheTrainRequests,
     runner: TheRunner,
+    policies: ThePolicies,
     caller: TheCaller,
 ) -> Response:
     """The job is accepted before the answer begins, so it continues after the client disconnects."""
@@ -230,6 +232,7 @@ async def train_model(
         model = await model_of_body(call.body.model, registry, caller)
         settings, notes = read_train_config(call, devices.engines)
         await base.wait_found()
+        await asyncio.to_thread(policies.check_own_jobs, model)
         new = requests.begin(model, settings, registration.limits(model))
         dropped: set[str] = set()
         async for group in parse_groups(call, dropped):

@@ -1,7 +1,7 @@
 """Authentication middleware: every request is rejected or gets a `Caller`.
 
 A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. Inference (`/v1`) needs the scope `infer`, a machine that
-joins the scope `host`, any other route the scope `train`. `/health` and `/ready` need no key; without a valid key they show
+joins the scope `host`, scores the scope `feedback` or `train`, any other route the scope `train`. `/health` and `/ready` need no key; without a valid key they show
 only the engine's state. The files of the page need no key, its data the caller's key. OPTIONS of `/v1` needs none, because
 browsers send none. A key that the ART wire issued permits inference on one model. With `--legacy-without-key`, callers without
 a key may use the routes of the ART wire only. The URL (`/s/SESSION/v1`), the header `x-art-session`, the key (`KEY::SESSION`)
@@ -12,6 +12,7 @@ name are refused. A proxy adds TLS and limits of requests (docs/howto/proxy.md).
 
 import contextlib
 import hashlib
+import re
 from dataclasses import dataclass, replace
 from typing import Annotated, Protocol
 from urllib.parse import urlsplit
@@ -33,6 +34,8 @@ from art_server.store.registry import check_name
 OPEN_PATHS = frozenset({"/health", "/ready"})
 HOSTS = "/api/hosts/"
 """The routes by which other machines offer their devices (`art_server/machines`)."""
+FEEDBACK = re.compile(r"/api/models/[^/]+/[^/]+/feedback(/[^/]*)?")
+"""The routes of scores."""
 PAGE = "/page/"
 """Files of the page, which contain no data."""
 ART_PATHS = frozenset(
@@ -60,6 +63,8 @@ class Caller:
     """The sampling parameters behind the session's name."""
     model_id: str | None = None
     """The only model ("PROJECT/NAME") that the key may use; None: any."""
+    gives_feedback_only: bool = False
+    """The key may give scores, and read and retract its own."""
 
     def check_project(self, project: str) -> None:
         """Checks that the caller may use a project.
@@ -163,6 +168,8 @@ class Authentication:
             needed = "infer"
         elif path.startswith(HOSTS):
             needed = "host"
+        elif FEEDBACK.fullmatch(path):
+            needed = "feedback"
         if not self._keys.are_needed(needed):
             self._refuse_web_pages(headers)
             return ANYONE
@@ -174,9 +181,10 @@ class Authentication:
         if caller is not None:
             return caller
         key = self._find(presented)
-        if needed not in key.scopes and not is_open(path):
+        is_allowed = needed in key.scopes or (needed == "feedback" and "train" in key.scopes)
+        if not is_allowed and not is_open(path):
             raise Forbidden(f"this key lacks the scope '{needed}'", code="forbidden")
-        return Caller(key.owner, key.projects)
+        return Caller(key.owner, key.projects, gives_feedback_only=needed == "feedback" and "train" not in key.scopes)
 
     def _find_model(self, presented: str) -> Caller | None:
         """The caller that a key for one model was issued to. None for other keys, or if this caller has lost access."""

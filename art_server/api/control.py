@@ -38,6 +38,7 @@ from art_server.api.parameters import (
     TheDevices,
     TheFleet,
     TheLedger,
+    ThePolicies,
     TheRefusedNames,
     TheRegistration,
     TheRegistry,
@@ -141,6 +142,7 @@ async def train(
     registration: TheRegistration,
     requests: TheTrainRequests,
     runner: TheRunner,
+    policies: ThePolicies,
 ) -> Response:
     """Finds the exact tokens of each group when the group arrives. The answer begins when the job is on disk with all tokens."""
     if key is not None and await runner.is_repeated(model, key):  # the request is repeated
@@ -151,6 +153,7 @@ async def train(
                 code="job_deleted",
             )
     else:
+        await asyncio.to_thread(policies.check_own_jobs, model)
         request = await body.fields(TrainRequest)
         new: NewJob = requests.begin(model, request.config, registration.limits(model))
         async for group in body.groups():

@@ -6,12 +6,6 @@ valid as long as its owner has a valid API key. To revoke all keys, delete `PATH
 
 import hashlib
 import hmac
-import os
-from pathlib import Path
-
-from art_server.store.files import write_file
-
-SECRET_BYTES = 32
 
 
 class ModelKeys:
@@ -32,10 +26,3 @@ class ModelKeys:
         owner, _, _ = rest.partition(":")
         is_ours = hmac.compare_digest(self.make(model_id, owner).encode(), key.encode())
         return (model_id, owner) if is_ours else None
-
-
-def read_secret(file: Path) -> bytes:
-    """The server's secret. The first start creates the secret, readable by the server's user only."""
-    if not file.exists():
-        write_file(file, os.urandom(SECRET_BYTES))
-    return file.read_bytes()

@@ -17,6 +17,10 @@ from art_server.jobs.job_row import JobRow
 from art_server.jobs.reports import Reports
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.train_requests import TrainRequests
+from art_server.learning.collector import Collector
+from art_server.learning.feedback import FeedbackIntake
+from art_server.learning.policies import Policies
+from art_server.learning.scores import Scores
 from art_server.ledger.ledger import Ledger
 from art_server.models.base_loader import BaseLoader
 from art_server.models.checkpoints import Checkpoints
@@ -51,6 +55,10 @@ TheCheckpoints = Annotated[Checkpoints, part(lambda server: server.checkpoints)]
 TheUploads = Annotated[Uploads, part(lambda server: server.uploads)]
 TheRunner = Annotated[JobRunner, part(lambda server: server.runner)]
 TheTrainRequests = Annotated[TrainRequests, part(lambda server: server.train_requests)]
+TheScores = Annotated[Scores, part(lambda server: server.scores)]
+ThePolicies = Annotated[Policies, part(lambda server: server.policies)]
+TheFeedback = Annotated[FeedbackIntake, part(lambda server: server.feedback)]
+TheCollector = Annotated[Collector, part(lambda server: server.collector)]
 TheStatus = Annotated[Status, part(lambda server: server.status)]
 
 

@@ -56,10 +56,13 @@ class JobQueue:
         shares: Mapping[str, float] | None = None,
         *,
         max_ended: int = MAX_ENDED,
+        on_end: Callable[[str, int | None], None] = lambda job_id, step: None,
         clock: Clock = REAL,
     ):
         """`max_queued` jobs of a project may wait, and `max_ended` jobs that have ended are kept. `shares` are the weights of
-        projects in `fair_order.py`."""
+        projects in `fair_order.py`. `on_end(JOB, STEP)` is called in the transaction that ends a job; STEP is None if the job made
+        no step."""
+        self._on_end = on_end
         self._max_queued, self._max_ended = max_queued, max_ended
         self._clock = clock
         self.database = database
@@ -107,10 +110,12 @@ class JobQueue:
         *,
         expected_step: int | None = None,
         newest_step: Callable[[], int | None] = lambda: 0,
+        on_insert: Callable[[str], None] = lambda job_id: None,
     ) -> JobRow:
         """Writes a job durably. Of two requests with the same key the second gets the job of the first.
 
-        `newest_step` reads the model's step. It is called while no job can be added.
+        `newest_step` reads the model's step. It is called while no job can be added. `on_insert(JOB)` is called in the transaction
+        that writes the job; an error there undoes the transaction.
 
         Raises:
             TooMany: the project's part of the queue is full.
@@ -134,12 +139,13 @@ class JobQueue:
             "signs": payload.signs,
             "expected_step": expected_step,
         }
-        with self._lock, database_errors("the job"):
+        with self.database.changes("the job"):
             twin = None if key is None else self.find_key(model, key, body_digest)
             if twin is not None:
                 return twin
             self._check_acceptable(model, expected_step, newest_step)
             insert(self._db, "jobs", row)
+            on_insert(job_id)
         return self.get(job_id)
 
     def revive(self, model: int, key: str, newest_step: Callable[[], int | None]) -> JobRow | None:
@@ -425,9 +431,13 @@ class JobQueue:
         """Changes columns of a job that is in one of the states; returns whether the job was."""
         changes = ", ".join(f"{column} = ?" for column in values)
         marks = ",".join("?" * len(states))
-        with self._lock, database_errors("the job"):
-            changed = self._db.execute(
-                f"UPDATE jobs SET {changes}, changes = changes + 1 WHERE job_id = ? AND state IN ({marks})",
-                (*values.values(), job_id, *states),
-            )
-        return changed.rowcount > 0
+        statement = f"UPDATE jobs SET {changes}, changes = changes + 1 WHERE job_id = ? AND state IN ({marks})"
+        if values.get("state") not in ENDED:
+            with self._lock, database_errors("the job"):
+                return self._db.execute(statement, (*values.values(), job_id, *states)).rowcount > 0
+        with self.database.changes("the job"):
+            has_ended = self._db.execute(statement, (*values.values(), job_id, *states)).rowcount > 0
+            if has_ended:
+                step = self.get(job_id).target_step if values["state"] == "done" else None
+                self._on_end(job_id, step)
+        return has_ended

@@ -101,8 +101,10 @@ class JobRunner:
         report: JobReport,
         metrics: dict[str, float],
         expected_step: int | None = None,
+        on_insert: Callable[[str], None] = lambda job_id: None,
     ) -> JobRow:
-        """Writes a job to disk and queues it. Of two requests with the same key the second gets the job of the first.
+        """Writes a job to disk and queues it. Of two requests with the same key the second gets the job of the first. `on_insert` is
+        as in `JobQueue.insert`.
 
         Raises:
             Conflict: the model is not at `expected_step`, or has a job that will change its step; or the key was used
@@ -120,6 +122,7 @@ class JobRunner:
             metrics,
             expected_step=expected_step,
             newest_step=functools.partial(self._newest_step, model.number),
+            on_insert=on_insert,
         )
         logger.info("job %s accepted: %d trajectories for %s", job.job_id, report.num_trajectories, model.id)
         self._report(job, model)

@@ -5,8 +5,9 @@ Memory holds the messages of one group at a time. Nothing of a request that fail
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from art_protocol.history import trajectory_metrics
@@ -23,6 +24,7 @@ from art_server.jobs.runner import JobRunner
 from art_server.jobs.token_sources import Limits, TokenSources
 from art_server.ledger.conversation import Message
 from art_server.ledger.ledger import Ledger
+from art_server.ledger.records import Record
 from art_server.store.registry import RegisteredModel
 
 R = TypeVar("R")
@@ -47,13 +49,19 @@ class TrainRequests:
         self._queue = queue
         self._threads = ThreadPoolExecutor(THREADS, "resolve")
 
-    def begin(self, model: RegisteredModel, config: TrainConfig, limits: Limits) -> "NewJob":
-        """A request whose groups come one by one."""
+    def begin(
+        self,
+        model: RegisteredModel,
+        config: TrainConfig,
+        limits: Limits,
+        pinned: Mapping[str, Record] = MappingProxyType({}),
+    ) -> "NewJob":
+        """A request whose groups come one by one. `pinned` are records that the ledger may have deleted, by choice id."""
         rendering = EngineTokenizer(self._fleet, asyncio.get_running_loop())
         sources = TokenSources(
             model=model.number,
             name_of=self._name_of,
-            find_record=self._ledger.find,
+            find_record=lambda choice: pinned.get(choice) or self._ledger.find(choice),
             find_by_logprobs=functools.partial(self._ledger.find_by_logprobs, model.number),
             find_by_conversation=functools.partial(self._ledger.find_by_conversation, model.number),
             render=rendering.render,
@@ -110,8 +118,10 @@ class NewJob:
         body_digest: str,
         expected_step: int | None = None,
         notes: Sequence[str] = (),
+        on_insert: Callable[[str], None] = lambda job_id: None,
     ) -> JobRow:
-        """The job, which is on disk with its exact tokens when this returns. `notes` are added to its report.
+        """The job, which is on disk with its exact tokens when this returns. `notes` are added to its report. `on_insert` is as in
+        `JobQueue.insert`.
 
         Raises:
             InvalidInput: nothing can be trained, or rewards, advantages or learning rates are invalid.
@@ -122,7 +132,7 @@ class NewJob:
         report = report.model_copy(update={"notes": [*report.notes, *notes]})
         metrics = trajectory_metrics(self._rollouts.outlines, "train")
         return await self._runner.add_job(
-            self._model, key, body_digest, self._config, payload, report, metrics, expected_step
+            self._model, key, body_digest, self._config, payload, report, metrics, expected_step, on_insert
         )
 
     def _finish(self) -> tuple[Payload, JobReport]:

@@ -19,6 +19,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 LOCK_ATTEMPTS, LOCK_SECONDS = 20, 0.05
 """A command such as `art status` holds the lock of a folder for a moment, to see whether a server works there."""
 
+SECRET_BYTES = 32
+
 
 def keep_private(root: Path) -> None:
     """Makes new files of this process and its children readable by their user only. Makes the folder `root`, and restricts the
@@ -140,6 +142,13 @@ def write_file(path: Path, data: bytes) -> None:
         finally:
             temporary.unlink(missing_ok=True)  # exists only after an error
     sync(path.parent)
+
+
+def read_secret(file: Path) -> bytes:
+    """A secret of the server's own, readable by the server's user only. The first call makes the secret."""
+    if not file.exists():
+        write_file(file, os.urandom(SECRET_BYTES))
+    return file.read_bytes()
 
 
 def write_json(path: Path, value: Any) -> None:

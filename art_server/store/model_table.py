@@ -111,9 +111,9 @@ class ModelTable:
         self._change("UPDATE models SET rolled_back_to = NULL WHERE model = ?", model)
 
     def delete(self, model: int) -> None:
-        """Deletes a model's metrics, and marks the model's row as deleted. The row stays, because jobs refer to it."""
+        """Deletes a model's metrics and scores, and marks the model's row as deleted. The row stays, because jobs refer to it."""
         with self._database.changes("the model") as connection:
-            for table in ("steps", "metrics"):
+            for table in ("steps", "metrics", "scores", "learning"):
                 connection.execute(f"DELETE FROM {table} WHERE model = ?", (model,))
             connection.execute("UPDATE models SET is_deleted = 1 WHERE model = ?", (model,))
 

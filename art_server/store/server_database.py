@@ -1,4 +1,4 @@
-"""The server's database, `PATH/.server/server.sqlite`: models, their metrics and the table of jobs.
+"""The server's database, `PATH/.server/server.sqlite`: models, their metrics, jobs, and scores of answers.
 
 A model has a number, the column `model`. The number is given at the registration and stays when the model is renamed. Metrics,
 jobs and the records of the ledger refer to the number. It is random, so it is never used again, also if this file is lost or
@@ -89,6 +89,56 @@ SCHEMA = (
     "CREATE INDEX jobs_by_state ON jobs (state, number)",
 )
 
+LEARNING = (
+    """
+    CREATE TABLE IF NOT EXISTS scores (         -- art_server/learning/scores.py
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        score_id TEXT NOT NULL UNIQUE,
+        model INTEGER NOT NULL,
+        target TEXT NOT NULL,                   -- "answer RID-0" or "session S"
+        choices TEXT NOT NULL,                  -- JSON: the ids of the judged choices
+        step INTEGER,                           -- the oldest step that sampled one of them
+        user TEXT,                              -- a keyed hash; NULL: the score names no user
+        owner TEXT NOT NULL,                    -- of the key
+        name TEXT NOT NULL,
+        value REAL NOT NULL,
+        texts TEXT NOT NULL,                    -- JSON: comment, correction, metadata
+        client_id TEXT,
+        digest TEXT NOT NULL,                   -- of the request's content
+        made_at REAL,
+        answered_at REAL NOT NULL,
+        created_at REAL NOT NULL,
+        state TEXT NOT NULL,
+        reason TEXT,                            -- of a dropped score
+        job_id TEXT,
+        trained_step INTEGER,
+        replaces TEXT,
+        pinned BLOB                             -- the exact tokens; NULL once the score cannot be trained any more
+    )
+    """,
+    "CREATE UNIQUE INDEX IF NOT EXISTS scores_by_client_id ON scores (model, owner, client_id) WHERE client_id IS NOT NULL",
+    "CREATE INDEX IF NOT EXISTS scores_by_target ON scores (model, target)",
+    "CREATE INDEX IF NOT EXISTS scores_by_state ON scores (model, state, reason, number)",
+    "CREATE INDEX IF NOT EXISTS scores_by_job ON scores (job_id) WHERE job_id IS NOT NULL",
+    """
+    CREATE TABLE IF NOT EXISTS taken_choices (  -- by jobs of scores: no choice is trained by two
+        choice_id TEXT PRIMARY KEY,
+        job_id TEXT NOT NULL
+    ) WITHOUT ROWID
+    """,
+    "CREATE INDEX IF NOT EXISTS taken_choices_by_job ON taken_choices (job_id)",
+    """
+    CREATE TABLE IF NOT EXISTS learning (       -- art_server/learning/policies.py
+        model INTEGER PRIMARY KEY,
+        state TEXT NOT NULL,
+        policy TEXT NOT NULL,
+        reason TEXT,                            -- why it is paused; NULL: somebody paused it
+        since REAL NOT NULL                     -- when the newest batch was made, or learning began
+    )
+    """,
+)
+"""The tables of scores, which a database of an earlier commit lacks."""
+
 JOBS_FILE = "jobs.sqlite"
 EARLIER_FILES = (JOBS_FILE, "history.sqlite")
 EARLIER_VERSIONS = (2, 3)
@@ -113,6 +163,7 @@ def open_server_database(root: Path | None) -> Database:
     if root is None:
         database = Database(open_database(None, "", is_durable=False), None)
         make_tables(database)
+        add_tables(database)
         return database
     server_dir = root / ".server"
     database = Database(open_database(server_dir / FILE, "", is_durable=True), server_dir / FILE)
@@ -124,6 +175,7 @@ def open_server_database(root: Path | None) -> Database:
         with attached_jobs(database.connection, server_dir / JOBS_FILE) as has_jobs, database.changes("the tables"):
             if version == 0:
                 make_tables(database)
+            add_tables(database)
             if has_jobs:
                 take_jobs(database, root)
         set_aside(server_dir)
@@ -137,6 +189,12 @@ def make_tables(database: Database) -> None:
             connection.execute(statement)
         # A number in the file's header, so it is a part of the transaction.
         connection.execute(f"PRAGMA user_version={VERSION}")
+
+
+def add_tables(database: Database) -> None:
+    with database.changes("the tables") as connection:
+        for statement in LEARNING:
+            connection.execute(statement)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,135 @@
+"""The bodies of feedback, and of learning from feedback. A score judges an answer, or a session, of an agent in use."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from art_protocol.wire import NAME_PATTERN, Body, FiniteFloat, Name, Number, Reply, TrainConfig
+
+MAX_LINES = 1000
+"""Scores in one request."""
+MAX_TEXT = 16_384
+"""Characters of a comment or a correction."""
+ANSWER_HEADER = "x-art-answer"
+"""In a reply: the answer's id for feedback, where the id is known before the answer begins."""
+LEARN_HEADER = "x-art-learn"
+"""Request header; "never": no score of the answer is trained."""
+
+ScoreState = Literal["scored", "queued", "trained", "dropped", "replaced", "retracted"]
+LearningState = Literal["on", "paused", "off"]
+
+
+class Feedback(Body):
+    """A score of an answer, or of a session."""
+
+    answer: str | None = Field(default=None, min_length=1, max_length=200)
+    """The `id` of the answer, as the client got it from any of the four APIs. For choice number 2 of an answer with several
+    choices: `ID-2`, or the choice's `art.id`."""
+    session: str | None = Field(default=None, pattern=NAME_PATTERN)
+    """In place of `answer`: a session, whose turns so far the score judges together."""
+    name: str = Field(default="thumb", pattern=NAME_PATTERN)
+    """What the score is about. The policy of learning lists the names that are trained, with their ranges."""
+    value: bool | FiniteFloat
+    """true is the upper end of the name's range, false the lower end."""
+    comment: str | None = Field(default=None, max_length=MAX_TEXT)
+    correction: str | None = Field(default=None, max_length=MAX_TEXT)
+    """What the answer should have been."""
+    user: str | None = Field(default=None, min_length=1, max_length=256)
+    """Who gave the score. The server keeps a keyed hash only. A second score of the same user and name replaces the first."""
+    id: str | None = Field(default=None, min_length=1, max_length=200)
+    """A name that the client chooses for the score: the same id and content once more get the same reply."""
+    made_at: FiniteFloat | None = None
+    """When the user gave the score, in seconds since 1970; for the statistics of delays only."""
+    metadata: dict[str, Annotated[str, Field(max_length=1000)] | Number | None] = Field(default={}, max_length=32)
+
+    @model_validator(mode="after")
+    def _names_one(self) -> Self:
+        if (self.answer is None) == (self.session is None):
+            raise ValueError("name either answer or session")
+        return self
+
+
+class Score(Reply):
+    """A score as the server has it."""
+
+    id: str
+    state: ScoreState
+    reason: str | None = None
+    """Why the score is dropped."""
+    answer: str | None = None
+    session: str | None = None
+    name: str
+    value: float
+    step: int | None = None
+    """The step that sampled the answer."""
+    job_id: str | None = None
+    trained_step: int | None = None
+    """The step that the score trained."""
+    replaces: str | None = None
+    """The earlier score that this score has replaced."""
+    comment: str | None = None
+    created_at: float
+    """Seconds since 1970."""
+
+
+class ScoreList(Reply):
+    scores: list[Score]
+    next: int | None = None
+    """The value of `after` for the scores that follow; None: there are no more."""
+
+
+class ScoreName(Body):
+    """What a name of scores counts in the reward."""
+
+    weight: FiniteFloat = 1.0
+    low: FiniteFloat = 0.0
+    high: FiniteFloat = 1.0
+
+    @model_validator(mode="after")
+    def _has_range(self) -> Self:
+        if not self.low < self.high:
+            raise ValueError("low must be below high")
+        return self
+
+
+def default_config() -> TrainConfig:
+    return TrainConfig(
+        baseline="none",
+        scaling="batch_std",
+        normalisation="trajectory",
+        correction="sequence_mask",
+        correction_low=0.5,
+        correction_high=2.0,
+        beta=0.05,
+        max_staleness=8,
+    )
+
+
+class Policy(Body):
+    """How a model learns from scores."""
+
+    names: dict[Name, ScoreName] = Field(default={"thumb": ScoreName()}, min_length=1, max_length=32)
+    """The names of scores that are taken."""
+    batch: int = Field(default=128, ge=2, le=10_000)
+    """Scored answers that a step trains."""
+    every_hours: float = Field(default=6.0, gt=0)
+    """After so many hours a step trains fewer answers, if at least `least` are scored."""
+    least: int = Field(default=32, ge=2)
+    user_share: float = Field(default=0.05, gt=0, le=1)
+    """The largest share of a batch that one user's scores may have."""
+    max_age_days: float = Field(default=7.0, gt=0)
+    """Scores of older answers are not trained."""
+    config: TrainConfig = Field(default_factory=default_config)
+
+
+class LearningInfo(Reply):
+    """How a model learns at this moment."""
+
+    state: LearningState
+    policy: Policy
+    reason: str
+    """What the model's learning waits for, or why it is paused, in a sentence with numbers."""
+    counts: dict[str, int]
+    """Scores by state, and for `dropped` by reason too (`dropped: capped`)."""
+    serving_step: int
+    newest_step: int

@@ -1,0 +1,203 @@
+"""Feedback: a score of an answer or of a session becomes a row, which is committed with its exact tokens before the reply."""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from art_protocol.learning import Feedback, Policy, Score
+from art_protocol.wire import BY_REFERENCE, TOKEN_FIELDS, HistoryBody
+from art_server.errors import InvalidInput, NotFound, ServerError, TooMany
+from art_server.jobs.choices import is_choice
+from art_server.learning import pinned
+from art_server.learning.policies import Policies
+from art_server.learning.scores import NewScore, Scores
+from art_server.ledger import conversation
+from art_server.ledger.ledger import Ledger
+from art_server.ledger.records import Record
+from art_server.ledger.sessions import read_session
+from art_server.ledger.splice import split_end
+from art_server.store.registry import RegisteredModel
+
+ANSWER_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)?([0-9a-f]{32})(?:-(\d{1,4}))?")
+"""The id of an answer of any API, or of a choice."""
+ROLLED_BACK = "rolled_back"
+MAX_OPEN = 100_000
+"""Scores of a model that may wait for a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a score judges, as the ledger has it."""
+
+    target: str
+    histories: list[HistoryBody]
+    records: list[Record]
+
+
+class FeedbackIntake:
+    """Takes scores. Calls block: the ledger is read, and the rows are committed."""
+
+    def __init__(self, *, scores: Scores, policies: Policies, ledger: Ledger, secret: bytes, max_open: int = MAX_OPEN):
+        """`secret` is the key of the users' hashes."""
+        self._scores = scores
+        self._policies = policies
+        self._ledger = ledger
+        self._secret = secret
+        self._max_open = max_open
+
+    def take(self, model: RegisteredModel, owner: str, feedback: Sequence[Feedback]) -> list[Score | ServerError]:
+        """The scores as rows, each with its error if it has one. `owner` is that of the caller's key. All scores without an error
+        are on disk when this returns.
+
+        Raises:
+            TooMany: too many scores wait for a batch.
+            StorageFull: the disk refused the write; no score is taken.
+        """
+        if self._scores.count_open(model.number) + len(feedback) > self._max_open:
+            raise TooMany(
+                f"model '{model.id}' has {self._max_open:,} scores that wait for a batch: turn its learning on, or retract some",
+                code="too_many_scores",
+            )
+        policy = self._policies.of(model.number).policy
+        read: list[NewScore | Score | ServerError] = []
+        for body in feedback:
+            try:
+                read.append(self._read(model, owner, body, policy))
+            except ServerError as error:
+                read.append(error)
+        added = iter(self._scores.add([score for score in read if isinstance(score, NewScore)]))
+        return [next(added) if isinstance(score, NewScore) else score for score in read]
+
+    def _read(self, model: RegisteredModel, owner: str, body: Feedback, policy: Policy) -> NewScore | Score:
+        """A new score, or the score of an earlier request with the same id.
+
+        Raises:
+            NotFound: there is no such answer or session of the model.
+            InvalidInput: the name or the value is not in the policy, or the answer cannot be trained.
+            Conflict: the id is of another score.
+        """
+        digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
+        repeated = self._scores.find_repeated(model.number, owner, body.id, digest)
+        if repeated is not None:
+            return repeated
+        value = value_of(body, policy)
+        judged = (
+            self._answer(model, body.answer) if body.answer is not None else self._session(model, owner, body.session)
+        )
+        steps = [record.request.step for record in judged.records]
+        known = [step for step in steps if step is not None]
+        return NewScore(
+            model=model.number,
+            target=judged.target,
+            choices=[record.choice_id for record in judged.records],
+            step=min(known, default=None),
+            user=self._hash(body.user),
+            owner=owner,
+            name=body.name,
+            value=value,
+            texts={"comment": body.comment, "correction": body.correction, "metadata": body.metadata},
+            client_id=body.id,
+            digest=digest,
+            made_at=body.made_at,
+            answered_at=max(record.created_at for record in judged.records),
+            pinned=pinned.pack(judged.histories, judged.records),
+            reason=None if len(known) == len(steps) else ROLLED_BACK,
+        )
+
+    def _hash(self, user: str | None) -> str | None:
+        if user is None:
+            return None
+        return hmac.new(self._secret, user.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()[:32]
+
+    def _answer(self, model: RegisteredModel, answer: str) -> Judged:
+        match = ANSWER_ID.fullmatch(answer)
+        choice = f"{match[1]}-{match[2] or 0}" if match is not None else answer
+        record = self._ledger.find(choice) if match is not None else None
+        if record is None or record.request.model != model.number:
+            raise NotFound(
+                f"answer '{answer[:80]}' is no answer of '{model.id}' that this server has: send the `id` of an answer of this "
+                "model that is not older than --ledger-max-age-days",
+                code="unknown_answer",
+                param="answer",
+            )
+        check_trainable(record)
+        sampled, _ = split_end(record.token_ids, self._ledger.end_ids)
+        text = self._ledger.decode(sampled) or ""
+        entry = reference(record, conversation.message_from(text))
+        return Judged(f"answer {choice}", [HistoryBody(messages_and_choices=[entry])], [record])
+
+    def _session(self, model: RegisteredModel, owner: str, session: str | None) -> Judged:
+        assert session is not None, "a score names an answer or a session"
+        reply = read_session(self._ledger, model.number, model.record.project, session, owner)
+        records: list[Record] = []
+        histories: list[HistoryBody] = []
+        for history in reply.histories:
+            entries: list[dict[str, Any]] = []
+            for entry in history.messages_and_choices:
+                record = self._ledger.find(entry["art"]["id"]) if is_choice(entry) else None
+                if record is None:
+                    entries.append(entry["message"] if is_choice(entry) else entry)
+                    continue
+                check_trainable(record)
+                records.append(record)
+                entries.append(reference(record, entry["message"]))
+            histories.append(HistoryBody(messages_and_choices=entries, tools=history.tools))
+        if not records:
+            raise NotFound(
+                f"session '{session}' has no answer of '{model.id}' that this server has: send a session's name as the agent's "
+                "requests do",
+                code="unknown_answer",
+                param="session",
+            )
+        by_id = {record.choice_id: record for record in records}
+        return Judged(f"session {session}", histories, [*by_id.values()])
+
+
+def reference(record: Record, message: dict[str, Any]) -> dict[str, Any]:
+    """A choice of a trajectory that names its record."""
+    kept = {name: value for name, value in message.items() if name not in TOKEN_FIELDS}
+    mark = {"id": record.choice_id, "step": record.request.step}
+    return {"index": 0, "finish_reason": record.finish_reason, "message": kept, "art": mark, BY_REFERENCE: True}
+
+
+def check_trainable(record: Record) -> None:
+    """Checks that a score of an answer can teach something.
+
+    Raises:
+        InvalidInput: the answer was sampled greedily.
+    """
+    if record.sampling.get("temperature") == 0:
+        raise InvalidInput(
+            "the answer was sampled at temperature 0, and always is the same: its score shows nothing to learn. Let some of the "
+            "requests sample at temperature 1",
+            code="greedy_answer",
+            param="answer",
+        )
+
+
+def value_of(body: Feedback, policy: Policy) -> float:
+    """The value of a score in the range of its name.
+
+    Raises:
+        InvalidInput: the policy does not have the name, or the value is outside the name's range.
+    """
+    name = policy.names.get(body.name)
+    if name is None:
+        raise InvalidInput(
+            f"name '{body.name}' is not in the policy, which has {', '.join(policy.names)}: add it to `names` of "
+            "PUT .../learning",
+            code="unknown_name",
+            param="name",
+        )
+    if isinstance(body.value, bool):
+        return name.high if body.value else name.low
+    if not name.low <= body.value <= name.high:
+        raise InvalidInput(
+            f"value {body.value:g} is outside the range of '{body.name}', {name.low:g} to {name.high:g}",
+            code="out_of_range",
+            param="value",
+        )
+    return body.value

@@ -1,0 +1,79 @@
+"""How each model learns from scores: the policy that its owner has set, and whether learning is on, in the table `learning`."""
+
+from dataclasses import dataclass, field
+
+from art_protocol.learning import LearningState, Policy
+from art_server.errors import Conflict
+from art_server.shared.clock import REAL, Clock
+from art_server.store.database import Database, insert
+from art_server.store.registry import RegisteredModel
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """A model's row. A model without a row takes scores by the default policy, and does not learn."""
+
+    state: LearningState = "off"
+    policy: Policy = field(default_factory=Policy)
+    reason: str | None = None
+    """Why the server has paused the learning; None: it has not."""
+    since: float = 0.0
+    """When the newest batch was made, or the learning began, in seconds since 1970."""
+
+
+class Policies:
+    """The table. Calls block for a few milliseconds. A model is named by its number."""
+
+    def __init__(self, database: Database, *, clock: Clock = REAL):
+        self._database = database
+        self._clock = clock
+
+    def of(self, model: int) -> Learning:
+        columns = "state, policy, reason, since"
+        for state, policy, reason, since in self._database.select(
+            f"SELECT {columns} FROM learning WHERE model = ?", model
+        ):
+            return Learning(state, Policy.model_validate_json(policy), reason, since)
+        return Learning()
+
+    def learners(self) -> list[int]:
+        """The models that learn."""
+        return [model for (model,) in self._database.select("SELECT model FROM learning WHERE state = 'on'")]
+
+    def check_own_jobs(self, model: RegisteredModel) -> None:
+        """Checks that programs may train a model.
+
+        Raises:
+            Conflict: the server makes the model's steps, from scores.
+        """
+        if self.of(model.number).state == "on":
+            raise Conflict(
+                f"'{model.id}' learns from scores, and its steps are the server's: pause that first (`art learn {model.id} --pause`, or "
+                "POST .../learning/pause)",
+                code="learning_is_on",
+                param="name",
+            )
+
+    def set_policy(self, model: int, policy: Policy) -> Learning:
+        """Replaces the policy, and turns the learning on, if it was off."""
+        with self._database.changes("the policy") as connection:
+            learning = self.of(model)
+            state = "on" if learning.state == "off" else learning.state
+            since = self._clock.now() if learning.state == "off" else learning.since
+            row = {"model": model, "state": state, "policy": policy.model_dump_json(), "reason": learning.reason}
+            insert(connection, "learning", row | {"since": since}, or_else="REPLACE")
+            return self.of(model)
+
+    def set_state(self, model: int, state: LearningState, reason: str | None = None) -> Learning:
+        """Turns a model's learning on or off, or pauses it."""
+        with self._database.changes("the policy") as connection:
+            learning = self.of(model)
+            row = {"model": model, "state": state, "policy": learning.policy.model_dump_json(), "reason": reason}
+            since = self._clock.now() if learning.state == "off" else learning.since
+            insert(connection, "learning", row | {"since": since}, or_else="REPLACE")
+            return self.of(model)
+
+    def note_batch(self, model: int) -> None:
+        """Notes that a batch was made, in the caller's transaction."""
+        with self._database.changes("the policy") as connection:
+            connection.execute("UPDATE learning SET since = ? WHERE model = ?", (self._clock.now(), model))

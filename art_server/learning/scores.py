@@ -1,0 +1,319 @@
+"""The table of scores: what users, tests and people said of an agent's answers, and what became of each score.
+
+    scored -> queued -> trained         a job has taken the score, and has made a step
+    queued -> scored                    the job failed or was cancelled
+    scored -> dropped                   the score is not trained; the row says why
+    scored -> replaced | retracted      the same user gave another score, or took the score back
+
+A row holds the exact tokens of its answer (`pinned.py`), so that the ledger's pruning cannot reach them. The row is committed
+before a request is acknowledged. A batch of rows and their job are one transaction, and so are the end of a job and its rows'
+state: each answer is trained at most once.
+"""
+
+import json
+import sqlite3
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from art_protocol.learning import Score, ScoreState
+from art_server.errors import Conflict, NotFound
+from art_server.shared.clock import REAL, Clock
+from art_server.store.database import Database, insert
+
+COLUMNS = "score_id, state, reason, target, name, value, step, job_id, trained_step, replaces, texts, created_at, digest, number"
+ALREADY_TRAINED = "already_trained"
+"""The reason of a score whose answer a job has taken before."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewScore:
+    """A score before it is a row."""
+
+    model: int
+    target: str
+    """"answer RID-0" or "session S"."""
+    choices: Sequence[str]
+    """The ids of the judged choices."""
+    step: int | None
+    user: str | None
+    owner: str
+    name: str
+    value: float
+    texts: Mapping[str, Any]
+    client_id: str | None
+    digest: str
+    made_at: float | None
+    answered_at: float
+    pinned: bytes
+    reason: str | None = None
+    """Why the score is not trained; None: it may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingScore:
+    """A score that a batch may take."""
+
+    number: int
+    target: str
+    choices: Sequence[str]
+    user: str | None
+    name: str
+    value: float
+    step: int | None
+    answered_at: float
+
+
+class Scores:
+    """The table. Calls block for a few milliseconds. A model is named by its number."""
+
+    def __init__(self, database: Database, *, clock: Clock = REAL):
+        self._database = database
+        self._clock = clock
+
+    # --- requests ---
+
+    def find_repeated(self, model: int, owner: str, client_id: str | None, digest: str) -> Score | None:
+        """The score of an earlier request with the same id; None if there is none.
+
+        Raises:
+            Conflict: the earlier request had another content.
+        """
+        if client_id is None:
+            return None
+        where = "model = ? AND owner = ? AND client_id = ?"
+        rows = self._database.select(f"SELECT {COLUMNS} FROM scores WHERE {where}", model, owner, client_id)
+        if not rows:
+            return None
+        if rows[0]["digest"] != digest:
+            raise Conflict(
+                f"id '{client_id}' is of another score: give each score an id of its own", code="id_reused", param="id"
+            )
+        return read_score(rows[0])
+
+    def add(self, scores: Sequence[NewScore]) -> list[Score]:
+        """Writes scores durably, in one transaction. A score replaces an earlier one of the same target, user and name.
+
+        Raises:
+            Conflict: an id is of another score.
+            StorageFull: the disk refused the write.
+        """
+        with self._database.changes("the scores") as connection:
+            return [self._add(connection, score) for score in scores]
+
+    def _add(self, connection: sqlite3.Connection, score: NewScore) -> Score:
+        repeated = self.find_repeated(score.model, score.owner, score.client_id, score.digest)
+        if repeated is not None:
+            return repeated
+        state: ScoreState = "scored"
+        reason, replaces = None, None
+        same = "model = ? AND target = ? AND name = ? AND user IS ? AND owner = ?"
+        values = (score.model, score.target, score.name, score.user, score.owner)
+        for row in connection.execute(
+            f"SELECT number, score_id FROM scores WHERE {same} AND state = 'scored'", values
+        ).fetchall():
+            replaces = row["score_id"]
+            connection.execute("UPDATE scores SET state = 'replaced', pinned = NULL WHERE number = ?", (row["number"],))
+        if score.reason is not None:
+            state, reason = "dropped", score.reason
+        elif not self.untaken(score.choices):
+            state, reason = "dropped", ALREADY_TRAINED
+        score_id = f"F{uuid.uuid4().hex}"
+        row = {
+            "score_id": score_id,
+            "model": score.model,
+            "target": score.target,
+            "choices": json.dumps(list(score.choices)),
+            "step": score.step,
+            "user": score.user,
+            "owner": score.owner,
+            "name": score.name,
+            "value": score.value,
+            "texts": json.dumps(dict(score.texts)),
+            "client_id": score.client_id,
+            "digest": score.digest,
+            "made_at": score.made_at,
+            "answered_at": score.answered_at,
+            "created_at": self._clock.now(),
+            "state": state,
+            "reason": reason,
+            "replaces": replaces,
+            "pinned": score.pinned if state == "scored" else None,
+        }
+        insert(connection, "scores", row)
+        (added,) = connection.execute(f"SELECT {COLUMNS} FROM scores WHERE score_id = ?", (score_id,)).fetchall()
+        return read_score(added)
+
+    def get(self, model: int, score_id: str, owner: str | None = None) -> Score:
+        """A score of a model; with `owner` only a score that this key gave.
+
+        Raises:
+            NotFound: there is no such score.
+        """
+        where = "model = ? AND score_id = ?" + ("" if owner is None else " AND owner = ?")
+        values = (model, score_id) if owner is None else (model, score_id, owner)
+        rows = self._database.select(f"SELECT {COLUMNS} FROM scores WHERE {where}", *values)
+        if not rows:
+            raise NotFound(f"there is no score '{score_id[:80]}'", code="unknown_score", param="score")
+        return read_score(rows[0])
+
+    def retract(self, model: int, score_id: str, owner: str | None = None) -> Score:
+        """Takes a score back.
+
+        Raises:
+            NotFound: there is no such score.
+            Conflict: a job has the score, or the score has trained a step.
+        """
+        with self._database.changes("the scores") as connection:
+            score = self.get(model, score_id, owner)
+            if score.state in ("queued", "trained"):
+                trained = f"trained step {score.trained_step}" if score.state == "trained" else "is in a job's batch"
+                raise Conflict(
+                    f"score '{score_id}' {trained} and cannot be taken back: roll the model back to an earlier step",
+                    code=ALREADY_TRAINED,
+                    param="score",
+                )
+            connection.execute(
+                "UPDATE scores SET state = 'retracted', reason = NULL, pinned = NULL WHERE score_id = ?", (score_id,)
+            )
+            return self.get(model, score_id, owner)
+
+    def page(
+        self, model: int, states: Sequence[str], after: int, limit: int, owner: str | None = None
+    ) -> tuple[list[Score], int | None]:
+        """Scores in the order in which they came, and the number from which the next call continues (None: these are all)."""
+        where, values = "model = ? AND number > ?", [model, after]
+        more: list[object] = []
+        if states:
+            where += f" AND state IN ({','.join('?' * len(states))})"
+            more += states
+        if owner is not None:
+            where += " AND owner = ?"
+            more.append(owner)
+        rows = self._database.select(
+            f"SELECT {COLUMNS} FROM scores WHERE {where} ORDER BY number LIMIT ?", *values, *more, limit + 1
+        )
+        scores = [read_score(row) for row in rows[:limit]]
+        return scores, rows[limit - 1]["number"] if len(rows) > limit else None
+
+    def count_open(self, model: int) -> int:
+        """The number of scores that wait for a batch."""
+        ((count,),) = self._database.select(
+            "SELECT COUNT(*) FROM scores WHERE model = ? AND state = 'scored' AND reason IS NULL", model
+        )
+        return count
+
+    def counts(self, model: int) -> dict[str, int]:
+        """The number of scores by state; of dropped scores also by reason."""
+        rows = self._database.select(
+            "SELECT state, reason, COUNT(*) FROM scores WHERE model = ? GROUP BY state, reason", model
+        )
+        counts: dict[str, int] = {}
+        for state, reason, count in rows:
+            counts[state] = counts.get(state, 0) + count
+            if state == "dropped":
+                counts[f"dropped: {reason}"] = count
+        return counts
+
+    # --- batches ---
+
+    def waiting(self, model: int) -> list[WaitingScore]:
+        """The scores that a batch may take, oldest first."""
+        columns = "number, target, choices, user, name, value, step, answered_at"
+        rows = self._database.select(
+            f"SELECT {columns} FROM scores WHERE model = ? AND state = 'scored' AND reason IS NULL ORDER BY number",
+            model,
+        )
+        return [
+            WaitingScore(number, target, json.loads(choices), *rest)
+            for number, target, choices, *rest in map(tuple, rows)
+        ]
+
+    def queued_job(self, model: int) -> str | None:
+        """The job that trains scores of a model and has not ended."""
+        where = "model = ? AND state = 'queued' LIMIT 1"
+        rows = self._database.select(f"SELECT job_id FROM scores WHERE {where}", model)
+        return rows[0][0] if rows else None
+
+    def untaken(self, choices: Sequence[str]) -> set[str]:
+        """The choices that no job has taken."""
+        taken = self._database.select(
+            "SELECT choice_id FROM taken_choices WHERE choice_id IN (SELECT value FROM json_each(?))",
+            json.dumps(list(choices)),
+        )
+        return {*choices} - {choice for (choice,) in taken}
+
+    def pinned(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        """The pinned tokens of scores that still wait."""
+        rows = self._database.select(
+            "SELECT number, pinned FROM scores WHERE state = 'scored' AND number IN (SELECT value FROM json_each(?))",
+            json.dumps(list(numbers)),
+        )
+        return dict(map(tuple, rows))
+
+    def drop(self, numbers: Iterable[int], reason: str) -> None:
+        """Marks waiting scores as never to be trained."""
+        with self._database.changes("the scores") as connection:
+            connection.execute(
+                "UPDATE scores SET state = 'dropped', reason = ?, pinned = NULL WHERE state = 'scored'"
+                " AND number IN (SELECT value FROM json_each(?))",
+                (reason, json.dumps(list(numbers))),
+            )
+
+    def queue(self, numbers: Sequence[int], choices: Iterable[str], job_id: str) -> bool:
+        """Gives waiting scores and their choices to a job, in the caller's transaction. Returns False if a score waits no more."""
+        with self._database.changes("the scores") as connection:
+            changed = connection.execute(
+                "UPDATE scores SET state = 'queued', job_id = ? WHERE state = 'scored'"
+                " AND number IN (SELECT value FROM json_each(?))",
+                (job_id, json.dumps(list(numbers))),
+            )
+            connection.executemany(
+                "INSERT INTO taken_choices (choice_id, job_id) VALUES (?, ?)", [(choice, job_id) for choice in choices]
+            )
+            return changed.rowcount == len(numbers)
+
+    def end_job(self, job_id: str, step: int | None) -> None:
+        """Follows the end of a job, in the caller's transaction: its scores have trained `step`, or (None) wait again, and the
+        model's learning is paused."""
+        with self._database.changes("the scores") as connection:
+            if step is None:
+                connection.execute("DELETE FROM taken_choices WHERE job_id = ?", (job_id,))
+                connection.execute(
+                    "UPDATE learning SET state = 'paused', reason = ? WHERE state = 'on'"
+                    " AND model IN (SELECT model FROM scores WHERE job_id = ?)",
+                    (f"job {job_id} failed or was cancelled, and its scores wait again", job_id),
+                )
+                state = "state = 'scored', job_id = NULL"
+            else:
+                state = f"state = 'trained', trained_step = {step:d}, pinned = NULL"
+            connection.execute(f"UPDATE scores SET {state} WHERE job_id = ? AND state = 'queued'", (job_id,))
+
+    def roll_back(self, model: int, step: int) -> None:
+        """Follows a rollback, in the caller's transaction: what the later steps have learned is gone."""
+        with self._database.changes("the scores") as connection:
+            connection.execute(
+                "UPDATE scores SET state = 'dropped', reason = 'rolled_back' WHERE model = ? AND state = 'trained'"
+                " AND trained_step > ?",
+                (model, step),
+            )
+
+
+def read_score(row: sqlite3.Row) -> Score:
+    kind, _, named = row["target"].partition(" ")
+    return Score(
+        id=row["score_id"],
+        state=row["state"],
+        reason=row["reason"],
+        answer=named if kind == "answer" else None,
+        session=named if kind == "session" else None,
+        name=row["name"],
+        value=row["value"],
+        step=row["step"],
+        job_id=row["job_id"],
+        trained_step=row["trained_step"],
+        replaces=row["replaces"],
+        comment=json.loads(row["texts"]).get("comment"),
+        created_at=row["created_at"],
+    )

@@ -1,0 +1,91 @@
+"""Scores become jobs: what a batch takes, what it leaves out, and what is trained once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art_protocol.learning import Policy
+from art_server.learning.collector import choose
+from art_server.learning.scores import WaitingScore
+from tests.quick.learning.crowd import ROUTES, Crowd, crowd
+
+pytestmark = pytest.mark.anyio
+
+FOUR = {"batch": 4, "least": 2, "user_share": 1}
+
+
+async def give(shop: Crowd, values: list[Any], first: int = 0) -> list[dict[str, Any]]:
+    return [
+        await shop.score(await shop.answer(first + number), value, user=f"u{number}")
+        for number, value in enumerate(values)
+    ]
+
+
+async def test_a_full_batch_trains_a_step_and_each_score_once(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        assert (await shop.learn(**FOUR))["reason"].startswith("0 of 4 scored answers wait")
+        scores = await give(shop, [1, 0, 1])
+        assert (await shop.info())["counts"] == {"scored": 3}
+        scores += await give(shop, [0], first=3)
+        info = await shop.trained(1)
+        assert (info["serving_step"], info["counts"]) == (1, {"trained": 4})
+        (batch,) = shop.served.trainer.batches
+        rewards = [trajectory["reward"] for group in batch["groups"] for trajectory in group["trajectories"]]
+        assert rewards == [1, 0, 1, 0]
+        for score in await shop.scores():
+            assert (score["state"], score["trained_step"]) == ("trained", 1)
+        again = await shop.score(scores[0]["answer"], 0, user="u0")
+        assert (again["state"], again["reason"]) == ("dropped", "already_trained")
+
+
+async def test_scores_that_are_all_equal_wait(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        await shop.learn(**FOUR)
+        await give(shop, [1, 1, 1, 1, 1])
+        assert "all have the same reward" in (await shop.info())["reason"]
+        await give(shop, [0], first=9)
+        assert (await shop.trained(1))["counts"] == {"trained": 4, "scored": 2}
+
+
+async def test_programs_do_not_train_a_model_that_learns(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        await shop.learn(**FOUR)
+        body = {"groups": []}
+        refused = await shop.http.post(f"{ROUTES}/train", json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "learning_is_on")
+        await shop.http.post(f"{ROUTES}/learning/pause")
+        assert (await shop.http.post(f"{ROUTES}/train", json=body)).status_code == 422
+
+
+def scored(number: int, user: str | None = None, value: float = 1.0, **more: Any) -> WaitingScore:
+    fields: dict[str, Any] = {"target": f"answer {number}", "choices": [str(number)], "step": 5, "answered_at": 0.0}
+    return WaitingScore(number, user=user, name="thumb", value=value, **(fields | more))
+
+
+def test_a_user_has_at_most_a_share_of_a_batch() -> None:
+    waiting = [scored(number, "pushy") for number in range(60)] + [scored(60 + n, f"u{n}", 0.0) for n in range(50)]
+    chosen = choose(waiting, Policy(batch=40), newest_step=5, now=0.0)
+    users = [score.user for unit in chosen.units for score in unit.scores]
+    assert (len(users), users.count("pushy")) == (40, 2), "5% of 40"
+    assert len(chosen.dropped["capped"]) == 58 and chosen.num_capped == 58
+
+
+def test_old_and_stale_scores_are_left_out_with_their_reason() -> None:
+    waiting = [scored(0, answered_at=-8 * 86400.0), scored(1, step=1), scored(2, step=None), scored(3)]
+    chosen = choose(waiting, Policy(), newest_step=10, now=0.0)
+    assert chosen.dropped == {"too_old": [0], "too_stale": [1]}
+    assert len(chosen.units) == 2
+
+
+def test_the_scores_of_an_answer_are_one_reward_and_a_session_has_its_answers() -> None:
+    waiting = [
+        scored(0, "a", 1.0, target="answer x-0", choices=["x-0"]),
+        scored(1, "b", 0.0, target="answer x-0", choices=["x-0"]),
+        scored(2, target="session s", choices=["y-0", "z-0"]),
+        scored(3, target="answer y-0", choices=["y-0"]),
+    ]
+    chosen = choose(waiting, Policy(), newest_step=5, now=0.0)
+    first, second = chosen.units
+    assert [score.number for score in first.scores] == [0, 1]
+    assert [score.number for score in second.scores] == [2] and [*second.turn_scores] == ["y-0"]
