@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from art.job import Job
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import TrainResult
+from art_protocol.learning import Feedback, LearningInfo, Policy, Score
 from art_protocol.wire import (
     CheckpointList,
     DeleteCheckpointsReply,
@@ -45,6 +46,12 @@ class ServerBackend(Protocol):
         idempotency_key: str | None = None,
         expected_step: int | None = None,
     ) -> Job: ...
+
+    async def _feedback(self, model: Any, feedback: Feedback) -> Score: ...
+
+    async def _learn(self, model: Any, policy: Policy) -> LearningInfo: ...
+
+    async def _learning(self, model: Any) -> LearningInfo: ...
 
     def _model_inference_name(self, model: Any, step: int | None = None) -> str: ...
 

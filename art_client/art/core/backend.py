@@ -29,6 +29,7 @@ from art.reporting import OnStep, Reporting
 from art.scopes import add_server
 from art.trajectories import Trajectory, TrajectoryGroup, group_list
 from art.types import TrainResult, to_train_config
+from art_protocol.learning import Feedback, LearningInfo, Policy, Score
 from art_protocol.wire import (
     DIGEST_HEADER,
     IDEMPOTENCY_HEADER,
@@ -308,6 +309,15 @@ class Backend:
         path = f"{_model_path(model)}/rollback"
         await self._call(ModelInfo, "POST", path, RollbackRequest(step=step))
         self._steps[self._model_inference_name(model)] = step
+
+    async def _feedback(self, model: Model, feedback: Feedback) -> Score:
+        return await self._call(Score, "POST", f"{_model_path(model)}/feedback", feedback)
+
+    async def _learn(self, model: Model, policy: Policy) -> LearningInfo:
+        return await self._call(LearningInfo, "PUT", f"{_model_path(model)}/learning", policy)
+
+    async def _learning(self, model: Model) -> LearningInfo:
+        return await self._call(LearningInfo, "GET", f"{_model_path(model)}/learning")
 
     async def _delete(self, model: Model) -> None:
         path = _model_path(model)

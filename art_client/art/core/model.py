@@ -10,9 +10,10 @@ import asyncio
 import logging
 import operator
 import re
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Generic, Never, Protocol, Self, TypeAlias, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
@@ -24,6 +25,7 @@ from art.protocols import ServerBackend
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import LoRAConfig, TrainResult, TrainSFTConfig, to_sft_config, to_train_config
 from art_protocol.display import Displayed
+from art_protocol.learning import Feedback, LearningInfo, Policy, Score
 from art_protocol.wire import (
     NAME_PATTERN,
     NAME_RULE,
@@ -43,6 +45,14 @@ else:
     from typing import TypeVar
 
     ConfigT = TypeVar("ConfigT")
+
+
+class HasId(Protocol):
+    """An answer of any of the four APIs, as clients read it."""
+
+    @property
+    def id(self) -> str: ...
+
 
 ClientKey: TypeAlias = tuple[asyncio.AbstractEventLoop | None, str, str]
 """The event loop that a client was made in, its address and its API key."""
@@ -437,6 +447,50 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         """Makes an earlier step the newest: inference serves it, and the next train call starts from it. The server
         renames the folders of later steps, and moves their metrics out of the history."""
         await self.backend()._roll_back(self, step)
+
+    async def feedback(
+        self,
+        answer: str | HasId | None,
+        value: float | bool,
+        *,
+        session: str | None = None,
+        name: str = "thumb",
+        comment: str | None = None,
+        correction: str | None = None,
+        user: str | None = None,
+        id: str | None = None,
+        metadata: dict[str, str | float | int | bool | None] | None = None,
+    ) -> Score:
+        """Scores an answer of an agent in use: now, or as long as the server has the answer. When this returns, the score is on the
+        server's disk.
+
+        `answer` is an answer of any of the four APIs, or its `id`; None with the name of a `session`, whose turns so far are scored
+        together. A second score of the same `user` and `name` replaces the first. Two calls with the same `id` are one score.
+
+        Raises:
+            ArtStatusError: the server does not have the answer, or the name or value is not in the policy.
+        """
+        feedback = Feedback(
+            answer=answer if answer is None or isinstance(answer, str) else answer.id,
+            session=session,
+            name=name,
+            value=value,
+            comment=comment,
+            correction=correction,
+            user=user,
+            id=id or uuid.uuid4().hex,  # a call that is repeated after a lost connection is one score
+            metadata=metadata or {},
+        )
+        return await self.backend()._feedback(self, feedback)
+
+    async def learn(self, policy: Policy | None = None) -> LearningInfo:
+        """Has the server train this model from scores, without a program: a step when the policy's batch is full. Returns how the
+        model learns. `policy` None: the defaults."""
+        return await self.backend()._learn(self, policy or Policy())
+
+    async def learning(self) -> LearningInfo:
+        """How the model learns from scores at this moment, and what it waits for."""
+        return await self.backend()._learning(self)
 
     async def delete(self) -> None:
         """Deletes the model on the server, with its checkpoints, history and trajectories."""
