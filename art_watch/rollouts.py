@@ -18,10 +18,9 @@ from art_server.errors import NotFound
 from art_server.store.files import file_mark
 from art_server.store.history import finite_number, read_json
 from art_server.store.model_folder import ModelFolder
+from art_watch.messages import dict_of, entry_row, in_one_line, list_of, plain_text, values_of
 from art_watch.tokens import opened_tokens
 
-MAX_PREVIEW = 240
-"""Characters of a rollout's last answer in the table of its group."""
 MESSAGES = "messages_and_choices"
 Row = dict[str, Any]
 
@@ -35,7 +34,7 @@ def groups(folder: ModelFolder, split: str, step: int, text: str = "") -> list[R
     """
     group_rows: list[Row] = []
     for index, group in enumerate(_read_groups(folder, split, step)):
-        trajectories = _list(group or {}, "trajectories")
+        trajectories = list_of(group or {}, "trajectories")
         rows = [_line(trajectory, number) for number, trajectory in enumerate(trajectories)]
         rewards = [row["reward"] for row in rows if row["reward"] is not None]  # before `text` leaves rows out
         if text:
@@ -54,10 +53,10 @@ def _group_row(group: Row, index: int, rows: list[Row], rewards: list[float]) ->
         "index": index,
         "prompt": prompt_of(group),
         "rollouts": rows,
-        "failures": _list(group, "exceptions"),
-        "metadata": _dict(group, "metadata"),
-        "metrics": _dict(group, "metrics"),
-        "logs": [str(line) for line in _values(group, "logs")],
+        "failures": list_of(group, "exceptions"),
+        "metadata": dict_of(group, "metadata"),
+        "metrics": dict_of(group, "metrics"),
+        "logs": [str(line) for line in values_of(group, "logs")],
         "mean": statistics.fmean(rewards) if rewards else None,
         "std": statistics.pstdev(rewards) if rewards else None,
     }
@@ -65,25 +64,20 @@ def _group_row(group: Row, index: int, rows: list[Row], rewards: list[float]) ->
 
 def prompt_of(group: Row) -> str:
     """The beginning of a group's first user message, in one line; empty without one."""
-    for trajectory in _list(group, "trajectories"):
+    for trajectory in list_of(group, "trajectories"):
         for history in _histories(trajectory):
-            for entry in _list(history, MESSAGES):
+            for entry in list_of(history, MESSAGES):
                 if entry.get("role") == "user":
                     return in_one_line(plain_text(entry.get("content")))
     return ""
 
 
-def in_one_line(text: str) -> str:
-    """The beginning of a text for an overview, with single spaces between its words."""
-    return " ".join(text[: 4 * MAX_PREVIEW].split())[:MAX_PREVIEW]
-
-
 def _has_signal(trajectories: list[Row]) -> bool:
-    histories = [history for row in trajectories for history in (row, *_list(row, "additional_histories"))]
+    histories = [history for row in trajectories for history in (row, *list_of(row, "additional_histories"))]
     return group_has_signal(
         [row.get("reward") for row in trajectories],
-        [_values(history, "turn_rewards") for history in histories],
-        [_values(history, "turn_advantages") for history in histories],
+        [values_of(history, "turn_rewards") for history in histories],
+        [values_of(history, "turn_advantages") for history in histories],
     )
 
 
@@ -94,7 +88,7 @@ def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) 
         NotFound: the step has no such rollout.
     """
     row = _group(folder, split, step, group)
-    trajectories = _list(row, "trajectories")
+    trajectories = list_of(row, "trajectories")
     if not 0 <= index < len(trajectories):
         raise NotFound(
             f"group {group} of step {step} has no rollout {index}: it has {len(trajectories)}",
@@ -105,10 +99,10 @@ def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) 
     numbers = [finite_number(sibling.get("reward")) for sibling in trajectories]
     rewards = [number for number in numbers if number is not None]
     # Keys are texts, because the file may have values that no dictionary takes as keys.
-    turns = {f"{turn.get('history')} {turn.get('entry')}": turn for turn in _list(trajectory, "turns")}
+    turns = {f"{turn.get('history')} {turn.get('entry')}": turn for turn in list_of(trajectory, "turns")}
     histories: list[Row] = []
     for history_index, history in enumerate(_histories(trajectory)):
-        messages = enumerate(_list(history, MESSAGES))
+        messages = enumerate(list_of(history, MESSAGES))
         entries = [entry_row(message, turns.get(f"{history_index} {entry_index}")) for entry_index, message in messages]
         histories.append({"entries": entries, "tools": history.get("tools")})
     with opened_tokens(folder, split, step) as tokens:
@@ -118,9 +112,9 @@ def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) 
         "prompt": prompt_of(row),
         "reward": finite_number(trajectory.get("reward")),
         "group_mean": statistics.fmean(rewards) if rewards else None,
-        "metrics": _dict(trajectory, "metrics"),
-        "metadata": _dict(trajectory, "metadata"),
-        "logs": [str(line) for line in _values(trajectory, "logs")],
+        "metrics": dict_of(trajectory, "metrics"),
+        "metadata": dict_of(trajectory, "metadata"),
+        "logs": [str(line) for line in values_of(trajectory, "logs")],
         "histories": histories,
         "sequences": sequences,
         "has_token_record": tokens is not None,
@@ -129,45 +123,8 @@ def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) 
 
 def _histories(trajectory: Row) -> list[Row]:
     """The rollout's conversation, and its additional conversations."""
-    own = {MESSAGES: _list(trajectory, "messages"), "tools": trajectory.get("tools")}
-    return [own, *_list(trajectory, "additional_histories")]
-
-
-def entry_row(entry: Row, trace: Row | None) -> Row:
-    """A message, or a choice with its finish reason, in the form that people read."""
-    message = entry["message"] if isinstance(entry.get("message"), dict) else entry
-    calls = [_dict(tool_call, "function") for tool_call in _list(message, "tool_calls")]
-    row: Row = {
-        "role": str(message.get("role", "?")),
-        "text": plain_text(message.get("content")),
-        # vLLM 0.32 writes thinking as `reasoning`, and calls `reasoning_content` the deprecated name.
-        "reasoning": plain_text(message.get("reasoning_content") or message.get("reasoning")),
-        "tool_calls": [{"name": call.get("name"), "arguments": call.get("arguments")} for call in calls],
-        "name": message.get("name"),
-        "tool_call_id": message.get("tool_call_id"),
-        "finish_reason": entry.get("finish_reason"),
-        "turn": trace,
-    }
-    if message is not entry:
-        row["sampled_by"] = _dict(entry, "art") or None
-    return row
-
-
-def plain_text(content: object) -> str:
-    """A message's content as text. A part that is no text appears as its type, in brackets: `[image_url]`."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        return json.dumps(content)
-    return "\n".join(map(_part_text, content))
-
-
-def _part_text(part: object) -> str:
-    if not isinstance(part, dict):
-        return str(part)
-    return str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]"
+    own = {MESSAGES: list_of(trajectory, "messages"), "tools": trajectory.get("tools")}
+    return [own, *list_of(trajectory, "additional_histories")]
 
 
 def _read_groups(folder: ModelFolder, split: str, step: int) -> Iterator[Row | None]:
@@ -228,13 +185,13 @@ def _line(trajectory: Row, index: int) -> Row:
     answers, *others = map(_answers, _histories(trajectory))
     last = entry_row(answers[-1], None) if answers else {}
     answers = list(itertools.chain(answers, *others))
-    calls = ", ".join(str(call["name"]) for call in last.get("tool_calls", []))
+    calls = ", ".join(f"{call['name']}({call['arguments']})" for call in last.get("tool_calls", []))
     text = last.get("text") or last.get("reasoning") or (f"→ {calls}" if calls else "")
-    turns = _list(trajectory, "turns")
+    turns = list_of(trajectory, "turns")
     return {
         "index": index,
         "reward": finite_number(trajectory.get("reward")),
-        "metrics": _dict(trajectory, "metrics"),
+        "metrics": dict_of(trajectory, "metrics"),
         "num_turns": len(answers),
         "num_tokens": sum(map(_num_tokens, answers)) or None,
         "finish_reason": last.get("finish_reason"),
@@ -246,38 +203,26 @@ def _line(trajectory: Row, index: int) -> Row:
 
 def _num_tokens(answer: Row) -> int:
     """The number of a choice's tokens; 0 if the choice does not have the number."""
-    known = _dict(answer, "art").get("num_tokens")
+    known = dict_of(answer, "art").get("num_tokens")
     return known if isinstance(known, int) else 0
 
 
 def _answers(history: Row) -> list[Row]:
     """The choices of a conversation; the assistant messages if there are no choices."""
-    entries = _list(history, MESSAGES)
+    entries = list_of(history, MESSAGES)
     choices = [entry for entry in entries if isinstance(entry.get("message"), dict)]
     return choices or [entry for entry in entries if entry.get("role") == "assistant"]
 
 
 def _contains(trajectory: Row, text: str) -> bool:
-    """Whether a message or a tool call of the rollout contains the text, which is casefolded."""
+    """Whether a message, a tool call or the metadata of the rollout contains the text, which is casefolded."""
+    if text in json.dumps(dict_of(trajectory, "metadata"), ensure_ascii=False).casefold():
+        return True
     for history in _histories(trajectory):
-        for message in _list(history, MESSAGES):
+        for message in list_of(history, MESSAGES):
             row = entry_row(message, None)
             parts = [row["text"], row["reasoning"]]
             parts += [f"{call['name']} {call['arguments']}" for call in row["tool_calls"]]
             if any(text in part.casefold() for part in parts):
                 return True
     return False
-
-
-def _values(row: Row, name: str) -> list[Any]:
-    value = row.get(name)
-    return value if isinstance(value, list) else []
-
-
-def _list(row: Row, name: str) -> list[Row]:
-    return [entry for entry in _values(row, name) if isinstance(entry, dict)]
-
-
-def _dict(row: Row, name: str) -> Row:
-    value = row.get(name)
-    return value if isinstance(value, dict) else {}

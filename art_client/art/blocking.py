@@ -7,6 +7,7 @@ in one warning.
 import asyncio
 import linecache
 import logging
+import re
 import sys
 import threading
 import time
@@ -24,6 +25,10 @@ BLOCKED_SECONDS = 0.3
 """A loop that runs no callback for this long is blocked."""
 SAID_SECONDS = 2.0
 """A line that blocks the loop for this long in all is named."""
+AWAIT = "await an asynchronous client (openai.AsyncOpenAI), `asyncio.sleep`, or `asyncio.to_thread(function, ...)`"
+CLIENT = re.compile(r"\b(?:Async)?(?:OpenAI|Anthropic|HTTPTransport|Client|AsyncClient)\(")
+"""The making of a client, which loads certificates for a tenth of a second."""
+MAKE_ONCE = "a client is made for each rollout. Take the rollout's own, `r.openai_client()`, or share one httpx.AsyncClient as its http_client"
 SENDING = "art.patches"
 """The module of ours whose functions call an HTTP client on behalf of the program."""
 
@@ -84,10 +89,11 @@ class _Watch:
             if self._seconds[line] >= SAID_SECONDS:
                 _said.add(line)
                 file, number = line
+                text = linecache.getline(file, number).strip()
                 logger.warning(
-                    "%s, line %d blocked the event loop for seconds: `%s`. All other rollouts wait meanwhile: await an "
-                    "asynchronous client (openai.AsyncOpenAI), `asyncio.sleep`, or `asyncio.to_thread(function, ...)`",
-                    *(file, number, linecache.getline(file, number).strip()),
+                    "%s, line %d blocked the event loop for %.0f seconds so far: `%s`. All other rollouts wait meanwhile: %s",
+                    *(file, number, self._seconds[line], text),
+                    MAKE_ONCE if CLIENT.search(text) else AWAIT,
                 )
 
 

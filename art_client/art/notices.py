@@ -31,7 +31,9 @@ class Notices:
     def job(self, report: JobReport) -> None:
         """Logs what the job left out, and the server's notes."""
         left_out = left_out_sentence(report)
-        if left_out is not None:
+        if left_out is not None and not report.num_trajectories_trained:
+            logger.warning("train: %s", left_out)  # at each step: a run can stay so
+        elif left_out is not None:
             self._log("; ".join(dropped.reason for dropped in report.dropped), left_out)
         for difference in report.differences:
             advice = "An agent that sends earlier messages back unchanged gets one sequence"

@@ -96,15 +96,18 @@ class RolloutPool:
         if error is None:
             logger.warning(
                 "%s; the first: %s. They have no reward and are not trained. The exceptions in the result show where "
-                "they failed; max_exceptions=0 raises the first",
+                "they failed; max_exceptions=0 raises the first%s",
                 failed,
                 error_text(self._first_error, repr),
+                "".join(f". {note}" for note in getattr(self._first_error, "__notes__", ())),
             )
         elif error is self._first_error:
             whole = self._first_traceback
             logger.debug("the first failure, with all frames", exc_info=(type(error), error, whole))
             shorten(error, whole)
-            error.add_note(f"{failed}; max_exceptions={self._max_exceptions} allows no more")
+            limit = self._max_exceptions
+            unit = "share of the rollouts" if 0 < limit < 1 else "number of rollouts; a share is below 1"
+            error.add_note(f"{failed}; max_exceptions={limit:g} allows no more ({unit})")
 
     @property
     def _num_failed(self) -> int:

@@ -1,6 +1,7 @@
 """The protocol of a model's backend. Models have the type `Any`, because the module `model` imports this module."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from art.job import Job
@@ -58,6 +59,8 @@ class ServerBackend(Protocol):
     async def _prepare_backend_for_training(self, model: Any) -> tuple[str, str]: ...
 
     async def _get_step(self, model: Any) -> int: ...
+
+    def _reporting_start(self) -> AbstractContextManager[None]: ...
 
     async def _fetch_session(self, model: Any, session: str) -> SessionReply: ...
 

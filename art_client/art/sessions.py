@@ -77,6 +77,7 @@ class Rollout:
         self.session_in_requests = session_with_sampling(model, self.session, sampling)
         """The session's name with the sampling parameters, as the agent's requests name the session."""
         self._token: Token[Scope | None] | None = None
+        self._waiting = model.backend()._reporting_start()
 
     @property
     def base_url(self) -> str:
@@ -165,6 +166,7 @@ class Rollout:
 
     async def __aenter__(self) -> Self:
         self._token = current_scope.set(Scope(self.session_in_requests))
+        self._waiting.__enter__()
         if self._span is not None:
             self._span.__enter__()
         return self
@@ -179,6 +181,10 @@ class Rollout:
         if self._span is not None:
             self._span.__exit__(kind, error, traceback)
         current_scope.reset(self._token)
+        self._waiting.__exit__(None, None, None)
+        if isinstance(error, Exception):
+            name, address = self.model.get_inference_name(), self.model.backend().base_url
+            error.add_note(f"`art show {name} --session {self.session} --url {address}` shows what it was answered")
 
 
 def add_captured(trajectory: Trajectory, replies: Iterable[SessionReply]) -> None:

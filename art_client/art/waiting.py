@@ -4,6 +4,7 @@ In a terminal this is one line that changes each second. In a file the reason is
 """
 
 import asyncio
+import operator
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from art_protocol.wire import Health, ProgressLine
 FIRST_SECONDS = 10.0
 """The wait after which a reason is printed."""
 START = "start"
-"""The reason of reports about the server's start."""
+"""The beginning of the reasons of reports about the server's start."""
 LOOK_SECONDS = 1.0
 """The time between two checks of how long the calls have waited."""
 
@@ -29,7 +30,8 @@ class Waiting:
     def __init__(self, base_url: str, api_key: str | None) -> None:
         self._base_url = base_url
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        self._since: dict[object, tuple[float, str]] = {}
+        self._since: dict[object, tuple[float, str | None]] = {}
+        """When each running call began, and its name; None: only the server's start is reported for the call."""
         self._line = StatusLine()
         self._last: ProgressLine | None = None
         """The newest line of the server's start."""
@@ -39,8 +41,9 @@ class Waiting:
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
-    def call(self, what: str) -> Generator[None]:
-        """Counts as a running call while the `with` block runs. Reports name the call `what`."""
+    def call(self, what: str | None) -> Generator[None]:
+        """Counts as a running call while the `with` block runs. Reports name the call `what`; for a call without a name only the
+        server's start is reported."""
         key = object()
         self._since[key] = time.monotonic(), what
         loop = asyncio.get_running_loop()
@@ -75,18 +78,19 @@ class Waiting:
             await asyncio.sleep(LOOK_SECONDS)
             if not self._since:  # the last call ended on another thread's event loop
                 return
-            since, what = min(self._since.values())
+            named = [call for call in self._since.values() if call[1] is not None]
+            since, what = min(named or self._since.values(), key=operator.itemgetter(0))
             now = time.monotonic()
             if self._is_ready and (now - since < FIRST_SECONDS or now - checked_at < FIRST_SECONDS):
                 continue
             checked_at = now
             health = await self._health()
             if health is None:
-                reason = f"the server at {self._base_url}, which does not answer"
-                self.report(what, since, reason)
+                if what is not None:
+                    self.report(what, since, f"the server at {self._base_url}, which does not answer")
                 continue
             self._show_start(health, since)
-            if health.waits_for is not None and self._is_ready:
+            if health.waits_for is not None and self._is_ready and what is not None:
                 self.report(what, since, health.waits_for)
 
     def _show_start(self, health: Health, since: float) -> None:
@@ -99,13 +103,14 @@ class Waiting:
             self._last = lines[-1]
             self._started_at = time.monotonic() - self._last.seconds
         if self._is_ready:
-            if self._line.reason == START:
+            if self._line.reason is not None and self._line.reason.startswith(START):
                 text = "the engine could not be started" if health.engine == "failed" else "the engine is ready"
                 self._line.end(f"art: {self._start_seconds():.0f} s  {text}")
             return
         text = self._last.text if self._last is not None else (health.waits_for or "the engine starts").rstrip(".")
         if is_terminal() or time.monotonic() - since >= FIRST_SECONDS:
-            self._line.show(f"art: {self._start_seconds():.0f} s  {text}", START)
+            # In a file a line for each part of the start: the base model, the engine.
+            self._line.show(f"art: {self._start_seconds():.0f} s  {text}", f"{START}: {text.partition(':')[0]}")
 
     def _start_seconds(self) -> float:
         return time.monotonic() - self._started_at if self._last is not None else 0.0

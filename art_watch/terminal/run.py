@@ -81,12 +81,30 @@ def jobs(source: Source, flags: argparse.Namespace) -> None:
 def show(source: Source, flags: argparse.Namespace) -> None:
     if flags.group is None and flags.rollout is not None:
         raise UsageError("--rollout shows one rollout of a group in full: add --group G")
-    document = show_document(source, flags)
+    document = session_document(source, flags) if flags.session else show_document(source, flags)
     if flags.json:
         return print_json(document)
-    from art_watch.terminal.show import print_show
+    from art_watch.terminal.show import print_session, print_show
 
-    print_show(make_console(), document)
+    (print_session if flags.session else print_show)(make_console(), document)
+
+
+def session_document(source: Source, flags: argparse.Namespace) -> Row:
+    """What a model answered in a session, also of a rollout that failed.
+
+    Raises:
+        NotFound: there is no such model or session, or no running server.
+    """
+    server = need_server(source)
+    model, _ = find_model(source, flags.model)
+    session = check_name(flags.session, "--session")
+    document = server.session(model["id"], session)
+    if not document["histories"]:
+        raise NotFound(
+            f"session {session} has no answer of {model['id']} that can be trained: {'; '.join(document['logs']) or 'no request named it'}",
+            code="unknown_session",
+        )
+    return {"model": model["id"], "session": session} | document
 
 
 def show_document(source: Source, flags: argparse.Namespace) -> Row:
@@ -104,16 +122,23 @@ def show_document(source: Source, flags: argparse.Namespace) -> Row:
         groups = document["groups"] = [group for group in groups if group["index"] == flags.group]
     for group in groups:
         if flags.sort is not None:
-            group["rollouts"].sort(key=_reward, reverse=True)
+            group["rollouts"].sort(key=_reward, reverse=flags.sort == "reward")
         chosen = [rollout for rollout in group["rollouts"] if flags.rollout in (None, rollout["index"])]
+        if flags.below is not None:
+            chosen = [rollout for rollout in chosen if _reward(rollout) < flags.below]
         group["rollouts"] = chosen[: flags.limit]
+    if flags.below is not None:
+        document["groups"] = groups = [group for group in groups if group["rollouts"]]
     if flags.group is None:
         return document
     if not groups or not groups[0]["rollouts"]:
         what = f"group {flags.group}" + ("" if flags.rollout is None else f", rollout {flags.rollout}")
+        filters = [" with this text"] if flags.text else []
+        if flags.below is not None:
+            filters.append(f" below {flags.below:g}")
         raise NotFound(
-            f"step {step} of {model['id']} has no {what}{' with this text' if flags.text else ''}: `art show "
-            f"{model['id']}@{step} --split {split}` lists what there is",
+            f"step {step} of {model['id']} has no {what}{''.join(filters)}: `art show {model['id']}@{step} --split {split}` lists "
+            "what there is",
             code="unknown_group",
         )
     indices = [rollout["index"] for rollout in groups[0]["rollouts"]]

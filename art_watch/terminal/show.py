@@ -35,6 +35,8 @@ def _print_group(console: Console, group: Row, *, is_table: bool) -> None:
         parts.append("its line in the file cannot be read")
     console.print()
     console.print(plain(", ".join(parts), "bold"))
+    if is_table and group["prompt"]:
+        console.print(beginning(group["prompt"]))
     for failure in group["failures"]:
         say(console, plain(f"failed: {failure.get('type')}: {failure.get('message')}", "red"))
     _print_details(console, group)
@@ -63,14 +65,25 @@ def _print_details(console: Console, row: Row) -> None:
             say(console, plain(f"{name}: {text}", "bright_black"))
 
 
+def print_session(console: Console, document: Row) -> None:
+    """Prints the conversations of a session in full."""
+    _print_conversations(console, document, f"{document['model']}, session {document['session']}")
+
+
 def _print_rollout(console: Console, rollout: Row) -> None:
     title = f"rollout {rollout['index']} of group {rollout['group']}, reward {number(rollout['reward'])}"
+    _print_conversations(console, rollout, title)
+
+
+def _print_conversations(console: Console, rollout: Row, title: str) -> None:
     console.print()
     console.print(plain(title, "bold"))
     _print_details(console, rollout)
     for index, history in enumerate(rollout["histories"]):
         if index:
             console.print(plain(f"conversation {index + 1}", "bold"))
+        for tool in history["tools"] or ():
+            say(console, plain(f"tool: {json.dumps(tool, ensure_ascii=False)}", "bright_black"))
         for entry in history["entries"]:
             _print_entry(console, entry)
 

@@ -24,6 +24,7 @@ from art_server.errors import (
 )
 from art_server.settings import KEY_VARIABLE
 from art_server.store.model_folder import ModelFolder
+from art_watch.messages import entry_row
 from art_watch.remote import open_client
 from art_watch.runs import Runs
 from art_watch.terminal.text import visible
@@ -104,6 +105,19 @@ class HttpSource:
 
     def rollout(self, model: str, split: str, step: int, group: int, index: int) -> Row:
         return self._call("GET", f"/api/look/models/{model}/rollouts/{split}/{step}/{group}/{index}")
+
+    def session(self, model: str, session: str) -> Row:
+        """The conversations of a session, in the form of a rollout."""
+        reply = self._call("GET", f"/api/models/{model}/sessions/{session}")
+        histories = [
+            {
+                "entries": [entry_row(entry, None) for entry in history["messages_and_choices"]],
+                "tools": history["tools"],
+            }
+            for history in reply["histories"]
+        ]
+        logs = [f"{count} answers left out: {reason}" for reason, count in reply["unused"].items()]
+        return {"metrics": {}, "metadata": {}, "logs": logs, "histories": histories}
 
     def jobs(self, *, with_ended: bool) -> list[Row]:
         states = "queued,running" + (",done,failed,cancelled" if with_ended else "")

@@ -11,6 +11,7 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -248,6 +249,10 @@ class Backend:
 
     async def _get_step(self, model: Model) -> int:
         return (await self._call(ModelInfo, "GET", _model_path(model))).step
+
+    def _reporting_start(self) -> AbstractContextManager[None]:
+        """While the block runs, the server's start is reported, because requests wait for the start."""
+        return self._connection.waiting.call(None)
 
     async def _fetch_session(self, model: TrainableModel, session: str) -> SessionReply:
         return await self._call(SessionReply, "GET", f"{_model_path(model)}/sessions/{session}")

@@ -257,7 +257,7 @@ def describe_folder(source: Path, content: Path, base_model: str | None) -> Desc
             f"{source} has no {ADAPTER_FILE}: save the adapter with safe_serialization=True",
             code="bad_adapter",
         )
-    base = base_model or named
+    base = base_model or ("smollm2" if named == base_models.SMOLLM2_ID else named)  # `export.public_name`
     if base is None:
         raise InvalidInput("the adapter names no base model: pass --base-model", code="unknown_base_model")
     known: dict[str, Any] = {"step": 0}  # Any: arbitrary JSON; `read_description` checks it

@@ -126,7 +126,9 @@ async def test_first_failure_above_the_limit_is_raised_and_cancels_the_rest():
     groups = [art.TrajectoryGroup([waits(), rollout(-1, 0.01)]), art.TrajectoryGroup([waits()])]
     with pytest.raises(BadReward) as caught:
         await art.gather_trajectory_groups(groups)
-    assert caught.value.__notes__ == ["1 of 3 rollouts failed (BadReward 1); max_exceptions=0.1 allows no more"]
+    assert caught.value.__notes__ == [
+        "1 of 3 rollouts failed (BadReward 1); max_exceptions=0.1 allows no more (share of the rollouts)"
+    ]
     assert cancelled == [1, 1]
 
 

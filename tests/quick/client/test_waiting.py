@@ -62,23 +62,45 @@ async def test_a_request_that_is_worked_on_waits_for_nothing(server, answer, cap
     assert capsys.readouterr().err == ""
 
 
-async def test_a_start_is_reported_in_few_lines(server, answer, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(bars, "AGAIN_SECONDS", 0.2)
-    lines = [
-        {"number": 4, "seconds": 0.2, "text": "base model art/tiny: 0.0094 GB of weights"},
-        {"number": 5, "seconds": 31.0, "text": "engine: vLLM answers"},
+STARTING = {"engine": "starting", "waits_for": "the engine, which is starting."}
+START_LINES = [
+    {"number": number, "seconds": seconds, "text": text}
+    for number, seconds, text in (
+        (4, 0.2, "base model art/tiny: 0.0094 GB of weights"),
+        (5, 0.3, "trainer: starts and loads the base model"),
+        (6, 9.0, "engine: vLLM starts"),
+        (7, 31.0, "engine: vLLM answers"),
+    )
+]
+
+
+@pytest.mark.parametrize("name", ["registering 'a'", None])
+async def test_a_start_is_a_line_for_each_of_its_parts(server, answer, capsys, name) -> None:
+    with waiting.waiting_for(server.url, None).call(name):
+        for number in range(1, len(START_LINES) + 1):
+            server.on("GET", "/health", answer(200, {**STARTING, "progress": START_LINES[:number]}))
+            await server_was_asked(server)
+        server.on("GET", "/health", answer(200, {"engine": "ready", "progress": START_LINES}))
+        told = (await said_with("the engine is ready", capsys)).splitlines()
+    assert told == [
+        "art: 0 s  base model art/tiny: 0.0094 GB of weights",
+        "art: 9 s  engine: vLLM starts",
+        "art: 31 s  the engine is ready",
     ]
-    starting = {"engine": "starting", "waits_for": "the engine, which is starting."}
-    server.on("GET", "/health", answer(200, {**starting, "progress": lines[:1]}))
+
+
+async def test_a_long_part_of_a_start_is_said_again(server, answer, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(bars, "AGAIN_SECONDS", 0.2)
+    server.on("GET", "/health", answer(200, {**STARTING, "progress": START_LINES[:1]}))
     with waiting.waiting_for(server.url, None).call("registering 'a'"):
-        text = await said_with("0.0094 GB of weights", capsys, times=2)
-        before = len(server.sent("GET", "/health"))
-        server.on("GET", "/health", answer(200, {"engine": "ready", "progress": lines}))
-        text += await said_with("the engine is ready", capsys)
-    told = text.splitlines()
-    assert told[0] == "art: 0 s  base model art/tiny: 0.0094 GB of weights"
-    assert told[-1] == "art: 31 s  the engine is ready"
-    assert len(told) < before / 2, "the same is said now and then only"
+        await said_with("0.0094 GB of weights", capsys, times=2)
+
+
+async def test_a_call_without_a_name_waits_for_the_start_only(server, answer, capsys) -> None:
+    server.on("GET", "/health", answer(200, {"engine": "ready", "waits_for": "a step of 'p/b', which trains"}))
+    with waiting.waiting_for(server.url, None).call(None):
+        await server_was_asked(server)
+    assert capsys.readouterr().err == ""
 
 
 async def test_an_earlier_start_is_not_reported(server, answer, capsys) -> None:

@@ -35,7 +35,7 @@ OTHERS_FLAGS = {
     "--gpus": "docker",
     "--head": "ray",
     "--lora-target-modules": "vLLM",
-    "--no-deps": "pip",
+    "--python": "uv",
     "--tool-call-parser": "vLLM",
 }
 """Flags of other programs, and of processes of ours."""

@@ -1,5 +1,6 @@
 """What `art show` prints: groups as tables, rollouts in panels, and nothing that a terminal obeys."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -7,11 +8,14 @@ from typing import Any
 
 import pytest
 
+import art
 from art_protocol.history import pack_rows, trajectory_row
 from art_protocol.wire import LoRAConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_watch.terminal.show import print_show
+from tests.fakes.vllm import TEXT
 from tests.makers.demo import log
+from tests.quick.server.served import serving
 from tests.quick.watch.terminal.conftest import ESCAPES, SHOWN_ESCAPES, Ran, screen, shown
 
 Run = Callable[..., Ran]
@@ -151,3 +155,61 @@ def test_control_characters_never_reach_a_panel(hostile: Path, run: Run) -> None
     print_show(console, document)
     assert "[bold]no markup[/] :smile:" in shown(console)
     assert not {"\x1b", "\x07", "\x9b", "\u202e", "\x00"} & set(shown(console))
+
+
+def test_rollouts_are_chosen_by_their_reward(folder: Path, run: Run) -> None:
+    def rewards(*flags: str) -> list[list[float]]:
+        step = json.loads(run("show", "webnav-8b@1", *flags, "--json", "--path", folder).out)
+        return [[rollout["reward"] for rollout in group["rollouts"]] for group in step["groups"]]
+
+    everything = rewards()
+    assert rewards("--sort=-reward") == [sorted(group) for group in everything]
+    low = [[reward for reward in group if reward < 0.5] for group in everything]
+    assert rewards("--below", "0.5") == [group for group in low if group] != everything
+    nothing = run("show", "webnav-8b@1", "--below", "-9", "--group", "0", "--path", folder)
+    assert nothing.code == 1 and "has no group 0 below -9" in nothing.err
+
+
+def test_the_table_has_the_prompt_and_the_calls_with_their_arguments(tmp_path: Path, run: Run) -> None:
+    model = ModelFolder(tmp_path, "p", "a")
+    model.create(ModelRecord(name="a", project="p", base_model="b", lora=LoRAConfig()), tmp_path / "engine.log")
+    log(model, 1, {"train/reward": 0.5})
+    call = {"id": "c", "type": "function", "function": {"name": "find_order", "arguments": '{"id": "52"}'}}
+    choice = {"index": 0, "finish_reason": "tool_calls", "message": {"role": "assistant", "tool_calls": [call]}}
+    tools = [{"type": "function", "function": {"name": "find_order", "parameters": {"type": "object"}}}]
+    trajectory = TrajectoryBody(
+        messages_and_choices=[{"role": "user", "content": "Where is order 52?"}, choice],
+        tools=tools,
+        reward=1.0,
+        metadata={"customer": "Ada"},
+    )
+    group = TrajectoryGroupBody(trajectories=[trajectory])
+    model.write_lines("train", 1, pack_rows(map(trajectory_row, [group])))
+    table = run("show", "a", "--path", tmp_path).out
+    assert "\nWhere is order 52?\n" in table and '→ find_order({"id": "52"})' in table
+    assert "Ada" not in table and "find_order" in run("show", "a", "--text", "ada", "--path", tmp_path).out
+    assert '"parameters": {"type": "object"}' in run("show", "a", "--group", "0", "--path", tmp_path).out
+
+
+@pytest.mark.anyio
+async def test_a_rollout_that_failed_is_shown_by_its_session(tmp_path: Path, run: Run) -> None:
+    async with serving(tmp_path) as served:
+        model = art.TrainableModel(name="a", project="p", base_model="base")
+        async with art.Backend(served.url) as backend:
+            await model.register(backend)
+
+            async def fails() -> art.Trajectory:
+                async with art.rollout(model, "first") as r:
+                    await r.openai_client().chat.completions.create(
+                        model=model.get_inference_name(), messages=[{"role": "user", "content": "hello"}]
+                    )
+                    raise KeyError("no such order")
+
+            with pytest.raises(KeyError) as failed:
+                await art.gather_trajectories([fails()], max_exceptions=0)
+            (note,) = [note for note in failed.value.__notes__ if "art show" in note]
+            command = note.partition("`")[2].partition("`")[0].removeprefix("art ").split()
+            ran = await asyncio.to_thread(run, *command)
+            assert (ran.code, TEXT in ran.out, "hello" in ran.out) == (0, True, True), ran.err
+            other = await asyncio.to_thread(run, *command[:-3], "second", *command[-2:])
+            assert other.code == 1 and "session second has no answer of p/a" in other.err
