@@ -61,6 +61,8 @@ class InferenceRequest:
     """The stored response whose items the body contains, because the caller named it."""
     traceparent: str | None = None
     """The header `traceparent` of the request."""
+    never_learns: bool = False
+    """The caller permits no score of the answer to be trained."""
     request_id: str = ""
     """The id under which the engine samples (`new_request_id`). If an engine is lost, the next one gets another id."""
     engine: Engine | None = None
@@ -310,6 +312,7 @@ def ledger_request(inference: InferenceRequest) -> Request:
         answers=inference.conversation.answers,
         cited_choices=() if earlier is None else (choice_id(earlier.removeprefix(RESPONSE_PREFIX), 0),),
         requested_at=inference.requested_at,
+        never_learns=inference.never_learns,
     )
 
 

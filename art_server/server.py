@@ -282,6 +282,7 @@ def build(
         ledger=ledger,
         incoming=incoming,
         keep_last=config.keep_last,
+        on_roll_back=scores.roll_back,
         clock=clock,
     )
     uploads = Uploads(

@@ -40,6 +40,7 @@ ADVICE = {
     "collapsed": "all answers are the same, and the policy gave their tokens a probability above 0.99, so it has next to no "
     "other answer. Use other prompts or a higher temperature",
     "same": "all answers are the same, so that nothing tells the better one. Check for one seed for the group or cached answers",
+    "batch": "the rewards of all answers are equal, so that nothing tells the better one. Wait for other scores",
     "single": "there is one trajectory, and a reward is compared with the others of its group. Run several rollouts for each",
     "equal": "the answers differ, and their rewards are equal. Sample more rollouts for each group, use other prompts, or a "
     "reward that tells these answers apart",
@@ -52,16 +53,21 @@ def advise(
     *,
     copied: Collection[int | None],
     is_greedy: bool,
+    compares_group: bool,
     signs: BatchSigns | None,
     learning_rate: Any,
     past: Past,
 ) -> list[str]:
-    """The notes about a job's groups. With each group comes whether all rewards in the group are equal.
+    """The notes about a job's groups. With each group comes whether all rewards in the group are equal. `compares_group`: rewards are
+    compared within a group, so that a single trajectory teaches nothing.
 
     `copied` has the numbers of groups in which a choice is in several trajectories. `is_greedy`: tokens were sampled at
     temperature 0. `signs` are the signs of the batch; None for demonstrations.
     """
-    seen = Counter(_seen(group, copied, is_greedy) for group, is_equal in groups if is_equal or is_identical(group))
+    told = [pair for pair in groups if compares_group or len(pair[0].trajectories) > 1]
+    seen = Counter(_seen(group, copied, is_greedy) for group, is_equal in told if is_equal or is_identical(group))
+    if not told and all(is_equal for _, is_equal in groups):
+        seen["batch"] = len(groups)
     fall = None
     if signs is not None and 2 * sum(is_equal for _, is_equal in groups) >= len(groups):
         earlier = [batch for batch in past() if batch.step < signs.step]

@@ -378,6 +378,7 @@ def _advice(
         list(zip(batch.groups, is_equal, strict=True)),
         copied=counts.copied,
         is_greedy=any(float(value) == 0 for value in counts.unscored.get("temperature", ())),
+        compares_group=config.baseline != "none",
         signs=signs,
         learning_rate=config.learning_rate,
         past=past,

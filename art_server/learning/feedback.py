@@ -9,14 +9,14 @@ from typing import Any
 
 from art_protocol.learning import Feedback, Policy, Score
 from art_protocol.wire import BY_REFERENCE, TOKEN_FIELDS, HistoryBody
-from art_server.errors import InvalidInput, NotFound, ServerError, TooMany
+from art_server.errors import Conflict, InvalidInput, NotFound, ServerError, TooMany
 from art_server.jobs.choices import is_choice
 from art_server.learning import pinned
 from art_server.learning.policies import Policies
 from art_server.learning.scores import NewScore, Scores
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
-from art_server.ledger.records import Record
+from art_server.ledger.records import NEVER_LEARNS, Record
 from art_server.ledger.sessions import read_session
 from art_server.ledger.splice import split_end
 from art_server.store.registry import RegisteredModel
@@ -164,11 +164,18 @@ def reference(record: Record, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_trainable(record: Record) -> None:
-    """Checks that a score of an answer can teach something.
+    """Checks that a score of an answer may and can teach something.
 
     Raises:
+        Conflict: the answer's caller does not permit learning.
         InvalidInput: the answer was sampled greedily.
     """
+    if record.sampling.get(NEVER_LEARNS):
+        raise Conflict(
+            "the answer's request did not permit learning (x-art-learn: never, or store: false)",
+            code="not_for_learning",
+            param="answer",
+        )
     if record.sampling.get("temperature") == 0:
         raise InvalidInput(
             "the answer was sampled at temperature 0, and always is the same: its score shows nothing to learn. Let some of the "

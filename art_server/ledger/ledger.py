@@ -25,7 +25,7 @@ from art_server.ledger import conversation
 from art_server.ledger.candidates import MAX_TRIED, Candidates
 from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.decoder import Decoder
-from art_server.ledger.records import UNRECORDED, Match, Prompt, Record, Request, choice_id
+from art_server.ledger.records import NEVER_LEARNS, UNRECORDED, Match, Prompt, Record, Request, choice_id
 from art_server.ledger.splice import (
     Candidate,
     Comparison,
@@ -198,7 +198,7 @@ class Ledger:
             token_ids=sample.token_ids,
             logprobs=sample.logprobs,
             finish_reason=sample.finish_reason,
-            sampling=sample.sampling,
+            sampling=sample.sampling | ({NEVER_LEARNS: True} if request.never_learns else {}),
             sampled_logprobs=sample.sampled_logprobs,
             kept=sample.kept,
             sets=sample.sets,

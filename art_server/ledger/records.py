@@ -36,6 +36,8 @@ class Request:
     """Ids of choices to which the request refers outside of its messages, as the Responses API does; not stored."""
     requested_at: int | None = None
     """When the server received the request (`clock.tick`)."""
+    never_learns: bool = False
+    """The caller permits no score of the answer to be trained. A record has this in `Record.sampling`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,10 @@ class Record:
     def after(self) -> bytes:
         """Digest of the conversation that ends with this choice."""
         return conversation.after(self.request.prefix_digest, self.answer_digest)
+
+
+NEVER_LEARNS = "never_learns"
+"""The key of `Record.sampling` that is true if no score of the answer may be trained."""
 
 
 @dataclass(frozen=True, slots=True)

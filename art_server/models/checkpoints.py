@@ -55,9 +55,12 @@ class Checkpoints:
         ledger: Ledger,
         incoming: Path,
         keep_last: int,
+        on_roll_back: Callable[[int, int], None] = lambda model, step: None,
         clock: Clock = REAL,
     ):
-        """`incoming` is the folder for unfinished checkpoints; empty at start."""
+        """`incoming` is the folder for unfinished checkpoints; empty at start. `on_roll_back(MODEL, STEP)` is called in the transaction
+        of a rollback, with the model's number."""
+        self._on_roll_back = on_roll_back
         self._registry = registry
         self._queue = queue
         self._gate = gate
@@ -279,6 +282,7 @@ class Checkpoints:
             )
         with self._registry.database.changes("the rollback"):
             self._queue.forget_keys(model.number, after=step)
+            self._on_roll_back(model.number, step)
             model.history.roll_back(step)
             self._registry.table.roll_back(model.number, step)
         self._registry.set_later_aside(model, step)

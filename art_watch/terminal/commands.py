@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 SHOWN = ("status", "runs", "show", "plot", "tail", "jobs")
-"""The commands that `run.py` implements."""
+"""The commands that show runs (`run.py`)."""
+SERVED = ("learn", "feedback")
+"""The commands that change how a running server learns (`learn.py`)."""
 FROM_WHERE = "without --url: the folder of a server (%(default)s), or the server that runs in it"
 MODEL = "[PROJECT/]NAME"
 VIEW_PORT = 7624
@@ -34,6 +36,15 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
         parser.add_argument("--path", type=Path, default=Path(".art"), help=FROM_WHERE)
         parser.add_argument("--url", help="a running server; its key is read from ART_API_KEY")
         parser.add_argument("--json", action="store_true", help="JSON in place of tables")
+        parser.set_defaults(run=run_shown, extra="terminal")
+    _add_learn(commands.add_parser("learn", help="has a server train a model from scores of its answers, and shows it"))
+    feedback = commands.add_parser("feedback", help="sends scores of answers from a file")
+    feedback.add_argument("file", type=Path, metavar="FILE", help="a score on each line, as in docs/learning-in-use.md")
+    feedback.add_argument("--model", required=True, metavar="MODEL", help=MODEL)
+    for name in SERVED:
+        parser = commands.choices[name]
+        parser.add_argument("--path", type=Path, default=Path(".art"), help=FROM_WHERE)
+        parser.add_argument("--url", help="a running server; its key is read from ART_API_KEY")
         parser.set_defaults(run=run_shown, extra="terminal")
     page = commands.add_parser("view", help="the page over a folder, in a browser")
     page.add_argument(
@@ -64,6 +75,25 @@ def run_view(flags: argparse.Namespace) -> None:
     # For a port that is in use, this error has the remedy. uvicorn would log the error and exit.
     open_port("127.0.0.1", flags.port, "--port").close()
     view.view(flags.dir, flags.port, opens_browser=not flags.no_browser)
+
+
+def _add_learn(learn: argparse.ArgumentParser) -> None:
+    learn.add_argument("model", metavar="MODEL", help=MODEL)
+    learn.add_argument(
+        "--policy", type=Path, metavar="FILE", help="JSON with the fields of a policy (docs/learning-in-use.md)"
+    )
+    learn.add_argument("--batch", type=integer(2), metavar="N", help="scored answers that a step trains")
+    learn.add_argument("--every-hours", type=float, metavar="H", help="after so many hours a step trains fewer")
+    learn.add_argument("--user-share", type=float, metavar="S", help="largest share of a batch that one user may have")
+    learn.add_argument("--learning-rate", type=float, metavar="LR", help="of the steps")
+    actions = learn.add_mutually_exclusive_group()
+    actions.add_argument("--pause", dest="action", action="store_const", const="pause", help="train no further batch")
+    actions.add_argument("--resume", dest="action", action="store_const", const="resume", help="go on")
+    actions.add_argument("--now", dest="action", action="store_const", const="train", help="train the scores that wait")
+    actions.add_argument(
+        "--off", dest="action", action="store_const", const="off", help="end it; scores are still taken"
+    )
+    learn.add_argument("--json", action="store_true", help="JSON in place of text")
 
 
 def _add_show(show: argparse.ArgumentParser) -> None:

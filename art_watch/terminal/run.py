@@ -192,7 +192,28 @@ def tail(source: Source, flags: argparse.Namespace) -> None:
         tables.print_event(console, day, at, event)
 
 
-COMMANDS = {"status": status, "runs": runs, "show": show, "plot": plot, "tail": tail, "jobs": jobs}
+def learn_command(source: Source, flags: argparse.Namespace) -> None:
+    from art_watch.terminal import learn
+
+    learn.learn(source, flags)
+
+
+def feedback_command(source: Source, flags: argparse.Namespace) -> None:
+    from art_watch.terminal import learn
+
+    learn.feedback(source, flags)
+
+
+COMMANDS = {
+    "status": status,
+    "runs": runs,
+    "show": show,
+    "plot": plot,
+    "tail": tail,
+    "jobs": jobs,
+    "learn": learn_command,
+    "feedback": feedback_command,
+}
 
 
 def make_console(plain_width: int = PLAIN_WIDTH) -> "Console":

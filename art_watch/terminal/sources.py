@@ -3,6 +3,7 @@
 A model is named by its id, PROJECT/NAME.
 """
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import httpx
 from pydantic import ValidationError
 
 from art_protocol.proxies import fault_of_address
-from art_protocol.wire import ErrorBody
+from art_protocol.wire import NDJSON, ErrorBody
 from art_server.errors import (
     Conflict,
     Forbidden,
@@ -119,6 +120,25 @@ class HttpSource:
         logs = [f"{count} answers left out: {reason}" for reason, count in reply["unused"].items()]
         return {"metrics": {}, "metadata": {}, "logs": logs, "histories": histories}
 
+    def learning(self, model: str) -> Row:
+        """How a model learns from scores."""
+        return self._call("GET", f"/api/models/{model}/learning")
+
+    def set_policy(self, model: str, policy: Row) -> Row:
+        return self._call("PUT", f"/api/models/{model}/learning", json=policy)
+
+    def change_learning(self, model: str, action: str) -> Row:
+        """Pauses or resumes a model's learning, trains what waits ("train"), or turns the learning off."""
+        if action == "off":
+            return self._call("DELETE", f"/api/models/{model}/learning")
+        return self._call("POST", f"/api/models/{model}/learning/{action}")
+
+    def give_feedback(self, model: str, lines: Sequence[bytes]) -> list[Row]:
+        """Sends scores, and returns a row for each line: the score, or its error."""
+        headers = {"content-type": NDJSON}
+        response = self._request("POST", f"/api/models/{model}/feedback", content=b"\n".join(lines), headers=headers)
+        return [json.loads(line) for line in response.text.splitlines()]
+
     def jobs(self, *, with_ended: bool) -> list[Row]:
         states = "queued,running" + (",done,failed,cancelled" if with_ended else "")
         params = {"state": states, "limit": str(MAX_WITH_ENDED if with_ended else MAX_JOBS)}
@@ -127,12 +147,16 @@ class HttpSource:
     def cancel(self, job_id: str) -> Row:
         return self._call("DELETE", f"/api/jobs/{job_id}", timeout=CANCEL_SECONDS)
 
-    def _call(self, method: str, path: str, **options: Any) -> Any:  # Any: JSON, httpx's options
+    def _request(self, method: str, path: str, **options: Any) -> httpx.Response:  # Any: httpx's options
         try:
             response = self._http.request(method, path, **options)
         except httpx.TransportError as error:
             raise self._no_answer(error) from error
         self._check(response)
+        return response
+
+    def _call(self, method: str, path: str, **options: Any) -> Any:  # Any: JSON, httpx's options
+        response = self._request(method, path, **options)
         try:
             return response.json()
         except ValueError as error:

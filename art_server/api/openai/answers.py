@@ -17,6 +17,7 @@ from fastapi.responses import Response
 from starlette.background import BackgroundTask
 from starlette.types import Receive
 
+from art_protocol.learning import ANSWER_HEADER
 from art_protocol.wire import STEP_HEADER
 from art_server.api.openai.grammar_limits import name_grammar
 from art_server.api.openai.kept_turns import keep_turn, name_calls
@@ -86,7 +87,7 @@ async def sample_json(proxy: Proxy, inference: InferenceRequest) -> Response:
                     with_requested_name(content, inference),
                     status_code=response.status,
                     media_type=response.headers.get("content-type"),
-                    headers=step_header(inference),
+                    headers=known_headers(inference),
                     # Starlette runs the task when it has sent the whole answer.
                     background=BackgroundTask(opened.mark_delivered),
                 )
@@ -145,5 +146,8 @@ def json_name(model: str) -> bytes:
     return b'"model":' + json.dumps(model).encode()
 
 
-def step_header(inference: InferenceRequest) -> dict[str, str]:
-    return {STEP_HEADER: str(inference.step)} if inference.step is not None else {}
+def known_headers(inference: InferenceRequest) -> dict[str, str]:
+    """What is known of an answer before its body: the step, and the id for feedback."""
+    if inference.step is None:
+        return {}
+    return {STEP_HEADER: str(inference.step), ANSWER_HEADER: inference.request_id}

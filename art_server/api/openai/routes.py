@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from art_protocol.learning import LEARN_HEADER
 from art_protocol.wire import SEED_HEADER, STEP_HEADER
 from art_server.api.auth import Caller
 from art_server.api.bodies import SHORTER, beside, decode, is_large, read_body, v1_limit_mb
@@ -176,6 +177,7 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
         pinned_step=request.headers.get(STEP_HEADER),
         requested_at=arrived_at,
         traceparent=request.headers.get("traceparent"),
+        never_learns=data.get("store") is False or request.headers.get(LEARN_HEADER) == "never",
     )
 
 

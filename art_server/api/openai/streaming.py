@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from art_protocol.wire import ErrorBody
 from art_server.api.error_responses import answer, detail_of
-from art_server.api.openai.answers import Losses, cancel_at_disconnect, step_header, with_requested_name
+from art_server.api.openai.answers import Losses, cancel_at_disconnect, known_headers, with_requested_name
 from art_server.api.openai.grammar_limits import name_grammar
 from art_server.api.openai.kept_turns import keep_turn, name_calls
 from art_server.api.openai.responses import keep_streamed
@@ -44,8 +44,8 @@ async def answer_stream(proxy: Proxy, inference: InferenceRequest) -> Response:
             head = first.result()
         except StreamRefused as refused:
             return refused.response(inference)
-        return EventStream(chain_events(events, head), headers=step_header(inference))
-    # Without the step's header: a request gets its step only when the pause gate opens (`Proxy.answer`).
+        return EventStream(chain_events(events, head), headers=known_headers(inference))
+    # Without headers: a request gets its step and its id only when the pause gate opens (`Proxy.answer`).
     return EventStream(errors_as_events(chain_events(events, first), inference))
 
 

@@ -51,6 +51,7 @@ class SimulatedRun:
             list(zip(groups, are_equal, strict=True)),
             copied=(),
             is_greedy=False,
+            compares_group=True,
             signs=signs,
             learning_rate=self.learning_rate,
             past=lambda: self.past,

@@ -118,7 +118,15 @@ def notes_of(groups: Sequence[TrainableGroup], earlier: Sequence[Sequence[Traina
     """The advice about a batch after earlier ones."""
     of_groups = [(group, len({trajectory.reward for trajectory in group.trajectories}) == 1) for group in groups]
     past = [signs(before) for before in earlier]
-    return advise(of_groups, copied=(), is_greedy=False, signs=signs(groups), learning_rate=1.0, past=lambda: past)
+    return advise(
+        of_groups,
+        copied=(),
+        is_greedy=False,
+        compares_group=True,
+        signs=signs(groups),
+        learning_rate=1.0,
+        past=lambda: past,
+    )
 
 
 def test_a_fall_on_the_same_prompts_names_the_step_to_go_back_to() -> None:
@@ -249,3 +257,22 @@ async def test_the_rewards_of_a_model_s_steps_are_known(tmp_path: Path) -> None:
         notes = await train(*[0.0] * 20)
         await model.backend().close()
     assert any("was 0.95, and is 0 " in note and "rollback(0)" in note for note in notes), notes
+
+
+def test_single_answers_are_no_flaw_where_rewards_are_compared_over_the_batch() -> None:
+    by_id = {f"c-{number}": answer(number, [number + 2]) for number in range(3)}
+
+    def notes(*rewards: float) -> list[str]:
+        groups = [
+            TrajectoryGroupBody.model_validate(
+                {"trajectories": [{"messages_and_choices": [bare(choice)], "reward": reward}]}
+            )
+            for choice, reward in zip(by_id, rewards, strict=True)
+        ]
+        config = TrainConfig(baseline="none", scaling="batch_std")
+        report = resolve(groups, config, "p/a", sources(find_record=by_id.get), LIMITS).report
+        return [note for note in report.notes if "tokens were sampled with" not in note]
+
+    assert notes(0.0, 1.0, 0.0) == []
+    (note,) = notes(1.0, 1.0, 1.0)
+    assert note.startswith("3 of 3 groups: the rewards of all answers are equal")

@@ -1,13 +1,17 @@
 """Scores become jobs: what a batch takes, what it leaves out, and what is trained once."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from art_protocol.learning import Policy
+from art_server.jobs.trainer_process import TrainerError
 from art_server.learning.collector import choose
 from art_server.learning.scores import WaitingScore
+from art_server.shared.trainer_messages import Batch
+from tests.fakes.vllm import ANSWER, PROMPT
 from tests.quick.learning.crowd import ROUTES, Crowd, crowd
 
 pytestmark = pytest.mark.anyio
@@ -89,3 +93,75 @@ def test_the_scores_of_an_answer_are_one_reward_and_a_session_has_its_answers() 
     first, second = chosen.units
     assert [score.number for score in first.scores] == [0, 1]
     assert [score.number for score in second.scores] == [2] and [*second.turn_scores] == ["y-0"]
+
+
+async def test_scores_survive_a_restart_and_the_ledger(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        await shop.learn(**FOUR)
+        await give(shop, [1, 0, 1])
+    for file in (tmp_path / ".server").glob("ledger.sqlite*"):
+        file.unlink()
+    async with crowd(tmp_path) as shop:
+        assert (await shop.info())["counts"] == {"scored": 3}
+        await give(shop, [0], first=3)
+        assert (await shop.trained(1))["counts"] == {"trained": 4}
+        (batch,) = shop.served.trainer.batches
+        trajectories = [group.trajectories[0] for group in Batch.model_validate(batch).groups]
+        tokens = [sequence.token_ids for trajectory in trajectories for sequence in trajectory.sequences]
+        assert tokens == [[*PROMPT, *ANSWER]] * 4
+
+
+async def test_a_failed_job_gives_its_scores_back_and_pauses(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        shop.served.trainer.events = [TrainerError("bad_data", "the numbers are not finite", retryable=False)]
+        await shop.learn(**FOUR)
+        await give(shop, [1, 0, 1, 0])
+        while (info := await shop.info())["state"] != "paused":  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert info["counts"] == {"scored": 4} and "failed or was cancelled" in info["reason"]
+        await shop.http.post(f"{ROUTES}/learning/resume")
+        assert (await shop.trained(1))["counts"] == {"trained": 4}
+
+
+async def test_a_rollback_drops_what_the_later_steps_had_learned(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        await shop.learn(**FOUR)
+        first = await give(shop, [1, 0, 1, 0])
+        await shop.trained(1)
+        await give(shop, [1, 0, 1, 0], first=4)
+        await shop.trained(2)
+        assert (await shop.http.post(f"{ROUTES}/rollback", json={"step": 1})).status_code == 200
+        assert (await shop.info())["counts"] == {"trained": 4, "dropped": 4, "dropped: rolled_back": 4}
+        late = await shop.score(first[0]["answer"], 0, user="u9")
+        assert (late["state"], late["reason"]) == ("dropped", "already_trained")
+
+
+async def test_a_score_of_an_undone_step_is_kept_and_not_trained(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        await shop.learn(**FOUR)
+        await give(shop, [1, 0, 1, 0])
+        await shop.trained(1)
+        answer = await shop.answer(9)
+        await shop.http.post(f"{ROUTES}/rollback", json={"step": 0})
+        score = await shop.score(answer)
+        assert (score["state"], score["reason"]) == ("dropped", "rolled_back")
+
+
+async def test_what_is_asked_for_trains_a_part_of_a_batch(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        await shop.learn(**FOUR)
+        refused = await shop.http.post(f"{ROUTES}/learning/train")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "nothing_to_learn")
+        await give(shop, [1, 0])
+        assert (await shop.http.post(f"{ROUTES}/learning/train")).status_code == 200
+        assert (await shop.trained(1))["counts"] == {"trained": 2}
+
+
+async def test_a_deleted_model_takes_its_scores_along(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        await shop.learn(**FOUR)
+        await give(shop, [1, 0])
+        assert (await shop.http.delete(ROUTES)).status_code == 200
+        database = shop.served.server.registry.database
+        for table in ("scores", "learning"):
+            assert database.select(f"SELECT COUNT(*) FROM {table}")[0][0] == 0

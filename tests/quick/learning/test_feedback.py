@@ -1,5 +1,6 @@
 """Scores over HTTP: which answer an id names, what is refused, what replaces what, and what is on disk before the reply."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,45 @@ async def test_a_key_for_feedback_does_nothing_else_and_sees_its_own_scores(tmp_
         assert (await clients["thumbs"].delete(other)).status_code == 404
         for client in clients.values():
             await client.aclose()
+
+
+@pytest.mark.parametrize("refusal", [{"headers": {"x-art-learn": "never"}}, {"store": False}])
+async def test_an_answer_that_may_not_teach_is_refused(refusal: dict[str, Any], tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        body = {"model": NAME, "messages": [{"role": "user", "content": "a"}]}
+        headers = refusal.pop("headers", {})
+        answer = await shop.http.post("/v1/chat/completions", json=body | refusal, headers=headers)
+        assert answer.json()["id"] == f"chatcmpl-{answer.headers['x-art-answer']}"
+        reply = await shop.http.post(f"{ROUTES}/feedback", json={"answer": answer.json()["id"], "value": 1})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (409, "not_for_learning")
+
+
+async def test_the_commands_teach_a_running_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from art_watch.terminal.cli import main as art
+
+    async def run(*arguments: object) -> tuple[Any, str, str]:
+        def call() -> Any:
+            try:
+                art([str(argument) for argument in arguments])
+            except SystemExit as end:
+                return end.code
+            return 0
+
+        code = await asyncio.to_thread(call)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    async with crowd(tmp_path / "art") as shop:
+        url = ("--url", shop.served.url)
+        code, out, err = await run("learn", NAME, "--batch", "2", "--learning-rate", "1e-4", "--user-share", "1", *url)
+        assert (code, err) == (0, "") and "0 of 2 scored answers wait" in out and "learning is on" in out
+        assert (await shop.info())["policy"]["config"]["learning_rate"] == 1e-4
+        scores = [{"answer": await shop.answer(number), "value": number} for number in range(2)]
+        file = tmp_path / "scores.jsonl"
+        file.write_text("\n".join(map(json.dumps, [scores[0], {"answer": "x", "value": 1}, scores[1]])))
+        code, out, err = await run("feedback", file, "--model", NAME, *url)
+        assert code == 2 and "2 of 3 scores taken" in out and f"{file}, line 2: answer 'x' is no answer" in err
+        await shop.trained(1)
+        assert "scores: 2 trained" in (await run("learn", NAME, *url))[1]
+        assert "learning is paused: somebody paused it" in (await run("learn", NAME, "--pause", *url))[1]
+        assert '"state": "off"' in (await run("learn", NAME, "--off", "--json", *url))[1]

@@ -1,0 +1,85 @@
+"""`art learn` and `art feedback`: a running server trains a model from scores of its answers."""
+
+import argparse
+import json
+import sys
+
+from art_protocol.learning import MAX_LINES
+from art_server.errors import NotFound, UsageError
+from art_watch.terminal.addresses import find_model, need_server
+from art_watch.terminal.sources import Row, Source
+
+FIELDS = ("batch", "every_hours", "user_share")
+"""Fields of a policy that have a flag."""
+
+
+def learn(source: Source, flags: argparse.Namespace) -> None:
+    """Turns learning on or changes it, if a flag says so or it is off, and shows it.
+
+    Raises:
+        UsageError: the policy's file cannot be read.
+        NotFound, InvalidInput: there is no such model or server, or the policy is wrong.
+    """
+    server = need_server(source)
+    model = find_model(source, flags.model)[0]["id"]
+    info = server.learning(model)
+    if flags.action is not None:
+        info = server.change_learning(model, flags.action)
+    else:
+        changes = policy_changes(flags)
+        if changes or info["state"] == "off":
+            info = server.set_policy(model, merged(info["policy"], changes))
+    if flags.json:
+        print(json.dumps(info))
+        return
+    counts = ", ".join(f"{number} {state}" for state, number in sorted(info["counts"].items()))
+    print(f"{model}: learning is {info['state']}, step {info['serving_step']} serves")
+    print(f"{info['reason']}")
+    print(f"scores: {counts or 'none yet'}")
+
+
+def policy_changes(flags: argparse.Namespace) -> Row:
+    """The fields of a policy that the command names."""
+    changes: Row = {}
+    if flags.policy is not None:
+        try:
+            changes = json.loads(flags.policy.read_bytes())
+        except ValueError as error:
+            raise UsageError(f"{flags.policy} is no JSON: {error}") from error
+        if not isinstance(changes, dict):
+            raise UsageError(f"{flags.policy} is no object with the fields of a policy")
+    changes |= {name: getattr(flags, name) for name in FIELDS if getattr(flags, name) is not None}
+    if flags.learning_rate is not None:
+        changes["config"] = {**changes.get("config", {}), "learning_rate": flags.learning_rate}
+    return changes
+
+
+def merged(policy: Row, changes: Row) -> Row:
+    """A policy with changed fields; of its configuration only the fields that are named change."""
+    config = {**policy["config"], **changes.get("config", {})}
+    return {**policy, **changes, "config": config}
+
+
+def feedback(source: Source, flags: argparse.Namespace) -> None:
+    """Sends the scores of a file, and prints the errors with their lines. Exits with 1 if a score was refused.
+
+    Raises:
+        UsageError: the file has no line.
+        NotFound, InvalidInput: there is no such model or server.
+    """
+    server = need_server(source)
+    model = find_model(source, flags.model)[0]["id"]
+    lines = [(number, line) for number, line in enumerate(flags.file.read_bytes().split(b"\n"), 1) if line.strip()]
+    if not lines:
+        raise UsageError(f"{flags.file} has no score: write a JSON object on each line")
+    num_refused = 0
+    for start in range(0, len(lines), MAX_LINES):
+        part = lines[start : start + MAX_LINES]
+        results = server.give_feedback(model, [line for _, line in part])
+        for (number, _), result in zip(part, results, strict=True):
+            if "error" in result:
+                num_refused += 1
+                print(f"{flags.file}, line {number}: {result['error']['message']}", file=sys.stderr)
+    print(f"{len(lines) - num_refused} of {len(lines)} scores taken")
+    if num_refused:
+        raise NotFound(f"{num_refused} scores were refused", code="scores_refused")
