@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from art_server.api.auth import ART_PATHS, OPEN_PATHS
+from art_server.api.auth import ART_PATHS, FEEDBACK, OPEN_PATHS
 from art_server.api.bodies import SMALL_MB, V1_BYTES_PER_TOKEN, V1_MB
 from art_server.api.openai.routes import PATHS
 from art_server.settings import ServerConfig
@@ -35,9 +35,9 @@ def routes_of(app: FastAPI) -> Iterator[tuple[str, str, str]]:
 
 
 def limit_of(route: APIRoute, method: str) -> str:
-    if method == "PUT":
+    if method == "PUT" and route.body_field is None:
         return "8 GiB"
-    if route.body_field is not None:
+    if route.body_field is not None or FEEDBACK.fullmatch(route.path):
         return f"{SMALL_MB} MB"
     return TRAJECTORIES if route.openapi_extra else "none"
 
@@ -47,4 +47,6 @@ def scope_of(path: str) -> str:
         return "none; with a key the answer has more fields"
     if path.startswith("/v1/"):
         return "infer"
+    if FEEDBACK.fullmatch(path):
+        return "feedback or train"
     return "train, or `--legacy-without-key`" if path in ART_PATHS else "train"

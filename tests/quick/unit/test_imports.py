@@ -38,6 +38,7 @@ FLOORS = [
     {"api"},
     {"server"},
     {"inference_proxy", "status"},
+    {"learning"},
     {"models"},
     {"machines"},
     {"jobs"},
