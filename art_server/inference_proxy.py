@@ -67,6 +67,11 @@ class InferenceRequest:
     """The engine that answers the request, or that was lost during the answer."""
 
     @property
+    def names_step(self) -> bool:
+        """Whether the request names the step that answers it."""
+        return self.pinned_step is not None or bool(split_step(self.requested_model)[1])
+
+    @property
     def is_stream(self) -> bool:
         return bool(self.body.get("stream"))
 

@@ -345,7 +345,10 @@ def to_trajectory(result: object) -> Trajectory:
         raise TypeError(
             f"a rollout returned the coroutine of {name}, not art.Trajectory: write `return await {name}(...)`"
         )
-    raise TypeError(f"a rollout returned {type(result).__name__}, not art.Trajectory")
+    several = ""
+    if isinstance(result, tuple | list | dict):
+        several = ". A rollout of several models has a trajectory for each: make groups for each model (docs/agents.md, Several models)"
+    raise TypeError(f"a rollout returned {type(result).__name__}, not art.Trajectory{several}")
 
 
 def get_messages(messages_and_choices: MessagesAndChoices) -> Messages:

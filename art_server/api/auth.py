@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from art_protocol import sampling
 from art_protocol.sampling import AGENTS_OWN, Sampling
 from art_protocol.wire import SESSION_HEADER, Health
-from art_server.api.error_responses import answer
+from art_server.api.error_responses import SESSION_PATH, answer
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys
 from art_server.errors import Forbidden, InvalidInput, NotFound, ServerError, Unauthorized
@@ -42,6 +42,8 @@ ART_PATHS = frozenset(
     }
 )
 """The routes of `art_wire`."""
+WITHOUT_V1 = frozenset({"/chat/completions", "/completions", "/responses", "/messages", "/models"})
+"""What clients of inference send to a base URL that lacks /v1."""
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 """0.0.0.0 is here because guides for ART's clients use it as the address of this machine."""
 
@@ -175,6 +177,11 @@ class Authentication:
             return caller
         key = self._find(presented)
         if needed not in key.scopes and not is_open(path):
+            if path in WITHOUT_V1:
+                raise NotFound(
+                    f"no such route: the base_url lacks /v1 at its end; OpenAI's clients send '{path}' behind it",
+                    code="unknown_route",
+                )
             raise Forbidden(f"this key lacks the scope '{needed}'", code="forbidden")
         return Caller(key.owner, key.projects)
 
@@ -266,6 +273,7 @@ def take_session_path(scope: Scope) -> str | None:
     if not path.startswith("/s/"):
         return None
     session, slash, rest = path[3:].partition("/")
+    scope[SESSION_PATH] = f"s/{session}/"
     scope["path"] = slash + rest
     scope["raw_path"] = scope["path"].encode()
     return session

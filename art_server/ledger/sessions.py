@@ -31,6 +31,7 @@ from art_server.ledger.speakers import PASSED_OVER, Speakers
 from art_server.shared import clock
 
 NOT_DELIVERED = "the answer did not reach the agent in full"
+OF_NAMED_STEP = "their requests named a step, beside requests to the newest step: such an opponent is frozen"
 ASKED_AGAIN = "the agent asked the same conversation again after it had the answer"
 
 Recorded = tuple[Record, dict[str, Any]]
@@ -53,9 +54,17 @@ def session_trajectory(
     recorded: Sequence[Recorded], others: Sequence[Recorded] = (), lost: Mapping[str, int] | None = None
 ) -> SessionReply:
     """The conversations of a model in a session, in the order in which their first requests came. `recorded` are the
-    model's choices, `others` the choices of the server's other models. `lost` counts choices without a record, by reason."""
-    turns = sorted(make_turns(recorded), key=lambda turn: turn.requested_at)
-    of_others = sorted(make_turns(others), key=lambda turn: turn.requested_at)
+    model's choices, `others` the choices of the server's other models. `lost` counts choices without a record, by reason. Choices of a
+    step that the request named are another speaker's, if other requests named none."""
+    frozen = [pair for pair in recorded if pair[1].get("names_step")]
+    if len(frozen) == len(recorded):  # an evaluation of a step
+        frozen = []
+    own = [pair for pair in recorded if pair not in frozen] if frozen else recorded
+    turns = sorted(make_turns(own), key=lambda turn: turn.requested_at)
+    of_frozen = make_turns(frozen)
+    for turn in of_frozen:
+        turn.is_frozen = True
+    of_others = sorted([*make_turns(others), *of_frozen], key=lambda turn: turn.requested_at)
     sampled = {end for turn in (*turns, *of_others) for end in turn.ends}
     link_turns(turns, sampled)
     mark_discarded(turns)
@@ -70,6 +79,8 @@ def session_trajectory(
     used: set[str] = set()
     histories = [make_history(turn, used) for turn in ends]
     unused = dict(lost or {})
+    if frozen:
+        unused[OF_NAMED_STEP] = len(frozen)
     for turn in turns:
         if turn.record.choice_id not in used:
             is_lost = turn.delivered_at is None

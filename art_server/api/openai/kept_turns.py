@@ -51,5 +51,6 @@ def keep_turn(inference: InferenceRequest, opened: OpenRequest, choices: dict[in
         "constraints": {name: inference.body[name] for name in FIELDS if name != "tools" and name in inference.body},
         "stops": conversation.stops_of(inference.api, inference.body),
         "choices": kept,
+        "names_step": inference.names_step,
     }
     opened.ledger.keep_turn(opened.request.request_id, turn)

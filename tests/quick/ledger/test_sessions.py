@@ -15,7 +15,7 @@ from art_server.ledger import ledger as ledger_module
 from art_server.ledger import storage as storage_module
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import PRUNED, UNRECORDED, Record
-from art_server.ledger.sessions import ASKED_AGAIN, NOT_DELIVERED
+from art_server.ledger.sessions import ASKED_AGAIN, NOT_DELIVERED, OF_NAMED_STEP
 from art_server.ledger.speakers import PASSED_OVER
 from art_server.shared import clock
 from tests.quick.ledger.scripted_agent import USER, Agent, answers, said, shape
@@ -28,6 +28,26 @@ def test_a_conversation_that_goes_on_is_one_history(tmp_path: Path) -> None:
     agent.ask([USER, said("one"), USER, said(" two\n"), USER], "three")
     reply = agent.reply()
     assert shape(reply) == ["uCuCuC"] and reply.num_choices == 3 and reply.unused == {}
+
+
+def test_a_frozen_step_of_the_model_is_another_speaker(tmp_path: Path) -> None:
+    """Two players: the newest step, and step 2 by name."""
+    agent = Agent(tmp_path)
+    buyer, seller = {"role": "system", "content": "buy"}, {"role": "system", "content": "sell"}
+    agent.ask([buyer, USER], "ten")
+    agent.ask([seller, {"role": "user", "content": "ten"}], "twelve", step=2)
+    agent.ask([buyer, USER, said("ten"), {"role": "user", "content": "twelve"}], "eleven")
+    reply = agent.reply()
+    assert shape(reply) == ["suCuC"] and reply.num_choices == 2
+    assert reply.unused == {OF_NAMED_STEP: 1}
+
+
+def test_a_session_that_names_a_step_in_all_requests_is_an_evaluation(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.ask([USER], "one", step=2)
+    agent.ask([USER, said("one"), USER], "two", step=2)
+    reply = agent.reply()
+    assert shape(reply) == ["uCuC"] and reply.num_choices == 2 and reply.unused == {}
 
 
 def test_sub_agents_and_branches_are_histories_of_their_own(tmp_path: Path) -> None:
