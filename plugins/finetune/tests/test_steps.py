@@ -264,6 +264,24 @@ async def test_a_cosine_ends_with_the_run(
     assert {body["config"]["schedule_steps"] for body in policy.trained} == {num_steps}
 
 
+async def test_a_run_of_a_trained_model_has_a_schedule_from_its_own_beginning(
+    policy: PolicyServer, make_file: MakeFile
+) -> None:
+    policy.steps["demo/agent"], policy.optimizer_steps = 9, 36
+    file = make_file(trainer_adapters__a__training={"schedule": "cosine", "warmup_steps": 1})
+    await art.finetune.run(file, {"finetuning.num_epochs": 1})
+    policy.optimizer_steps = 37
+    await art.finetune.run(file, {"finetuning.num_epochs": 2})
+    assert [body["config"]["schedule_begins"] for body in policy.trained] == [36, 36]
+
+
+async def test_a_schedule_begins_where_the_file_says(policy: PolicyServer, make_file: MakeFile) -> None:
+    policy.steps["demo/agent"], policy.optimizer_steps = 9, 36
+    training = {"schedule": "cosine", "schedule_steps": 50, "schedule_begins": 0}
+    await art.finetune.run(make_file(trainer_adapters__a__training=training))
+    assert {body["config"].get("schedule_begins", 0) for body in policy.trained} == {0}
+
+
 def written_by_tensorboard(folder: Path) -> bytes:
     (file,) = folder.glob("**/tensorboard/demo/agent/*")
     return file.read_bytes()

@@ -19,6 +19,7 @@ from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
 from art.finetune.interfaces import CheckedFile, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rows import digest
+from art.finetune.run_record import State
 from art.finetune.scoring import Reward, evaluator_of
 from art.finetune.sections import Config
 from art.finetune.workflows import of_command, of_function, unused_llm_fields
@@ -200,8 +201,10 @@ async def run(
                 is_new = not output.state.epochs and output.state.step is None
                 if is_new and (step := await connection.model.get_step()):
                     say(f"{name} exists: it is trained further from step {step}")
+                    output.save(schedule_begins=await _num_optimizer_steps(connection.model))
                 seed = output.state.seed if finetuning.seed is None else finetuning.seed
-                run, code = Run(**vars(connection), folder=output, seed=seed), connection.code
+                fields = vars(connection) | {"train_config": _of_run(connection.train_config, output.state)}
+                run, code = Run(**fields, folder=output, seed=seed), connection.code
                 builder, adapter = (
                     code.trajectory_builder(config.builder, run),
                     code.trainer_adapter(config.adapter, run),
@@ -212,6 +215,18 @@ async def run(
                 if best := await stopping.best_step(run.model, output.state.validations):
                     say(best)
                 return statuses
+
+
+async def _num_optimizer_steps(model: art.TrainableModel) -> int:
+    """The optimizer steps of the newest checkpoint; 0 for the checkpoint of another program."""
+    return (await model.checkpoints())[-1].optimizer_steps or 0
+
+
+def _of_run(config: art.TrainConfig, state: State) -> art.TrainConfig:
+    """The configuration with warm-up and schedule from the run's beginning, unless the file says where they begin."""
+    if not state.schedule_begins or "schedule_begins" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"schedule_begins": state.schedule_begins})
 
 
 def _scoring_of_validations(config: Config) -> Any:
