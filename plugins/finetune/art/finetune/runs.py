@@ -13,7 +13,7 @@ from typing import Any
 
 import art
 from art.contained import contained
-from art.finetune import checking, folder, loading, reading, stopping, toolkit
+from art.finetune import checking, folder, loading, other_harnesses, reading, stopping, toolkit
 from art.finetune.agent import Agent, Played, num_answers, reason_of
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
 from art.finetune.interfaces import CheckedFile, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
@@ -47,7 +47,7 @@ def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
     """
     checked_file = checked(file, overrides)
     if ignored := checking.without_effect(checked_file.config):
-        say(f"without effect here: {', '.join(ignored)}")
+        say(f"without effect here: {', '.join(map(other_harnesses.with_remedy, ignored))}")
     return checked_file
 
 
