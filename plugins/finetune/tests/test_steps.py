@@ -211,6 +211,8 @@ async def test_a_run_without_a_better_validation_ends_and_names_its_best_step(
     assert "the last 2 validations were not better" in text
     last = text.splitlines()[-1]
     assert last == "the best step is 1 (validation 1.0000), kept as demo/agent@1 and demo/agent@best"
+    told = [line.partition(":")[0] for line in text.splitlines() if line.startswith("validation ")]
+    assert told == ["validation before epoch 1", *(f"validation after epoch {number}" for number in (1, 2, 3))]
     assert [row["avg_reward"] for row in validations(folder)] == [0.0, 1.0, 0.0, 0.0]
     assert not await art.finetune.run(file), "what has stopped stays so"
     assert len(await art.finetune.run(file, {"finetuning.validation.patience": 4})) == 2
@@ -280,6 +282,15 @@ async def test_a_schedule_begins_where_the_file_says(policy: PolicyServer, make_
     training = {"schedule": "cosine", "schedule_steps": 50, "schedule_begins": 0}
     await art.finetune.run(make_file(trainer_adapters__a__training=training))
     assert {body["config"].get("schedule_begins", 0) for body in policy.trained} == {0}
+
+
+async def test_of_equal_validations_the_earliest_is_named(
+    folder: Path, make_file: MakeFile, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "val.json").write_text(json.dumps([{"question": "held out", "answer": "maybe"}]))
+    await art.finetune.run(make_file(finetuning__validation={"dataset": "val.json", "interval": 1}))
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("the best step is 2 (validation 0.0000, as good as step 0), kept as demo/agent@2")
 
 
 def written_by_tensorboard(folder: Path) -> bytes:
