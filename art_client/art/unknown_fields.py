@@ -23,7 +23,7 @@ RATES = "`learning_rate`, a list with the rate of each optimizer step: `art.util
 MESSAGES = "`assistant_turns`: only assistant's messages are trained"
 
 
-def by_name(names: Mapping[str, str]) -> Mapping[str, str]:
+def by_name(names: Mapping[str, str]) -> dict[str, str]:
     """The key of each word: `{"x": "a b"} -> {"a": "x", "b": "x"}`."""
     return {name: ours for ours, words in names.items() for name in words.split()}
 
@@ -139,6 +139,15 @@ class Strict(BaseModel):
         # `art.finetune` has a subclass that keeps the fields of NVIDIA's toolkit.
         if fields.keys() <= cls.model_fields.keys() or cls.model_config.get("extra") == "allow":
             return fields
+        return cls._accepted(fields)
+
+    @classmethod
+    def _accepted(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """The fields under our names, without those that are left out.
+
+        Raises:
+            ValueError: unknown fields; the message names the fields that were meant.
+        """
         fields = {cls._renamed.get(name, name): value for name, value in fields.items()}
         refused: list[str] = []
         for name in [name for name in fields if name not in cls.model_fields]:

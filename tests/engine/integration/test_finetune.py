@@ -113,12 +113,12 @@ async def test_a_workflow_trains(make_file: MakeFile, tmp_path: Path, workflow: 
 async def test_a_model_that_was_trained_before_gets_a_schedule_of_its_own(make_file: MakeFile) -> None:
     file = make_file("coroutine")
     backend = file["trainer_adapters"]["a"]["backend"]
-    example = [{"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": "no"}]
+    example: art.Messages = [{"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": "no"}]
     training = {"trainer_adapters.a.training.schedule": "cosine", "trainer_adapters.a.training.warmup_steps": 1}
     async with art.Backend(backend["url"]) as server:
         model = art.TrainableModel(name=backend["name"], project=PROJECT, base_model="art/tiny")
         await model.register(server)
-        await model.train_sft([art.Trajectory(messages_and_choices=example)], art.TrainSFTConfig(epochs=9))
+        await model.train_sft([art.Trajectory(messages_and_choices=[*example])], art.TrainSFTConfig(epochs=9))
         await art.finetune.run(file, training)
         _, of_examples, *trained = await model.checkpoints()
     assert of_examples.optimizer_steps == 9 and trained

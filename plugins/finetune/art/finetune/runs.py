@@ -203,8 +203,8 @@ async def run(
                     say(f"{name} exists: it is trained further from step {step}")
                     output.save(schedule_begins=await _num_optimizer_steps(connection.model))
                 seed = output.state.seed if finetuning.seed is None else finetuning.seed
-                fields = vars(connection) | {"train_config": _of_run(connection.train_config, output.state)}
-                run, code = Run(**fields, folder=output, seed=seed), connection.code
+                run, code = Run(**vars(connection), folder=output, seed=seed), connection.code
+                run = replace(run, train_config=_of_run(run.train_config, output.state))
                 builder, adapter = (
                     code.trajectory_builder(config.builder, run),
                     code.trainer_adapter(config.adapter, run),

@@ -5,7 +5,7 @@ The rules for a single section are here; `checking` has the rules for several se
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias, cast
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -249,16 +249,12 @@ class LoRA(art.LoRAConfig):
         """Raises pydantic's errors, of which each has the location of a value in the file."""
         BaseModel.__init__(self, **fields)
 
-    @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown(cls, data: Any) -> Any:  # Any: the input is not validated yet
+    def _accepted(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """Leaves unknown fields to pydantic, which has an error for each."""
-        if not isinstance(data, dict):
-            return data
-        fields = cast("dict[str, Any]", data)
         known = {*cls.model_fields, *cls._renamed, *(cls._left_out or ())}
         unknown = {name: value for name, value in fields.items() if name not in known}
-        return super()._refuse_unknown({name: fields[name] for name in fields if name in known}) | unknown
+        return super()._accepted({name: fields[name] for name in fields if name in known}) | unknown
 
 
 class BackendSection(Section):
