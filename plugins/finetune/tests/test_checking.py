@@ -260,7 +260,7 @@ micro_batch_size: 2
 )
 def test_a_file_of_another_harness_is_one_sentence(text: str, words: list[str]) -> None:
     (message,) = problems(text)
-    assert message.startswith("f.yml:1:1: is a file of ") and all(word in message for word in words), message
+    assert message.startswith("f.yml:1:1: this is a file of ") and all(word in message for word in words), message
 
 
 def test_all_problems_of_a_lora_come_at_once() -> None:

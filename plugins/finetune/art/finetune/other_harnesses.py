@@ -93,7 +93,7 @@ def remedy(tree: Mapping[str, Any]) -> str:
     """What to do instead of `art finetune` with a file of another harness."""
     model = tree.get("base_model") or tree.get("model_name_or_path") or "NAME"
     return (
-        f"is a file of {whose(tree)}. `art finetune` trains an agent with rewards: art finetune agent.py:answer --dataset FILE --reward "
+        f"this is a file of {whose(tree)}. `art finetune` trains an agent with rewards: art finetune agent.py:answer --dataset FILE --reward "
         f"agent.py:score --base_model {model} needs no file, docs/finetune.md has the names of other harnesses, and "
         "docs/howto/sft.md trains on examples"
     )
