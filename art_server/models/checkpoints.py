@@ -348,6 +348,7 @@ def list_checkpoints(model: RegisteredModel) -> CheckpointList:
                     metrics=values[step],
                     size_bytes=files.folder_size(folder.checkpoint_dir(step)),
                     unchanged=record.unchanged,
+                    optimizer_steps=record.optimizer_steps,
                     is_serving=step == model.step,
                     is_best=step == best,
                 )

@@ -483,13 +483,19 @@ def check_lora(known: LoRAConfig, requested: LoRAConfig | None, model_id: str) -
     Raises:
         Conflict: the model's checkpoints have another shape.
     """
-    if requested is not None and requested != known:
+    if requested is not None and _shape(requested) != _shape(known):
         raise Conflict(
             f"model '{model_id}' has a LoRA of {known.model_dump()}; it cannot be changed to {requested.model_dump()}: "
             "register another name",
             code="lora_differs",
             param="lora",
         )
+
+
+def _shape(lora: LoRAConfig) -> tuple[int, float, frozenset[str] | None]:
+    """What decides an adapter's shape: the order of the layers does not."""
+    modules = lora.target_modules
+    return lora.rank, lora.alpha, None if modules is None else frozenset(modules)
 
 
 def check_rank(lora: LoRAConfig, maximum: int) -> None:

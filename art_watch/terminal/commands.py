@@ -90,7 +90,9 @@ def _add_show(show: argparse.ArgumentParser) -> None:
 
 def _add_plot(plot: argparse.ArgumentParser) -> None:
     plot.add_argument("models", nargs="+", metavar="MODEL", help=MODEL)
-    plot.add_argument("--metric", metavar="NAME,NAME", help="default: train/reward,val/reward, where they exist")
+    plot.add_argument(
+        "--metric", metavar="NAME,NAME", help="default: train/reward (loss/train without rewards), val/reward"
+    )
 
 
 def integer(lowest: int, highest: int | None = None) -> Callable[[str], int]:

@@ -137,7 +137,8 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
 
 def _add_flag(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
     """A flag with underscores, as the toolkit has it, or hyphens."""
-    parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, **options)
+    spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+    parser.add_argument(*spellings, dest=name, **options)
 
 
 def run_finetune(flags: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -32,6 +33,15 @@ def test_without_its_packages_the_extra_is_named() -> None:
     code = MISSING + "from art_watch.terminal.cli import main; main(['finetune', 'x.yml'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "'.[finetune]'" in done.stderr
+
+
+def test_the_help_names_each_flag_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("finetune", "--help")
+    spellings = re.findall(r"^  (?:-\w [A-Z ]+, )?(--.*?)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
+    flags = [re.findall(r"--[\w-]+", spelling) for spelling in spellings]
+    assert ["--dataset"] in flags and ["--output_dir", "--output-dir"] in flags
+    assert all(len(set(names)) == len(names) for names in flags)
 
 
 @pytest.fixture(scope="module")

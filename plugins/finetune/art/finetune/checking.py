@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, cast
 
 from pydantic import BaseModel, ValidationError
 
-from art.finetune import components
+from art.finetune import components, other_harnesses
 from art.finetune.components import BUILT_IN, Kind, Toolkit
 from art.finetune.errors import WrongInput
 from art.finetune.masking import is_secret
@@ -49,6 +49,8 @@ def check(document: Document, toolkit: Toolkit | None = None) -> Config:
         WrongInput: all problems, each with its location, in the order of the file. Problems of overrides come last.
     """
     tree, problems = document.tree, list(document.problems)
+    if other_harnesses.whose(tree):
+        raise WrongInput([str(Problem(document.location_of(()), (), other_harnesses.remedy(tree)))])
     config, wrong = _validated(tree)
     seen = {problem.path for problem in problems}
     rules = (_components(tree, toolkit), _misspelt(tree), _names(tree), _rulers(tree), _batches(tree), _policies(tree))
@@ -114,13 +116,19 @@ def _validated(tree: dict[str, Any]) -> tuple[Config | None, list[tuple[KeyPath,
     for path, errors in by_path.items():
         if errors[0]["type"] == "extra_forbidden":
             names = _keys_of(path[:-1])
-            wrong.append((path, f"unknown key: {hint(str(path[-1]), names)}"))
+            wrong.append((path, f"unknown key: {_meant(str(path[-1]), names)}"))
             # A misspelt key is one problem: the right key is not reported as missing too.
             meant.add((*path[:-1], nearest(str(path[-1]), names) or ""))
         # For a union with a list, the error inside the list says more than the errors about the other types of the union.
         elif not any(inner != path and inner[: len(path)] == path for inner in by_path):
             wrong.append((path, _sentence(path, errors)))
     return None, [(path, text) for path, text in wrong if path not in meant]
+
+
+def _meant(key: str, names: list[str]) -> str:
+    """The end of a sentence about an unknown key: where another harness's name is in our file, or the nearest of the names."""
+    elsewhere = other_harnesses.FILE_NAMES.get(key)
+    return f"here it is {elsewhere}" if elsewhere else hint(key, names)
 
 
 def _path_of(loc: tuple[str | int, ...], tree: Any, *, is_missing: bool) -> KeyPath:
@@ -225,14 +233,18 @@ def _command(command: Any) -> Wrong:
 
 
 def _misspelt(tree: Any) -> Wrong:
-    """Misspelt names of our fields, in sections that accept all fields of the toolkit."""
+    """Misspelt names of our fields, and names of other harnesses, in sections that accept all fields of the toolkit."""
     for name in _section(tree, "trainer_adapters"):
         for section, model in (("training",), Training), (("backend", "init_args"), InitArgs):
             path = ("trainer_adapters", name, *section)
             for key in _section(tree, *path):
                 near = nearest(key, model.model_fields, MISSPELT)
+                known = {*model.model_fields, *other_harnesses.WITHOUT_EFFECT}
+                elsewhere = other_harnesses.of_training(key) if model is Training and key not in known else None
                 if near not in (None, key):
                     yield (*path, key), f"unknown key: did you mean {near!r}?"
+                elif elsewhere:
+                    yield (*path, key), f"unknown key: here it is {elsewhere}"
 
 
 def _names(tree: Any) -> Wrong:

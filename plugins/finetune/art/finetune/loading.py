@@ -50,7 +50,8 @@ def load(checked_file: CheckedFile, backend: art.Backend) -> Loaded:
 
 
 def _train_config(config: Config, num_rows: int) -> art.TrainConfig:
-    """The configuration of each train call. A cosine without `schedule_steps` ends with the run."""
+    """The configuration of each train call. A cosine without `schedule_steps` ends with the run.
+    (`runs` adds where the schedule begins, which a server knows.)"""
     training, finetuning = config.adapter.training, config.finetuning
     fields = training.model_dump(include=set(art.TrainConfig.model_fields), exclude_unset=True)
     if config.builder.num_generations == 1 and not {"baseline", "scaling", "preset"} & fields.keys():

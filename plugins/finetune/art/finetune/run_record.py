@@ -147,6 +147,8 @@ class State(Asked):
     """The model's step before the unfinished batch; None: the batch has not begun."""
     is_submitted: bool = False
     """Whether the server may have a job of the unfinished batch."""
+    schedule_begins: int = 0
+    """The optimizer steps that the model had taken before the run."""
     num_failed_jobs: int = 0
     """The number of failed train jobs of the unfinished batch."""
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import art
 from art.contained import contained
-from art.finetune import checking, folder, loading, reading, stopping, toolkit
+from art.finetune import checking, folder, loading, other_harnesses, reading, stopping, toolkit
 from art.finetune.agent import Agent, Played, num_answers, reason_of
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
 from art.finetune.interfaces import CheckedFile, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rows import digest
+from art.finetune.run_record import State
 from art.finetune.scoring import Reward, evaluator_of
 from art.finetune.sections import Config
 from art.finetune.workflows import of_command, of_function, unused_llm_fields
@@ -46,7 +47,7 @@ def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
     """
     checked_file = checked(file, overrides)
     if ignored := checking.without_effect(checked_file.config):
-        say(f"without effect here: {', '.join(ignored)}")
+        say(f"without effect here: {', '.join(map(other_harnesses.with_remedy, ignored))}")
     return checked_file
 
 
@@ -200,8 +201,10 @@ async def run(
                 is_new = not output.state.epochs and output.state.step is None
                 if is_new and (step := await connection.model.get_step()):
                     say(f"{name} exists: it is trained further from step {step}")
+                    output.save(schedule_begins=await _num_optimizer_steps(connection.model))
                 seed = output.state.seed if finetuning.seed is None else finetuning.seed
                 run, code = Run(**vars(connection), folder=output, seed=seed), connection.code
+                run = replace(run, train_config=_of_run(run.train_config, output.state))
                 builder, adapter = (
                     code.trajectory_builder(config.builder, run),
                     code.trainer_adapter(config.adapter, run),
@@ -212,6 +215,18 @@ async def run(
                 if best := await stopping.best_step(run.model, output.state.validations):
                     say(best)
                 return statuses
+
+
+async def _num_optimizer_steps(model: art.TrainableModel) -> int:
+    """The optimizer steps of the newest checkpoint; 0 for the checkpoint of another program."""
+    return (await model.checkpoints())[-1].optimizer_steps or 0
+
+
+def _of_run(config: art.TrainConfig, state: State) -> art.TrainConfig:
+    """The configuration with warm-up and schedule from the run's beginning, unless the file says where they begin."""
+    if not state.schedule_begins or "schedule_begins" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"schedule_begins": state.schedule_begins})
 
 
 def _scoring_of_validations(config: Config) -> Any:

@@ -249,6 +249,13 @@ class LoRA(art.LoRAConfig):
         """Raises pydantic's errors, of which each has the location of a value in the file."""
         BaseModel.__init__(self, **fields)
 
+    @classmethod
+    def _accepted(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Leaves unknown fields to pydantic, which has an error for each."""
+        known = {*cls.model_fields, *cls._renamed, *(cls._left_out or ())}
+        unknown = {name: value for name, value in fields.items() if name not in known}
+        return super()._accepted({name: fields[name] for name in fields if name in known}) | unknown
+
 
 class BackendSection(Section):
     ip: str | None = None

@@ -257,7 +257,8 @@ class ArtTrainer(Part):
             row = validation_row(position, evaluation)
         report_lost(run)
         run.folder.save(validations=[*run.folder.state.validations, row])
-        say(f"validation before {run.batches.title(number)}: {row.error or f'reward {row.avg_reward:.4f}'}")
+        when = f"after {run.batches.title(number - 1)}" if number else f"before {run.batches.title(0)}"
+        say(f"validation {when}: {row.error or f'reward {row.avg_reward:.4f}'}")
 
 
 class ArtTrainerAdapter(Part):
