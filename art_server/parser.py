@@ -4,12 +4,15 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Never
 
 
 class Parser(argparse.ArgumentParser):
     """argparse's parser, which prints no usage before an error."""
+
+    other_flags: Mapping[str, str] = {}
+    """Flags of other programs, with what they are here."""
 
     def error(self, message: str) -> Never:
         """Ends the process with status 2 and one line."""
@@ -31,7 +34,8 @@ class Parser(argparse.ArgumentParser):
     def _check_flag(self, word: str) -> None:
         known = self._option_string_actions
         if word.startswith("--") and not any(flag.startswith(word) for flag in known):
-            self.error(f"there is no flag {word}{_did_you_mean(word, known)}")
+            other = self.other_flags.get(word)
+            self.error(f"there is no flag {word}{f': here it is {other}' if other else _did_you_mean(word, known)}")
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -31,7 +31,9 @@ def build_train_request(
     """
     groups = list(groups)
     if not groups:
-        raise ValueError("there is nothing to train on: no groups were given")
+        raise ValueError(
+            "there is nothing to train on: no groups were given; pass those of art.gather_trajectory_groups"
+        )
     for index, group in enumerate(groups):
         if not isinstance(group, TrajectoryGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(

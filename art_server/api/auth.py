@@ -69,7 +69,8 @@ class Caller:
         """
         if self.projects is not None and project not in self.projects:
             raise Forbidden(
-                f"this key does not cover project '{project[:128]}'",
+                f"this key does not cover project '{project[:128]}': use one of its own projects, or ask the server's owner for "
+                "another key",
                 code="forbidden",
                 param="project",
             )
@@ -175,7 +176,9 @@ class Authentication:
             return caller
         key = self._find(presented)
         if needed not in key.scopes and not is_open(path):
-            raise Forbidden(f"this key lacks the scope '{needed}'", code="forbidden")
+            raise Forbidden(
+                f"this key lacks the scope '{needed}': ask the server's owner for one with this scope", code="forbidden"
+            )
         return Caller(key.owner, key.projects)
 
     def _find_model(self, presented: str) -> Caller | None:

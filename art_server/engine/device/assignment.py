@@ -28,7 +28,7 @@ def check_flags(config: ServerConfig) -> None:
     if bool(config.serve_devices) != bool(config.train_devices):
         raise UsageError("--serve-devices and --train-devices go together: give both or none")
     if both := set(config.serve_devices) & set(config.train_devices):
-        raise UsageError(f"device {min(both)} is in both --serve-devices and --train-devices")
+        raise UsageError(f"device {min(both)} is in both --serve-devices and --train-devices: name it in one of them")
     if config.gangs > 1 and not config.train_devices:
         raise UsageError(
             f"--gangs {config.gangs}: several jobs train at a time on devices of the trainer's own; add --serve-devices and "

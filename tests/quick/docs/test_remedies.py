@@ -35,6 +35,7 @@ OTHERS_FLAGS = {
     "--gpus": "docker",
     "--head": "ray",
     "--lora-target-modules": "vLLM",
+    "--max-model-len": "vLLM",
     "--no-deps": "pip",
     "--tool-call-parser": "vLLM",
 }
