@@ -42,8 +42,10 @@ def _sentence(kind: type[Strict], error: ValidationError, fields: Mapping[str, A
         if problem["type"] == "missing":
             reasons[name] = f"{name} is missing: pass {name}=..., {allowed(field)}"
         elif isinstance(value, dict) and key in value:
-            (_, annotation) = typing.get_args(field.annotation)
-            reasons[name] = f"{name}[{key!r}] is {Short(value[key])!r}: it must be {_either(_values(annotation, ()))}"
+            what = problem["msg"]
+            if typing.get_origin(field.annotation) is dict:
+                what = f"it must be {_either(_values(typing.get_args(field.annotation)[1], ()))}"
+            reasons[name] = f"{name}[{key!r}] is {Short(value[key])!r}: {what}"
         else:
             reasons[name] = f"{name} is {Short(value)!r}: it must be {allowed(field)}"
     text = "; ".join(reasons.values())

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeAlias, cast
 
-from pydantic import ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
 
 from art import sft
 from art.errors import ArtStatusError
@@ -110,7 +110,7 @@ def check_backend(backend: object) -> None:
     if isinstance(backend, str):
         raise TypeError(f"register got the text {backend!r}, not a backend: write `art.Backend({backend!r})`")
     if isinstance(backend, type):
-        raise TypeError(f"register got the class {backend.__name__}, not a backend: write `art.{backend.__name__}()`")
+        raise TypeError(f"register got the class {backend.__name__}, not a backend: write {backend.__name__}()")
 
 
 def _check_step(step: object) -> None:
@@ -139,9 +139,9 @@ class Model(Displayed, Configuration, Generic[ConfigT]):
 
     @field_validator("name", "project")
     @classmethod
-    def _check_name(cls, name: str) -> str:
+    def _check_name(cls, name: str, info: ValidationInfo) -> str:
         if not re.fullmatch(NAME_PATTERN, name):
-            raise ValueError(f"name {name!r} becomes a folder: {NAME_RULE}")
+            raise ValueError(f"{info.field_name} {name!r} becomes a folder: {NAME_RULE}")
         return name
 
     @field_validator("inference_api_key")
@@ -243,8 +243,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
     @field_validator("run_name")
     @classmethod
-    def _check_run_name(cls, name: str | None) -> str | None:
-        return None if name is None else cls._check_name(name)
+    def _check_run_name(cls, name: str | None, info: ValidationInfo) -> str | None:
+        return None if name is None else cls._check_name(name, info)
 
     @property
     def _storage_name(self) -> str:
