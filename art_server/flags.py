@@ -146,7 +146,9 @@ def read_keys(flags: Sequence[str], file: Path | None, variable: str | None) -> 
     try:
         lines = file.read_text().splitlines()
     except OSError as error:
-        raise UsageError(f"--api-key-file {file} cannot be read: {error.strerror}") from error
+        raise UsageError(
+            f"--api-key-file {file} cannot be read ({error.strerror}): name a file with lines of the form {KEY_LINE}"
+        ) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--api-key-file {file} is not a text file") from error
     for number, line in enumerate(lines, start=1):

@@ -77,7 +77,9 @@ def _encode(
             dumped = group.model_dump(mode="json", warnings=False, context={REDUCE: reduce})
             lines.append(_line(TrajectoryGroupBody, dumped, path))
         except (PydanticSerializationError, OverflowError) as error:
-            raise ValueError(f"{_invalid_path(group, path)}: {error}") from error
+            raise ValueError(
+                f"{_invalid_path(group, path)} cannot be JSON ({error}): use texts, numbers, lists and dictionaries"
+            ) from None
     return b"\n".join(lines)
 
 

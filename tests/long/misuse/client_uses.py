@@ -131,8 +131,8 @@ TRAJECTORIES = [
     with_model(
         "metadata that JSON cannot hold",
         GROUPS + "groups[0].trajectories[0].metadata['tool'] = object()\nawait model.train(groups)",
-        r"groups\[0\]\.trajectories\[0\]\.metadata",
-        "JSON",
+        r"groups\[0\]\.trajectories\[0\]\.metadata cannot be JSON",
+        "use texts, numbers, lists and dictionaries",
         GROUPS + "groups[0].trajectories[0].metadata['tool'] = 'search'\nawait model.train(groups)",
     ),
     with_model(
@@ -181,11 +181,11 @@ ROLLOUTS = [
     ),
     with_model(
         "time.sleep in an asynchronous rollout",
-        "import time\nasync def slow():\n    time.sleep(2)\n    return await rollout(model)\n"
+        "import time\nasync def slow():\n    time.sleep(4)\n    return await rollout(model)\n"
         "await art.gather_trajectories([slow()])",
         r"program.py, line \d+ blocked the event loop",
         "`asyncio.sleep`",
-        "async def slow():\n    await asyncio.sleep(2)\n    return await rollout(model)\nawait art.gather_trajectories([slow()])",
+        "async def slow():\n    await asyncio.sleep(4)\n    return await rollout(model)\nawait art.gather_trajectories([slow()])",
         is_warning=True,
     ),
     with_model(

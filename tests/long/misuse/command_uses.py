@@ -34,8 +34,8 @@ STARTS = [
     server(
         "vLLM's command `serve`",
         "serve art/tiny",
-        "serve",
-        "--base-model",
+        "'serve' is no flag",
+        "`art-server --base-model NAME` serves a base model",
         "",
     ),
     Use(
@@ -71,7 +71,7 @@ STARTS = [
     Use(
         "a file as the server's folder",
         "art-server --path text.bin --port 0",
-        "--path text.bin",
+        "--path: text.bin cannot be made or used",
         "name a folder in which this user may write",
         "art-server --path folder --port 0 --inference-port 0",
         files=HOST_KEY,
@@ -88,16 +88,16 @@ STARTS = [
     server(
         "a chat template that does not exist",
         "--chat-template chat.jinja",
-        "--chat-template: chat.jinja cannot be read: No such file",
-        "a file with a chat template|name",
+        r"--chat-template: chat.jinja cannot be read \(No such file or directory\)",
+        "name a file with a Jinja template",
         "--chat-template template.jinja",
         {"template.jinja": "{{ messages }}"},
     ),
     server(
         "a file of keys that does not exist",
         "--api-key-file missing",
-        "--api-key-file missing cannot be read: No such file",
-        "write .*KEY",
+        r"--api-key-file missing cannot be read \(No such file or directory\)",
+        "name a file with lines of the form KEY",
         "--api-key-file keys",
         HOST_KEY,
     ),
@@ -133,9 +133,18 @@ STARTS = [
     server(
         "a share without a weight",
         "--share team-a",
-        "--share team-a",
-        "write PROJECT=WEIGHT with a number above 0, such as team-a=2",
-        "--share team-a=2",
+        "--share team-a: write",
+        "PROJECT=WEIGHT with a number above 0, such as team-a=2",
+        "--share team-a=2 --api-key-file keys",
+        {"keys": "secret infer,train team-a\n"},
+    ),
+    server(
+        "a share of a project that is not there",
+        "--share team-b=2",
+        "--share team-b: there is no such project here",
+        "register a model in it first, or name it in the line of a key",
+        "--share team-b=2 --api-key-file keys",
+        {"keys": "secret infer,train team-b\n"},
     ),
     server(
         "no engine at all",
@@ -163,7 +172,7 @@ STARTS = [
         "one device for engine and trainer",
         "--train-devices 0 --serve-devices 0",
         "device 0 is in both --serve-devices and --train-devices",
-        "leave both out|give",
+        "name it in one of them",
         "--train-devices 1 --serve-devices 0",
     ),
     server(

@@ -67,9 +67,10 @@ def render(measured: Iterable[Measured]) -> str:
     for kind, uses in KINDS.items():
         text += f"\n## {kind}\n\n| wrong | lines | what is said |\n|---|---|---|\n"
         for row in (by_name[use.name] for use in uses if use.name in by_name):
-            text += f"| {_cell(row.name)} | {row.num_lines} | {_cell(row.said)} |\n"
+            text += f"| {cell(row.name)} | {row.num_lines} | {cell(row.said)} |\n"
     return text
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """The text in a cell of a Markdown table."""
     return re.sub(r"([|<\[\]*_])", r"\\\1", text)
