@@ -218,8 +218,8 @@ STARTS = [
     server(
         "Unsloth without a GPU",
         "--trainer unsloth --base-model art/tiny",
-        "unsloth",
-        "--trainer peft",
+        "Unsloth trains on a GPU, and this machine has none",
+        "use --trainer peft",
         "--trainer peft",
     ),
     server(

@@ -108,6 +108,13 @@ async def test_what_is_no_step_cannot_be_gone_back_to(model: art.TrainableModel,
         await model.rollback(step)
 
 
+async def test_what_json_cannot_hold_is_named(model: art.TrainableModel, groups: list[art.TrajectoryGroup]) -> None:
+    groups[0].trajectories[0].metadata["tool"] = object()
+    said = r"groups\[0\].trajectories\[0\].metadata cannot be JSON .*: use texts, numbers, lists and dictionaries"
+    with pytest.raises(ValueError, match=said):
+        await model.train(groups)
+
+
 async def test_a_row_is_no_trajectory(model: art.TrainableModel) -> None:
     rows: Any = [{"messages": []}]
     with pytest.raises(TypeError, match=r"trajectories\[0\] is a dict, not art.Trajectory: write `art.Trajectory\("):
