@@ -56,7 +56,7 @@ def make_parser() -> Parser:
         epilog="`art-server host` offers another machine's devices to a server:\n`art-server host --help`",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.other_flags = OTHER_FLAGS
+    parser.other_words = OTHER_FLAGS
     parser.add_argument("--version", action="version", version=__version__)
     for title, names in GROUPS.items():
         group = parser.add_argument_group(title)

@@ -18,6 +18,7 @@ REQUEST = "an argument of the request that samples, such as `max_tokens`"
 MEMORY = "nothing that is set: the server divides a step by its memory. `batch_size` is in groups"
 LOOP = "the loop of the program: each `model.train` makes one step"
 SERVER = "a flag of art-server"
+LORA = "`art.TrainableModel(lora=art.LoRAConfig(...))`"
 
 OTHER_NAMES: Mapping[str, str] = {
     name: ours
@@ -49,7 +50,7 @@ OTHER_NAMES: Mapping[str, str] = {
         LOOP: "num_train_epochs num_epochs total_epochs max_steps total_training_steps",
         "the rollout's own code, which sets `reward`": "reward_funcs reward_weights reward_function",
         "fixed: AdamW without weight decay": "weight_decay optim optimizer adam_beta1 adam_beta2 adam_epsilon",
-        "`art.TrainableModel(lora=art.LoRAConfig(...))`": "r lora_r lora_alpha lora_dropout lora_rank peft_config target_modules",
+        LORA: "r lora_r lora_alpha lora_dropout lora_rank peft_config target_modules",
         SERVER: "max_seq_length load_in_4bit fast_inference use_vllm vllm_mode vllm_gpu_memory_utilization dtype bf16 fp16",
     }.items()
     for name in names.split()

@@ -164,6 +164,8 @@ class Authentication:
             needed = "infer"
         elif path.startswith(HOSTS):
             needed = "host"
+            if not self._keys.can(needed):
+                raise NotFound("this server takes no hosts: no key has the scope 'host'", code="unknown_route")
         if not self._keys.are_needed(needed):
             self._refuse_web_pages(headers)
             return ANYONE

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from art.finetune.checking import check, policy_llm, without_effect
+from art.finetune.checking import check, policy_llm, with_meant, without_effect
 from art.finetune.components import Kind
 from art.finetune.errors import WrongInput
 from art.finetune.reading import of_dict, read
@@ -171,7 +171,7 @@ learning_rate: 1e-5 | batch_size: 4\n      mini_batches: 2 | 28:5: trainer_adapt
       name: agent\n |       port: 70000\n | 26:7: trainer_adapters.adapter.backend.port | equal to 65535
       name: agent\n |       port: 70\n | 25:5: trainer_adapters.adapter.backend | ip is missing
       name: agent\n |       name: agent\n      url: http://a:1\n      ip: b\n | 25:5: trainer_adapters.adapter.backend | in place of ip and port
-      name: agent\n |       name: agent\n      url: a:7623\n | 27:7: trainer_adapters.adapter.backend.url | https?
+      name: agent\n |       name: agent\n      url: a:7623\n | 27:7: trainer_adapters.adapter.backend.url | must begin with http
     dataset:\n      _type: jsonl\n      file_path: train.jsonl\n |  | 8:3: eval.general.dataset | is missing
       file_path: train.jsonl\n |  | 10:5: eval.general.dataset | file_path is missing
 _type: jsonl | _type: custom | 10:5: eval.general.dataset | function is missing
@@ -334,6 +334,13 @@ def test_fields_without_effect_are_listed() -> None:
     assert "general" not in without_effect(
         config_of(text.replace("agent.py:answer", "react_agent"), toolkit=fake_toolkit)
     )
+
+
+def test_names_of_other_libraries_have_what_they_are_here() -> None:
+    path = "trainer_adapters.adapter.training"
+    assert with_meant(f"{path}.lora_r") == f"{path}.lora_r (here it is `lora` of the adapter's `backend`)"
+    assert with_meant(f"{path}.kl_coef") == f"{path}.kl_coef (here it is `beta`)"
+    assert with_meant(f"{path}.save_steps") == f"{path}.save_steps"
 
 
 def test_nvidias_fields_that_are_like_ours_are_no_misspelt_ones() -> None:

@@ -61,6 +61,8 @@ plain = partial(Use, template=PLAIN)
 
 GROUPS = """groups = await art.gather_trajectory_groups([art.TrajectoryGroup(rollout(model) for _ in range(4))])
 """
+SFT = """await model.train_sft([art.Trajectory(messages_and_choices=[QUESTION, {"role": "assistant", "content": "yes"}])])
+"""
 SUMS = """groups = [art.TrajectoryGroup([await rollout(model) for _ in range(4)])]
 """
 
@@ -385,7 +387,7 @@ REGISTERING = [
         "the class in place of a backend",
         "await model.register(art.Backend)",
         "register got the class Backend, not a backend",
-        r"art.Backend\(\)",
+        r"write Backend\(\)",
         "await model.register(art.Backend())",
     ),
     without_register(
@@ -477,7 +479,7 @@ REGISTERING = [
         "from pathlib import Path\nmodel.name = 'other'\nmodel.base_model = str(Path('small').absolute())\n"
         "await model.register(backend)",
         "is not the one that this server has loaded",
-        "separate server|register it with|another server",
+        "register with base_model='art/tiny', or start another art-server",
         "model.name = 'other'\nmodel.base_model = 'art/tiny'\nawait model.register(backend)",
         files={
             "small/config.json": '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, '
@@ -745,15 +747,15 @@ STEPS = [
     with_model(
         "steps to keep that do not exist",
         "await model.delete_checkpoints(keep=[999])",
-        "999",
+        "keep names no step of",
         "Nothing was deleted; name one of these",
         "await model.delete_checkpoints(keep=[await model.get_step()])",
     ),
     with_model(
         "a metric that the history does not have",
-        "await model.delete_checkpoints('val/accuracy')",
+        3 * SFT + "await model.delete_checkpoints('val/accuracy')",
         "the history has no val/accuracy",
-        "log|name another",
+        "log this metric, or name another one",
         "await model.log(metrics={'val/accuracy': 1.0})\nawait model.delete_checkpoints('val/accuracy')",
         is_warning=True,
     ),
@@ -787,11 +789,11 @@ STEPS = [
     ),
     with_model(
         "an evaluation by another variable than the copy",
-        "async def outer(_, scenario):\n    return await rollout(model)\nawait art.evaluate(model, outer, [1], step=0)",
+        SFT
+        + "async def outer(_, scenario):\n    return await rollout(model)\nawait art.evaluate(model, outer, [1], step=0)",
         "a rollout sampled from uses/agent@",
         "use the model that the rollout gets",
         "async def inner(model, scenario):\n    return await rollout(model)\nawait art.evaluate(model, inner, [1], step=0)",
-        # the wrong rollout samples from the newest step, which has to be another one than 0
     ),
     with_model(
         "a split with a slash",
@@ -860,8 +862,8 @@ STEPS = [
     without_register(
         "a file as the local server's folder",
         "async with art.LocalBackend(path='program.py'):\n    pass",
-        "program.py.*(no folder|Not a directory|File exists)",
-        "folder",
+        r"path .*program.py cannot be made or used \(Not a directory\)",
+        "pass a folder in which this user may write",
         "async with art.LocalBackend(path='art'):\n    pass",
     ),
 ]

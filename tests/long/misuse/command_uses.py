@@ -299,7 +299,13 @@ PEFT = '{"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16
 
 LOOKS = [
     Use("a command is misspelt", "art statuss", "invalid choice: 'statuss'", "did you mean status", "art status"),
-    Use("a command of others", "art train config.yml", "invalid choice: 'train'", "finetune", "art finetune --help"),
+    Use(
+        "a command of others",
+        "art train config.yml",
+        "invalid choice: 'train'",
+        "here it is finetune",
+        "art finetune --schema > schema.json",
+    ),
     Use(
         "a server's address without http",
         "art status --url 127.0.0.1:7623",
@@ -434,7 +440,7 @@ TRANSFERS = [
     Use(
         "an export of a model that is not there",
         'art export tests/kpet out --url "$ART_SERVER_URL"',
-        "'tests/kpet' is no model",
+        "'kpet' is no model",
         "Write PROJECT/NAME",
         f'art export {KEPT} out --url "$ART_SERVER_URL"',
     ),

@@ -6,6 +6,7 @@ from tests.long.misuse.use import Use
 
 AGENT = """
 import os
+import random
 
 from openai import AsyncOpenAI
 
@@ -32,6 +33,10 @@ def score(row, output):
 
 def forgetful(row, output):
     row["answer"] in output.lower()
+
+
+def drawn(row, output):
+    return random.random()
 
 
 def broken(row, output):
@@ -79,6 +84,9 @@ finetuning:
 FILES = {"agent.py": AGENT, "rows.jsonl": ROWS, "run.yml": FILE}
 FUNCTION = "art finetune agent.py:answer"
 DATA = "--dataset rows.jsonl --reward agent.py:score --base_model art/tiny"
+DRAWN = "-o eval.evaluators.reward._type agent.py:drawn"
+"""A reward with which each group has a signal."""
+AT_RATE = f"art finetune run.yml {DRAWN} -o trainer_adapters.adapter.training.learning_rate"
 CHECK = "art finetune run.yml --check"
 
 
@@ -86,15 +94,24 @@ def use(name: str, wrong: str, cause: str, remedy: str, mended: str, files: Mapp
     return Use(name, wrong, cause, remedy, mended, files={**FILES, **(files or {})})
 
 
-def in_file(name: str, line: str, wrong: str, cause: str, remedy: str, mended: str = "") -> Use:
+def in_file(
+    name: str, line: str, wrong: str, cause: str, remedy: str, mended: str = "", *, is_warning: bool = False
+) -> Use:
     """A use with another line in the file; without `mended` the line itself is the mended form."""
-    files = {"wrong.yml": FILE.replace(line, wrong), "mended.yml": FILE.replace(line, mended or line)}
+    files = {**FILES, "wrong.yml": FILE.replace(line, wrong), "mended.yml": FILE.replace(line, mended or line)}
     assert files["wrong.yml"] != FILE, line
-    return use(name, "art finetune wrong.yml --check", cause, remedy, "art finetune mended.yml --check", files)
+    commands = ("art finetune wrong.yml --check", "art finetune mended.yml --check")
+    return Use(name, commands[0], cause, remedy, commands[1], files=files, is_warning=is_warning)
 
 
 FUNCTIONS = [
-    use("a file that is not there", "art finetune runn.yml --check", "runn.yml", "No such file|did you mean", CHECK),
+    use(
+        "a file that is not there",
+        "art finetune runn.yml --check",
+        "no such file: .*runn.yml",
+        "did you mean 'run.yml'",
+        CHECK,
+    ),
     use("no file at all", "art finetune", "give one file", r"art finetune agent.py:function --dataset FILE", CHECK),
     use(
         "a function that is not there",
@@ -185,7 +202,7 @@ FUNCTIONS = [
         "a reward that fails",
         f"{FUNCTION} --dataset rows.jsonl --base_model art/tiny --reward agent.py:broken --check",
         "KeyError: 'anwser'",
-        r"agent.py:\d+|line \d+|columns",
+        r"\(agent.py:\d+\)",
         f"{FUNCTION} {DATA} --check",
     ),
     use(
@@ -201,8 +218,8 @@ DATA_SETS = [
     use(
         "data that are not there",
         f"{FUNCTION} --dataset row.jsonl --reward agent.py:score --base_model art/tiny --check",
-        "row.jsonl",
-        "No such file|did you mean",
+        "no such file: .*row.jsonl",
+        "did you mean 'rows.jsonl'",
         f"{FUNCTION} {DATA} --check",
     ),
     use(
@@ -262,8 +279,8 @@ DATA_SETS = [
     use(
         "no rows",
         f"{FUNCTION} --dataset empty.jsonl --reward agent.py:score --base_model art/tiny --check",
-        "empty.jsonl.*(no rows|empty)",
-        "add|write",
+        "empty.jsonl: has no rows",
+        "a row is an object with columns, such as",
         f"{FUNCTION} {DATA} --check",
         {"empty.jsonl": ""},
     ),
@@ -301,8 +318,8 @@ DATA_SETS = [
     use(
         "no rows by a limit",
         f"{CHECK} --limit 0",
-        "limit must be at least 1, not 0",
-        "at least 1",
+        "--limit: must be .*, not the number 0",
+        "greater than or equal to 1",
         f"{CHECK} --limit 1",
     ),
     use(
@@ -333,7 +350,7 @@ FILES_OF_RUNS = [
     in_file(
         "YAML with a tab", "  enabled: true\n", "\tenabled: true\n", r"wrong.yml:\d+:\d+", "look at indentation|tab"
     ),
-    in_file("finetuning that is not enabled", "  enabled: true\n", "", "finetuning.enabled", "set .*true|true"),
+    in_file("finetuning that is not enabled", "  enabled: true\n", "", "finetuning.enabled: is missing", "add it"),
     in_file(
         "a part that the file does not have", "  trainer: trainer\n", "  trainer: grpo\n", "has no 'grpo'", "trainer"
     ),
@@ -379,9 +396,10 @@ FILES_OF_RUNS = [
         "axolotl's name of the rank",
         "    backend:\n",
         "    training: {lora_r: 16}\n    backend:\n",
-        "lora_r",
-        "backend.lora|LoRAConfig",
+        "without effect here: trainer_adapters.adapter.training.lora_r",
+        "here it is `lora` of the adapter's `backend`",
         "    backend:\n      lora: {rank: 8}\n",
+        is_warning=True,
     ),
     in_file(
         "a patience without validations",
@@ -402,8 +420,8 @@ FILES_OF_RUNS = [
         "an address without http in the file",
         "name: finetuned\n",
         "name: finetuned\n      url: 127.0.0.1:7623\n",
-        "127.0.0.1:7623",
-        "http://",
+        "not the text '127.0.0.1:7623'",
+        "must begin with http://",
     ),
     use(
         "an axolotl file",
@@ -422,7 +440,7 @@ FILES_OF_RUNS = [
     ),
     use(
         "a file as output folder",
-        f"{CHECK} -o finetuning.output_dir rows.jsonl",
+        "art finetune run.yml -o finetuning.output_dir rows.jsonl",
         "finetuning.output_dir: .*rows.jsonl cannot be used",
         "name a folder that can be written",
         f"{CHECK} -o finetuning.output_dir new",
@@ -445,14 +463,14 @@ RUNS = [
         "art finetune run.yml --sweep learning_rate=1e-3",
         "--sweep learning_rate=1e-3",
         "give at least two values, such as learning_rate=1e-5,1e-4",
-        "art finetune run.yml --sweep learning_rate=1e-3,2e-3 -o finetuning.num_epochs 1 -o trainer_adapters.adapter.backend.name swept",
+        "art finetune run.yml --sweep learning_rate=1e-3,2e-3 -o eval.evaluators.reward._type agent.py:drawn -o finetuning.num_epochs 1 -o trainer_adapters.adapter.backend.name swept",
     ),
     use(
         "a sweep of a field that is not there",
         "art finetune run.yml --sweep lr=1e-3,1e-4",
         "--sweep lr: no such field",
         "write a name of docs/train-config.md",
-        "art finetune run.yml --sweep passes=1,2 -o finetuning.num_epochs 1 -o trainer_adapters.adapter.backend.name swept-2",
+        "art finetune run.yml --sweep passes=1,2 -o eval.evaluators.reward._type agent.py:drawn -o finetuning.num_epochs 1 -o trainer_adapters.adapter.backend.name swept-2",
     ),
     use(
         "a sweep with --check",
@@ -463,11 +481,10 @@ RUNS = [
     ),
     use(
         "another learning rate in a folder that is used",
-        "RATE=trainer_adapters.adapter.training.learning_rate; art finetune run.yml -o $RATE 1e-3 2> first; "
-        "art finetune run.yml -o $RATE 1e-4",
+        f"{AT_RATE} 1e-3 2> first; {AT_RATE} 1e-4",
         "has a run with another configuration",
         "set another finetuning.output_dir, or add --fresh",
-        "RATE=trainer_adapters.adapter.training.learning_rate; art finetune run.yml -o $RATE 1e-4 --fresh",
+        f"{AT_RATE} 1e-4 --fresh",
     ),
     use(
         "an evaluation of a step that is not there by art eval",
@@ -479,7 +496,7 @@ RUNS = [
     use(
         "no repetitions",
         "art eval run.yml --reps 0",
-        "reps",
+        "--reps must be at least 1, not 0",
         "at least 1",
         "art eval run.yml --reps 1",
     ),
@@ -487,7 +504,7 @@ RUNS = [
         "a gate that the reward does not pass",
         "art eval run.yml --reps 4 --at_least 2",
         "the lower end of its interval, .* is below --at_least 2",
-        "more rows|The mean is not",
+        r"the lower end of its interval, -?[\d.]+",
         "art eval run.yml --reps 4 --at_least -9",
     ),
     use(
@@ -501,11 +518,11 @@ RUNS = [
     use(
         "a label that is a word",
         "art eval run.yml --labels labels.jsonl",
-        "label",
+        "has the label 'fine'",
         "a label is a number from 0 to 1, or yes or no",
         "art eval run.yml --labels mended.jsonl",
         {
-            "labels.jsonl": '{"question": "respond with yes", "answer": "yes", "output": "yes", "label": "good"}\n',
+            "labels.jsonl": '{"question": "respond with yes", "answer": "yes", "output": "yes", "label": "fine"}\n',
             "mended.jsonl": '{"question": "respond with yes", "answer": "yes", "output": "yes", "label": "yes"}\n',
         },
     ),

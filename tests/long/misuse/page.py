@@ -3,13 +3,13 @@
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from tests.long.misuse import client_uses, command_uses, finetune_uses, http_uses
 from tests.long.misuse.use import MAX_LINES, Ended, Use
 from tests.pages import ROOT
 
-PAGE = ROOT / "docs" / "wrong-uses.md"
+PAGE, RECORD = (ROOT / "docs" / f"wrong-uses.{kind}" for kind in ("md", "jsonl"))
 KINDS: Mapping[str, list[Use]] = {
     "Programs": client_uses.USES,
     "Requests": http_uses.USES,
@@ -58,6 +58,15 @@ def _message(line: str) -> str:
     if line.startswith('{"error"'):
         return str(json.loads(line)["error"]["message"])
     return line.strip()
+
+
+def write_page(measured: Iterable[Measured]) -> None:
+    """Writes the page, and its record. Uses that were not measured keep the row of the record."""
+    by_name = {row["name"]: Measured(**row) for row in map(json.loads, RECORD.open())} if RECORD.exists() else {}
+    by_name |= {row.name: row for row in measured}
+    rows = [by_name[use.name] for use in USES if use.name in by_name]
+    RECORD.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    PAGE.write_text(render(rows))
 
 
 def render(measured: Iterable[Measured]) -> str:

@@ -208,6 +208,7 @@ def test_words_of_vllm(words: list[str], said: str, capsys: pytest.CaptureFixtur
 
 def test_a_command_or_choice_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean status?" in sentence(capsys, cli.main, "statu")
+    assert "here it is finetune" in sentence(capsys, cli.main, "train", "run.yml")
     assert "did you mean bfloat16?" in sentence(capsys, main, "--dtype", "bfloat")
 
 

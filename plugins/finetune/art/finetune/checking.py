@@ -19,7 +19,8 @@ from art.finetune.components import BUILT_IN, Kind, Toolkit
 from art.finetune.errors import WrongInput
 from art.finetune.masking import is_secret
 from art.finetune.reading import Document, KeyPath, Problem, described, dotted, hint, nearest, typed
-from art.finetune.sections import TOOLKIT_SECTIONS, UNUSED, BackendSection, Config, InitArgs, Training
+from art.finetune.sections import TOOLKIT_SECTIONS, UNUSED, URL, BackendSection, Config, InitArgs, Training
+from art.unknown_fields import LORA, OTHER_NAMES
 
 Wrong: TypeAlias = Iterator[tuple[KeyPath, str]]
 """The paths of wrong values, each with what is wrong about the value."""
@@ -78,6 +79,14 @@ def without_effect(config: Config) -> list[str]:
         if ":" in component.type:  # a function of the user, which gets no fields
             ignored += [f"{name}.{key}" for key in component.fields()]
     return ignored
+
+
+def with_meant(name: str) -> str:
+    """The dotted name of a field without effect, and what a name of another library is here."""
+    meant = OTHER_NAMES.get(name.rpartition(".")[2])
+    if meant == LORA:
+        meant = "`lora` of the adapter's `backend`"
+    return name + (f" (here it is {meant})" if meant else "")
 
 
 def _unused(section: BaseModel, path: KeyPath) -> Iterator[KeyPath]:
@@ -141,6 +150,8 @@ def _sentence(path: KeyPath, errors: list[Any]) -> str:
     first = errors[0]
     if first["type"] == "missing":
         return "is missing: add it (docs/finetune.md has all fields)"
+    if first["type"] == "string_pattern_mismatch" and first["ctx"]["pattern"] == URL:
+        return f"must begin with http:// or https://, not {described(first['input'])}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     wanted = dict.fromkeys(
