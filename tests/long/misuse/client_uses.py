@@ -63,6 +63,7 @@ GROUPS = """groups = await art.gather_trajectory_groups([art.TrajectoryGroup(rol
 """
 SFT = """await model.train_sft([art.Trajectory(messages_and_choices=[QUESTION, {"role": "assistant", "content": "yes"}])])
 """
+FIRST = "first = (await model.checkpoints())[0].step\n"
 SUMS = """groups = [art.TrajectoryGroup([await rollout(model) for _ in range(4)])]
 """
 
@@ -789,11 +790,12 @@ STEPS = [
     ),
     with_model(
         "an evaluation by another variable than the copy",
-        SFT
-        + "async def outer(_, scenario):\n    return await rollout(model)\nawait art.evaluate(model, outer, [1], step=0)",
+        SFT + FIRST + "async def outer(_, scenario):\n    return await rollout(model)\n"
+        "await art.evaluate(model, outer, [1], step=first)",
         "a rollout sampled from uses/agent@",
         "use the model that the rollout gets",
-        "async def inner(model, scenario):\n    return await rollout(model)\nawait art.evaluate(model, inner, [1], step=0)",
+        SFT + FIRST + "async def inner(model, scenario):\n    return await rollout(model)\n"
+        "await art.evaluate(model, inner, [1], step=first)",
     ),
     with_model(
         "a split with a slash",

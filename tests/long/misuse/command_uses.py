@@ -36,7 +36,7 @@ STARTS = [
         "serve art/tiny",
         "'serve' is no flag",
         "`art-server --base-model NAME` serves a base model",
-        "",
+        "--base-model art/tiny",
     ),
     Use(
         "a port that is taken",
@@ -187,7 +187,7 @@ STARTS = [
         "--gangs 2",
         "--gangs 2: several jobs train at a time on devices of the trainer's own",
         "add --serve-devices and --train-devices",
-        "",
+        "--gangs 2 --serve-devices 0 --train-devices 1",
     ),
     server(
         "float32 and bfloat16 at once",
@@ -199,20 +199,22 @@ STARTS = [
     server(
         "one adapter in a batch", "--max-loras 1", "--max-loras: .*2", "greater than or equal to 2", "--max-loras 2"
     ),
-    server("a tracker that does not exist", "--tracker wandbb", "--tracker.*wandbb", "wandb", "--tracker otlp"),
     server(
-        "a base model that does not exist",
+        "a tracker of a server that does not exist", "--tracker wandbb", "--tracker.*wandbb", "wandb", "--tracker otlp"
+    ),
+    server(
+        "a base model of a server that does not exist",
         "--base-model ./qwen",
         r"base_model './qwen' cannot be loaded; tried: the folder ./qwen \(it does not exist\)",
         "Name a Hugging Face id that this server can reach, a folder on the server, 'art/tiny'",
-        "",
+        "--base-model art/tiny",
     ),
     server(
         "an adapter as base model",
         "--base-model ./lora",
         "lora.*(is an adapter|adapter_config.json)",
-        "art import",
-        "",
+        "name the base model .*`art import DIR",
+        "--base-model art/tiny",
         {"lora/adapter_config.json": '{"base_model_name_or_path": "art/tiny"}', "lora/adapter_model.safetensors": ""},
     ),
     server(
@@ -222,13 +224,6 @@ STARTS = [
         "use --trainer peft",
         "--trainer peft",
     ),
-    server(
-        "Ray at an address where nothing answers",
-        "--cluster 127.0.0.1:9",
-        "--cluster",
-        "start Ray|pip install",
-        "",
-    ),
 ]
 
 HOSTS = [
@@ -237,15 +232,18 @@ HOSTS = [
         "art-server host --join 127.0.0.1:7623 --token-file key --path host",
         "--join 127.0.0.1:7623",
         "write an address such as http://gpu-box:7623",
-        "art-server host --join http://127.0.0.1:9 --token-file key --path host --help",
+        HOST.replace("ART_SERVER_URL", "KEYED_URL"),
         files=HOST_KEY,
+        first_sign="joined http",
     ),
     Use(
         "a host without a key",
         'art-server host --join "$ART_SERVER_URL"',
+        "the following arguments are required",
         "required: --token-file",
-        "--help",
-        "art-server host --help",
+        HOST.replace("ART_SERVER_URL", "KEYED_URL"),
+        files=HOST_KEY,
+        first_sign="joined http",
     ),
     Use(
         "a host with an empty file of keys",
@@ -416,7 +414,7 @@ LOOKS = [
         "the server's own port for the page",
         'art view "$SERVER_FOLDER" --no-browser --port "${ART_SERVER_URL##*:}"',
         "--port .*Address already in use",
-        "choose another port",
+        "choose another port, from 1 to 65535",
         'art view "$SERVER_FOLDER" --no-browser --port 17625',
         first_sign="at http://",
     ),
@@ -460,13 +458,6 @@ TRANSFERS = [
         f'art export {KEPT}@1 out --url "$ART_SERVER_URL"',
     ),
     Use(
-        "an export from the folder of a server that runs",
-        f'art export {KEPT} out --path "$SERVER_FOLDER" --merge --push',
-        "expected one argument",
-        "--push",
-        f'art export {KEPT} out --url "$ART_SERVER_URL"',
-    ),
-    Use(
         "the words of export for an import",
         f"art import {KEPT} lora",
         "required: --model|unrecognized",
@@ -478,7 +469,7 @@ TRANSFERS = [
         "an import of a folder that is not there",
         'art import missing --model uses/imported-2 --url "$ART_SERVER_URL"',
         "there is no folder missing",
-        "name|folder",
+        "name a folder with adapter_config.json",
         f'art export {KEPT} lora --url "$ART_SERVER_URL" && art import lora --model uses/imported-2 --base-model art/tiny '
         '--url "$ART_SERVER_URL"',
     ),
@@ -513,14 +504,14 @@ TRANSFERS = [
         "a copy to an address of an unknown kind",
         f'art copy {KEPT} bucket://a/b --url "$ART_SERVER_URL"',
         "bucket://a/b cannot be used",
-        "s3://|protocol|known",
+        "write an address such as s3://bucket/folder or file:///folder",
         f'art copy {KEPT} "file://$PWD/copy" --url "$ART_SERVER_URL"',
     ),
     Use(
         "a copy of a folder without a checkpoint",
         'mkdir -p empty && art copy "file://$PWD/empty" uses/copied --url "$ART_SERVER_URL"',
-        "empty",
-        "checkpoint",
+        "empty holds no complete checkpoint",
+        "name an address that `art copy` has written",
         f'art copy {KEPT} "file://$PWD/copy" --url "$ART_SERVER_URL" && art copy "file://$PWD/copy" uses/copied '
         '--url "$ART_SERVER_URL"',
     ),

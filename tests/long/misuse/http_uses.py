@@ -94,7 +94,7 @@ SAMPLING = [
         '{"tool_choice": "required"}',
         "tool_choice",
         "tools",
-        '{"tool_choice": "none"}',
+        '{"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "search"}}], "max_tokens": 64}',
     ),
     chat(
         "a tool without its function",

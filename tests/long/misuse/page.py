@@ -62,7 +62,11 @@ def _message(line: str) -> str:
 
 def write_page(measured: Iterable[Measured]) -> None:
     """Writes the page, and its record. Uses that were not measured keep the row of the record."""
-    by_name = {row["name"]: Measured(**row) for row in map(json.loads, RECORD.open())} if RECORD.exists() else {}
+    by_name = (
+        {row["name"]: Measured(**row) for row in map(json.loads, RECORD.read_text().splitlines())}
+        if RECORD.exists()
+        else {}
+    )
     by_name |= {row.name: row for row in measured}
     rows = [by_name[use.name] for use in USES if use.name in by_name]
     RECORD.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
@@ -82,4 +86,6 @@ def render(measured: Iterable[Measured]) -> str:
 
 def cell(text: str) -> str:
     """The text in a cell of a Markdown table."""
-    return re.sub(r"([|<\[\]*_])", r"\\\1", text)
+    for written, shown in (("|", "\\|"), ("<", "&lt;"), ("*", "\\*"), ("](", "]\\(")):
+        text = text.replace(written, shown)
+    return text

@@ -76,6 +76,7 @@ def without_places(text: str, folder: Path, environment: Mapping[str, str]) -> s
         ("SERVER_FOLDER", ".art"),
     ):
         text = text.replace(environment[name], shown)
+    text = re.sub(r"\b[0-9a-f]{32}\b", "0" * 8, text)  # sessions
     port = environment["ART_SERVER_URL"].rpartition(":")[2]
     return re.sub(rf"\b{port}\b", "7623", text.replace(f"{folder}/", "").replace(str(folder), "."))
 
