@@ -3,7 +3,7 @@
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -41,11 +41,11 @@ def _sentence(kind: type[Strict], error: ValidationError, fields: Mapping[str, A
         value, field = fields.get(str(name)), kind.model_fields[str(name)]
         if problem["type"] == "missing":
             reasons[name] = f"{name} is missing: pass {name}=..., {allowed(field)}"
-        elif isinstance(value, dict) and key in value:
+        elif isinstance(value, dict) and key in (entries := cast("dict[object, object]", value)):
             what = problem["msg"]
             if typing.get_origin(field.annotation) is dict:
                 what = f"it must be {_either(_values(typing.get_args(field.annotation)[1], ()))}"
-            reasons[name] = f"{name}[{key!r}] is {Short(value[key])!r}: {what}"
+            reasons[name] = f"{name}[{key!r}] is {Short(entries[key])!r}: {what}"
         else:
             reasons[name] = f"{name} is {Short(value)!r}: it must be {allowed(field)}"
     text = "; ".join(reasons.values())

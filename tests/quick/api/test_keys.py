@@ -46,7 +46,7 @@ async def test_an_expired_key_gets_the_reason(tmp_path: Path) -> None:
 
 async def test_a_server_without_a_host_s_key_says_that_it_takes_no_hosts(tmp_path: Path) -> None:
     """Also to the key of a host of another server, which it does not know."""
-    for keys in ((), (ApiKey(key="user", scopes=("train",)),)):
+    for keys in ((), (ApiKey(key="user", scopes=frozenset({"train"})),)):
         app, _ = make(tmp_path / str(len(keys)), api_keys=keys)
         async with client(app) as http:
             refused = await http.get("/api/hosts/join", headers=bearer("joins"))
