@@ -18,6 +18,7 @@ REQUEST = "an argument of the request that samples, such as `max_tokens`"
 MEMORY = "nothing that is set: the server divides a step by its memory. `batch_size` is in groups"
 LOOP = "the loop of the program: each `model.train` makes one step"
 SERVER = "a flag of art-server"
+LORA = "`art.TrainableModel(lora=art.LoRAConfig(...))`"
 
 RATES = "`learning_rate`, a list with the rate of each optimizer step: `art.utils.sft.create_lr_schedule(...)`"
 MESSAGES = "`assistant_turns`: only assistant's messages are trained"
@@ -33,7 +34,7 @@ TRAINING_NAMES = by_name(
         "`learning_rate`": "lr",
         "`max_grad_norm`": "grad_clip clip_grad",
         "fixed: AdamW without weight decay": "weight_decay optim optimizer adam_beta1 adam_beta2 adam_epsilon",
-        "`art.TrainableModel(lora=art.LoRAConfig(...))`": "r lora_r lora_alpha lora_dropout lora_rank lora_target "
+        LORA: "r lora_r lora_alpha lora_dropout lora_rank lora_target "
         "lora_target_modules lora_target_linear adapter peft_config target_modules",
         SERVER: "max_seq_length sequence_len cutoff_len load_in_4bit load_in_8bit fast_inference use_vllm vllm_mode dtype bf16 fp16 "
         "vllm_gpu_memory_utilization flash_attention attn_implementation",

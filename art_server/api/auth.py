@@ -71,7 +71,8 @@ class Caller:
         """
         if self.projects is not None and project not in self.projects:
             raise Forbidden(
-                f"this key does not cover project '{project[:128]}'",
+                f"this key does not cover project '{project[:128]}': use one of its own projects, or ask the server's owner for "
+                "another key",
                 code="forbidden",
                 param="project",
             )
@@ -165,6 +166,8 @@ class Authentication:
             needed = "infer"
         elif path.startswith(HOSTS):
             needed = "host"
+            if not self._keys.can(needed):
+                raise NotFound("this server takes no hosts: no key has the scope 'host'", code="unknown_route")
         if not self._keys.are_needed(needed):
             self._refuse_web_pages(headers)
             return ANYONE
@@ -182,7 +185,9 @@ class Authentication:
                     f"no such route: the base_url lacks /v1 at its end; OpenAI's clients send '{path}' behind it",
                     code="unknown_route",
                 )
-            raise Forbidden(f"this key lacks the scope '{needed}'", code="forbidden")
+            raise Forbidden(
+                f"this key lacks the scope '{needed}': ask the server's owner for one with this scope", code="forbidden"
+            )
         return Caller(key.owner, key.projects)
 
     def _find_model(self, presented: str) -> Caller | None:

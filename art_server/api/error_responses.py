@@ -186,6 +186,10 @@ def add_error_handlers(app: FastAPI) -> None:
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
         code = HTTP_CODES.get(error.status_code, "http_error")
         detail = ErrorDetail(message=str(error.detail), code=code)
+        if error.status_code == 405 and (methods := (error.headers or {}).get("Allow")):
+            detail = detail.model_copy(
+                update={"message": f"this route does not answer {request.method}: use {methods}"}
+            )
         if error.status_code == 404:
             detail = ErrorDetail(message=_no_route(request), code="unknown_route")
         body = ErrorBody(error=detail).model_dump(mode="json")

@@ -114,10 +114,12 @@ def known_models(text: str, known: Sequence[str]) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name that a wrong name resembles, with or without its project."""
+    """The known name that a wrong name resembles, with or without its project, or with another one."""
     by_end = {known_name.rpartition("/")[2]: known_name for known_name in known}
     by_end |= {known_name: known_name for known_name in known}
     matches = difflib.get_close_matches(name[:200], by_end, n=1)
+    # "openai/NAME", as frameworks write it
+    matches = matches or difflib.get_close_matches(name.rpartition("/")[2][:200], by_end, n=1)
     return by_end[matches[0]] if matches else None
 
 

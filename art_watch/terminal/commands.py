@@ -62,7 +62,7 @@ def run_view(flags: argparse.Namespace) -> None:
     from art_watch import view
 
     # For a port that is in use, this error has the remedy. uvicorn would log the error and exit.
-    open_port("127.0.0.1", flags.port, "--port").close()
+    open_port("127.0.0.1", flags.port, "--port", "from 1 to 65535").close()
     view.view(flags.dir, flags.port, opens_browser=not flags.no_browser)
 
 

@@ -180,7 +180,7 @@ llms:\n | adapter: lora\nllms:\n | 1:1: adapter | here it is trainer_adapters.NA
       name: agent\n |       port: 70000\n | 26:7: trainer_adapters.adapter.backend.port | equal to 65535
       name: agent\n |       port: 70\n | 25:5: trainer_adapters.adapter.backend | ip is missing
       name: agent\n |       name: agent\n      url: http://a:1\n      ip: b\n | 25:5: trainer_adapters.adapter.backend | in place of ip and port
-      name: agent\n |       name: agent\n      url: a:7623\n | 27:7: trainer_adapters.adapter.backend.url | https?
+      name: agent\n |       name: agent\n      url: a:7623\n | 27:7: trainer_adapters.adapter.backend.url | must begin with http
     dataset:\n      _type: jsonl\n      file_path: train.jsonl\n |  | 8:3: eval.general.dataset | is missing
       file_path: train.jsonl\n |  | 10:5: eval.general.dataset | file_path is missing
 _type: jsonl | _type: custom | 10:5: eval.general.dataset | function is missing

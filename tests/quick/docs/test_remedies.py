@@ -35,6 +35,7 @@ OTHERS_FLAGS = {
     "--gpus": "docker",
     "--head": "ray",
     "--lora-target-modules": "vLLM",
+    "--max-model-len": "vLLM",
     "--python": "uv",
     "--tool-call-parser": "vLLM",
 }

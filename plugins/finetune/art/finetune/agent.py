@@ -2,10 +2,12 @@
 belong to a second session."""
 
 import hashlib
+import traceback
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import art
@@ -19,6 +21,7 @@ from art.finetune.sections import LLM
 from art.finetune.toolkit import innermost_function
 from art.finetune.workflows import WORKFLOW, Call, Workflow, addresses
 from art.sessions import NO_REQUEST, session_with_sampling
+from art.tracebacks import own_frames
 from art_protocol.wire import FailureBody
 
 OTHER = ".other"
@@ -176,6 +179,15 @@ def reason_of(error: BaseException) -> str:
     kind = type(error)
     message = error_text(error).encode(errors="backslashreplace").decode()  # files have no lone surrogates
     return _in_one_line(f"{kind.__module__}.{kind.__qualname__}", message)
+
+
+def place_of(error: BaseException) -> str:
+    """The line of the user's code that raised an error: ` (agent.py:12)`. Empty if an error has none."""
+    frames = own_frames(error.__traceback__)
+    if frames is None:
+        return ""
+    *_, last = traceback.walk_tb(frames)
+    return f" ({Path(last[0].f_code.co_filename).name}:{last[1]})"
 
 
 def reason_of_failure(failure: FailureBody) -> str:

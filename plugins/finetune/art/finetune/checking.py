@@ -19,7 +19,7 @@ from art.finetune.components import BUILT_IN, Kind, Toolkit
 from art.finetune.errors import WrongInput
 from art.finetune.masking import is_secret
 from art.finetune.reading import Document, KeyPath, Problem, described, dotted, hint, nearest, typed
-from art.finetune.sections import TOOLKIT_SECTIONS, UNUSED, BackendSection, Config, InitArgs, Training
+from art.finetune.sections import TOOLKIT_SECTIONS, UNUSED, URL, BackendSection, Config, InitArgs, Training
 
 Wrong: TypeAlias = Iterator[tuple[KeyPath, str]]
 """The paths of wrong values, each with what is wrong about the value."""
@@ -149,6 +149,8 @@ def _sentence(path: KeyPath, errors: list[Any]) -> str:
     first = errors[0]
     if first["type"] == "missing":
         return "is missing: add it (docs/finetune.md has all fields)"
+    if first["type"] == "string_pattern_mismatch" and first["ctx"]["pattern"] == URL:
+        return f"must begin with http:// or https://, not {described(first['input'])}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     wanted = dict.fromkeys(

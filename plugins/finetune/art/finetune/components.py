@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
 from art.finetune.limits import in_thread
-from art.finetune.reading import hint, nearest
+from art.finetune.reading import hint, nearest, no_such_file
 
 Kind: TypeAlias = Literal["workflow", "evaluator", "trajectory_builder", "trainer_adapter", "trainer", "dataset"]
 
@@ -72,7 +72,7 @@ def check(kind: Kind, type_name: str, toolkit: Toolkit | None = None) -> None:
     if target is None and type_name not in BUILT_IN[kind] and not (toolkit and type_name in toolkit(kind)):
         raise ValueError(_unknown(kind, type_name, toolkit))
     if target is not None and target[0].endswith(".py") and not Path(target[0]).exists():
-        raise ValueError(f"no such file: {Path(target[0]).absolute()}")
+        raise no_such_file(Path(target[0]))
 
 
 def load(kind: Kind, type_name: str) -> Callable[..., Any]:

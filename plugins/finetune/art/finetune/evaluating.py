@@ -54,6 +54,8 @@ async def evaluate(
         NoServer: no server answers.
         FinetuneError: too many rollouts failed.
     """
+    if reps is not None and reps < 1:
+        raise WrongInput([f"--reps must be at least 1, not {reps}"])
     checked_file = prepare(file, overrides)
     finetuning = checked_file.config.finetuning
     if finetuning.validation.dataset is None:

@@ -191,9 +191,16 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise ValueError(f"no such file: {path.absolute()}") from error
+        raise no_such_file(path) from error
     except OSError as error:
         raise ValueError(f"{path.absolute()} cannot be read: {error.strerror}") from error
+
+
+def no_such_file(path: Path) -> ValueError:
+    """The error for a file that does not exist, with the file that was meant."""
+    path = path.absolute()
+    near = nearest(path.name, [file.name for file in path.parent.glob("*") if file.is_file()])
+    return ValueError(f"no such file: {path}; " + (f"did you mean {near!r}?" if near else "check the path"))
 
 
 # --- overrides and texts --------------------------------------------------------------------------------------------

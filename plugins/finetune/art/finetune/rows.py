@@ -87,7 +87,7 @@ def load_rows(dataset: DatasetSection, section: str = "eval.general.dataset") ->
     try:
         located_rows = _read(dataset)
         if not located_rows:
-            raise ValueError("has no rows")
+            raise ValueError('has no rows: a row is an object with columns, such as {"question": "..."}')
         return _select(dataset, located_rows, section)
     except ValueError as error:
         raise WrongInput([f"{name}: {error}"]) from error

@@ -14,7 +14,7 @@ from typing import Any
 import art
 from art.contained import contained
 from art.finetune import checking, folder, loading, other_harnesses, reading, stopping, toolkit
-from art.finetune.agent import Agent, Played, num_answers, reason_of
+from art.finetune.agent import Agent, Played, num_answers, place_of, reason_of
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
 from art.finetune.interfaces import CheckedFile, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
@@ -127,7 +127,7 @@ async def connected(loaded_file: Loaded) -> AsyncGenerator[Connected]:
             if isinstance(error, art.ArtConnectionError) or await is_lost(model):
                 raise server_lost(model, error) from error
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-            raise FinetuneError(f"rollouts failed: {reason_of(error)}{notes}") from error
+            raise FinetuneError(f"rollouts failed: {reason_of(error)}{notes}{place_of(error)}") from error
 
 
 async def _register(config: Config, backend: art.Backend) -> art.TrainableModel:

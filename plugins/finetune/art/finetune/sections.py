@@ -4,16 +4,27 @@ The rules for a single section are here; `checking` has the rules for several se
 `nat.data_models.finetuning`, `nat.data_models.evaluate_config` and the plugin `nvidia-nat-openpipe-art`, all of version 1.9.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 import art
 from art.finetune import components
 from art.finetune.reading import dataset_of_text, typed
 from art_protocol.sampling import PARAMETERS
 from art_protocol.tracking import check_tracker_name
+from art_protocol.wire import NAME_PATTERN, NAME_RULE
 
 Percentile: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Typed: TypeAlias = Annotated[Any, BeforeValidator(typed)]
@@ -257,12 +268,16 @@ class LoRA(art.LoRAConfig):
         return super()._accepted({name: fields[name] for name in fields if name in known}) | unknown
 
 
+URL = "^https?://"
+"""The pattern of a server's address."""
+
+
 class BackendSection(Section):
     ip: str | None = None
     """The server's address; 0.0.0.0 is this machine."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """The server's port; default 7623."""
-    url: str | None = Field(default=None, pattern="^https?://")
+    url: str | None = Field(default=None, pattern=URL)
     """In place of `ip` and `port`. Without an address: ART_SERVER_URL, else a server that this program starts."""
     name: str = "trainer_run"
     """The model's name."""
@@ -284,14 +299,19 @@ class BackendSection(Section):
     server_config: Unused = None
 
     @model_validator(mode="after")
-    def _has_address_and_names(self) -> Self:
+    def _has_address(self) -> Self:
         if self.url is not None and (self.ip is not None or self.port is not None):
             raise ValueError("url stands in place of ip and port: leave one of the two out")
         if self.port is not None and self.ip is None:
             raise ValueError("ip is missing: add the address of the server, such as localhost")
-        # Raises for names that the server would refuse.
-        art.TrainableModel(name=self.name, project=self.project, base_model=self.base_model)
         return self
+
+    @field_validator("name", "project")
+    @classmethod
+    def _becomes_a_folder(cls, name: str) -> str:
+        if not re.fullmatch(NAME_PATTERN, name):
+            raise ValueError(f"{name!r} becomes a folder: {NAME_RULE}")
+        return name
 
     @property
     def own_key(self) -> str | None:

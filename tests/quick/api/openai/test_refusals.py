@@ -94,3 +94,11 @@ async def test_a_base_url_without_v1_is_named(path: str, said: str, tmp_path: Pa
     async with client(app) as http:
         answer = await http.post(path, json={})
     assert answer.status_code == 404 and said in answer.json()["error"]["message"]
+
+
+async def test_another_method_is_answered_with_the_method_that_is_meant(tmp_path: Path) -> None:
+    app, _ = make(tmp_path)
+    async with client(app) as http:
+        answer = await http.get("/v1/chat/completions")
+    assert answer.status_code == 405
+    assert answer.json()["error"]["message"] == "this route does not answer GET: use POST"

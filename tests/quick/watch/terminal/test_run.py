@@ -245,7 +245,11 @@ def test_a_key_is_sent_and_never_printed(run: Run, tmp_path: Path, monkeypatch: 
             ("good", 0, ""),
             ("", 2, "no API key"),
             ("wrong-key", 2, "unknown API key"),
-            ("infer", 2, "this key lacks the scope 'train' (the key is read from ART_API_KEY)"),
+            (
+                "infer",
+                2,
+                "this key lacks the scope 'train': ask the server's owner for one with this scope (the key is read from ART_API_KEY)",
+            ),
             ("two\nlines-key", 2, "characters that no key has"),
             ("schlüssel-key", 2, "characters that no key has"),
         ):
