@@ -20,7 +20,7 @@ LOOP = "the loop of the program: each `model.train` makes one step"
 SERVER = "a flag of art-server"
 LORA = "`art.TrainableModel(lora=art.LoRAConfig(...))`"
 
-RATES = "`learning_rate`, a list with the rate of each optimizer step: `art.utils.sft.create_lr_schedule(...)`"
+RATES = "`learning_rate`, a list with the rate of each optimizer step (create_lr_schedule of art.utils.sft makes one)"
 MESSAGES = "`assistant_turns`: only assistant's messages are trained"
 
 
