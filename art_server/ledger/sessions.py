@@ -25,12 +25,11 @@ from art_protocol.wire import UNNAMED_SECONDS, HistoryBody, SessionReply
 from art_server.ledger import conversation
 from art_server.ledger.conversation import Conversation, Message
 from art_server.ledger.ledger import Ledger
-from art_server.ledger.records import Record, num_requests
+from art_server.ledger.records import NOT_DELIVERED, Record, num_requests
 from art_server.ledger.session_turns import MAX_COMPARED, SessionTurn, ends_of
 from art_server.ledger.speakers import PASSED_OVER, Speakers
 from art_server.shared import clock
 
-NOT_DELIVERED = "the answer did not reach the agent in full"
 ASKED_AGAIN = "the agent asked the same conversation again after it had the answer"
 
 Recorded = tuple[Record, dict[str, Any]]

@@ -14,8 +14,8 @@ from art_server.ledger import conversation
 from art_server.ledger import ledger as ledger_module
 from art_server.ledger import storage as storage_module
 from art_server.ledger.ledger import Ledger
-from art_server.ledger.records import PRUNED, UNRECORDED, Record
-from art_server.ledger.sessions import ASKED_AGAIN, NOT_DELIVERED
+from art_server.ledger.records import NOT_DELIVERED, PRUNED, UNRECORDED, Record
+from art_server.ledger.sessions import ASKED_AGAIN
 from art_server.ledger.speakers import PASSED_OVER
 from art_server.shared import clock
 from tests.quick.ledger.scripted_agent import USER, Agent, answers, said, shape
