@@ -410,6 +410,11 @@ class Ledger:
         with self._lock:
             return self._storage.lost_choices(model, session)
 
+    def num_open(self, model: int, session: str) -> int:
+        """The number of a session's requests to a model that the engine has at this moment."""
+        open_requests = [opened.request for opened in list(self._open.values())]
+        return sum(1 for request in open_requests if (request.model, request.session) == (model, session))
+
     def find_by_logprobs(self, model: int, logprobs: Sequence[float]) -> list[Match]:
         """A model's records with these log-probabilities, newest first. They are not loaded, because a frequent answer has
         thousands."""
