@@ -25,12 +25,11 @@ from art_protocol.wire import UNNAMED_SECONDS, HistoryBody, SessionReply
 from art_server.ledger import conversation
 from art_server.ledger.conversation import Conversation, Message
 from art_server.ledger.ledger import Ledger
-from art_server.ledger.records import Record, num_requests
+from art_server.ledger.records import NOT_DELIVERED, NOT_ENDED, Record, num_requests
 from art_server.ledger.session_turns import MAX_COMPARED, SessionTurn, ends_of
 from art_server.ledger.speakers import PASSED_OVER, Speakers
 from art_server.shared import clock
 
-NOT_DELIVERED = "the answer did not reach the agent in full"
 OF_NAMED_STEP = "their requests named a step, beside requests to the newest step: such an opponent is frozen"
 ASKED_AGAIN = "the agent asked the same conversation again after it had the answer"
 
@@ -46,6 +45,8 @@ def read_session(ledger: Ledger, model: int, project: str, session: str, owner: 
     reply = session_trajectory(recorded, others, ledger.lost_choices(model, session))
     if recorded or reply.unused:
         return reply
+    if num_open := ledger.num_open(model, session):
+        return reply.model_copy(update={"unused": {NOT_ENDED: num_open}})
     choices = ledger.find_unnamed(model, clock.tick() - UNNAMED_SECONDS * 1_000_000)
     return reply.model_copy(update={"num_unnamed_requests": num_requests(choices)})
 

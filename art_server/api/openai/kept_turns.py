@@ -31,6 +31,7 @@ def keep_turn(inference: InferenceRequest, opened: OpenRequest, choices: dict[in
 
     A record has tokens, but a session's trajectory has messages (`ledger/sessions.py`). Tools and constraints tell the same
     request, asked again, from another request with the same messages; stop strings tell where an answer was cut."""
+    inference.num_ended = len(opened.records) + len(opened.lost)
     if inference.session is None or not opened.records:
         return
     kept: dict[str, dict[str, Any]] = {}

@@ -176,6 +176,7 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
         pinned_step=request.headers.get(STEP_HEADER),
         requested_at=arrived_at,
         traceparent=request.headers.get("traceparent"),
+        num_choices=num_choices(api, data),
     )
 
 

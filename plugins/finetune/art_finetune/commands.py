@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -331,6 +332,12 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
     if (flags.target is None) == (flags.config_file is None):
         raise WrongInput(["give one file: art finetune FILE, or art finetune agent.py:function --dataset FILE ..."])
     target: str = flags.target or flags.config_file
+    if " " in target and shutil.which(target.split()[0]):
+        raise WrongInput(
+            [
+                f"{target!r} is a command line, which a file names (`_type: command`): docs/howto/javascript.md has a whole file"
+            ]
+        )
     overrides = [*_dataset(flags), *_overrides_from(flags, OF_FILES), *flags.override]
     if ":" not in target or Path(target).exists():
         if misplaced := [f"--{name}" for name in OF_FUNCTIONS if _is_set(flags, name)]:

@@ -156,7 +156,9 @@ workflow:\n |   other: {_type: openai, model_name: art/tiny}\nworkflow:\n | 34:1
 agent.py:answer | agnt.py:answer | 6:3: workflow._type | no such file:
 agent.py:answer | agent.py:an swer | 6:3: workflow._type | names nothing: write package.module:NAME or path/file.py:NAME
 agent.py:answer | comand | 6:3: workflow._type | unknown type 'comand'; did you mean 'command'?; known: command
-_type: exact_match | _type: my_eval | 15:7: eval.evaluators.right._type | known: exact_match, json_match, judge, number
+_type: exact_match | _type: command | 14:5: eval.evaluators.right.command | must be a command line, or a list of texts
+_type: exact_match | _type: command\n      command: no-such-program | 16:7: eval.evaluators.right.command | there is no program
+_type: exact_match | _type: my_eval | 15:7: eval.evaluators.right._type | known: command, contains, exact_match, json_match, judge, number
 _type: openpipe_art_trainer\n | _type: a.py:T\n | 32:5: trainers.trainer._type | no such file:
 agent.py:answer | command | 5:1: workflow.command | must be a command line, or a list of texts, not empty
 agent.py:answer | command\n  command: no-such-program x | 7:3: workflow.command | no program 'no-such-program'

@@ -177,6 +177,13 @@ def test_flags_that_do_not_fit_are_refused(
     assert ended.value.code == 2 and capsys.readouterr().err.startswith("art: ") and not asked
 
 
+def test_a_command_line_needs_a_file(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_finetune(parsed("finetune", "bash agent.sh --url http://localhost", "--dataset", "rows.json"))
+    assert ended.value.code == 2 and not asked
+    assert "is a command line, which a file names (`_type: command`)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

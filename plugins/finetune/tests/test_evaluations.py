@@ -108,8 +108,9 @@ async def test_a_function_gets_the_messages_of_a_chat_row(
     code = DOCS.partition("### Chat rows")[2].partition("```python\n")[2].partition("```")[0]
     policy.answer = lambda question, number: "yes"
     exact = {"reward": {"_type": "exact_match"}}
-    (folder / "chat.py").write_text(f"import os\nfrom openai import AsyncOpenAI\n{code}")
+    (folder / "chat.py").write_text(f"import os\nfrom openai import AsyncOpenAI\nclient = AsyncOpenAI()\n{code}")
     evaluation = await art.finetune.evaluate(make_file(workflow___type="chat.py:answer", eval__evaluators=exact))
+    await sys.modules["chat"].client.close()
     assert sorted(len(body["messages"]) for body in policy.asked) == [1, 2] and evaluation.reward.mean == 1.0
     with pytest.raises(
         WrongInput, match=r"row 1 has 2 messages, and agent\.py:answer gets only the last question: give it"

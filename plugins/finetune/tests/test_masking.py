@@ -61,6 +61,8 @@ def test_names_of_secrets() -> None:
             "out/config.yml:3:5: llms.policy.api_key: must be a text",
         ),
         ("a@b.example", "a@b.example"),
+        ("(clients: art.Backend(api_key=abc) or ART_API_KEY)", "(clients: art.Backend(api_key=***) or ART_API_KEY)"),
+        ("[token=abc]", "[token=***]"),
     ],
 )
 def test_texts_are_shown_without_secrets(text: str, shown: str | None) -> None:

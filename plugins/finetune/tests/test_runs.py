@@ -864,6 +864,14 @@ async def test_a_server_that_refuses_the_model_says_why(policy: PolicyServer, ma
     policy.on("POST", "/api/models", Answer(409, error))
     with pytest.raises(FinetuneError, match="not the base model"):
         await art.finetune.run(make_file())
+    policy.on("POST", "/api/models", Answer(403, {"error": {"message": "this key does not cover project 'demo'"}}))
+    with pytest.raises(
+        FinetuneError, match=r"Name a project of the key: -o trainer_adapters\.a\.backend\.project PROJECT"
+    ):
+        await art.finetune.run(make_file())
+    del policy.routes["POST", "/api/models"]
+    await art.finetune.run(make_file(trainer_adapters__a__backend__project="mine"))
+    assert policy.steps["mine/agent"] == 2, "the folder has no rollouts, so its run may become another"
 
 
 BROKEN_CODE = [

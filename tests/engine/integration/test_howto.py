@@ -347,8 +347,8 @@ async def test_retries_of_an_agent_are_left_out_or_are_turns(backend: art.Backen
     await model.register(backend)
     names: dict[str, Any] = {"art": art, "score": score}
     names["parse"] = lambda said: said if str(said).strip() == "maybe" else None
-    await run("agent-retries.md", 0, names)
     await run("agent-retries.md", 1, names)
+    await run("agent-retries.md", 2, names)
     played = await art.gather_trajectories(names["rollout"](model, QUESTION) for _ in range(16))
     for trajectory in played:
         assert trajectory.metrics.get("unused_choices", 0) == trajectory.metrics["tries"] - 1

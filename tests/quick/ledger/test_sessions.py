@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from art_server.ledger import conversation
 from art_server.ledger import ledger as ledger_module
 from art_server.ledger import storage as storage_module
 from art_server.ledger.ledger import Ledger
-from art_server.ledger.records import PRUNED, UNRECORDED, Record
-from art_server.ledger.sessions import ASKED_AGAIN, NOT_DELIVERED, OF_NAMED_STEP
+from art_server.ledger.records import NOT_DELIVERED, NOT_ENDED, PRUNED, UNRECORDED, Record
+from art_server.ledger.sessions import ASKED_AGAIN, OF_NAMED_STEP
 from art_server.ledger.speakers import PASSED_OVER
 from art_server.shared import clock
 from tests.quick.ledger.scripted_agent import USER, Agent, answers, said, shape
@@ -436,6 +437,18 @@ def test_answers_that_could_not_be_recorded_are_counted(tmp_path: Path) -> None:
         opened.lose(0, "the disk is full")
         anyio.run(opened.mark_delivered)
     assert agent.reply().unused == {UNRECORDED: 2}
+
+
+def test_a_request_that_is_answered_at_this_moment_is_a_request_of_the_session(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.ask([USER], "one", session=None)
+    unnamed = agent.ledger._storage.select("TRUE")[0].request
+    with agent.ledger.open_request(replace(unnamed, session="s")):
+        reply = agent.reply()
+        assert (reply.unused, reply.num_unnamed_requests) == ({NOT_ENDED: 1}, 0)
+        assert agent.reply("b").unused == {}
+    reply = agent.reply()
+    assert (reply.unused, reply.num_unnamed_requests) == ({}, 1)
 
 
 def test_requests_without_a_session_are_counted_where_the_session_has_none(tmp_path: Path) -> None:

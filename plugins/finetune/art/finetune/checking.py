@@ -212,15 +212,14 @@ def _components(tree: Any, toolkit: Toolkit | None) -> Wrong:
             seconds = typed(fields["timeout_seconds"])
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
                 yield (*path, "timeout_seconds"), f"must be a number of seconds above 0, not {described(seconds)}"
-        if (kind, name) == ("workflow", "command"):
-            yield from _command(fields.get("command"))
-            if _at(tree, ("finetuning", "target_functions")) not in (None, ["<workflow>"]):
+        if name == "command" and name in BUILT_IN[kind]:
+            yield from _command((*path, "command"), fields.get("command"))
+            if kind == "workflow" and _at(tree, ("finetuning", "target_functions")) not in (None, ["<workflow>"]):
                 text = 'a command has no functions inside of it: leave this out, or write ["<workflow>"]'
                 yield ("finetuning", "target_functions"), text
 
 
-def _command(command: Any) -> Wrong:
-    path: KeyPath = ("workflow", "command")
+def _command(path: KeyPath, command: Any) -> Wrong:
     words: list[Any] = cast("list[Any]", command) if isinstance(command, list) else []
     if isinstance(command, str):
         try:

@@ -25,6 +25,8 @@ GROUP = "art.finetune"
 BUILT_IN: dict[Kind, dict[str, frozenset[str]]] = {
     "workflow": {"command": frozenset({"command"})},
     "evaluator": {
+        "command": frozenset({"command"}),
+        "contains": frozenset({"ignore_case"}),
         "exact_match": frozenset({"ignore_case"}),
         "number_match": frozenset({"absolute", "relative"}),
         "regex_match": frozenset({"pattern"}),

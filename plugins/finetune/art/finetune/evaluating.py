@@ -87,6 +87,8 @@ async def evaluate(
                 records = sorted(recorder.records, key=lambda record: _is_of(other, record))
                 if records:
                     write_results(Path(results or finetuning.output_dir / RESULTS_FILE), records, rows)
+            if hint := connection.validation_agent.reward.take_hint([record.reward for record in records]):
+                say(hint)
     _write_figures(finetuning.output_dir / FILE, evaluation)
     if earlier is None and baseline is not None:
         earlier = [record for record in records if _is_of(other, record)]

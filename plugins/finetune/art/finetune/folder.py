@@ -175,6 +175,8 @@ def _folder(path: Path, asked: Asked) -> Folder:
     except ValidationError as error:
         raise WrongInput([f"{file} is not the record of a run ({error}): {REMEDY}"]) from error
     if differences := _differences(state, asked):
+        if not (state.epochs or state.validations or state.is_submitted or _read_rollouts(path / ROLLOUTS_FILE, 0)):
+            return Folder(path, State(**dict(asked)))  # nothing was done in the folder
         more = [f"and {len(differences) - MAX_DIFFERENCES} more"] if len(differences) > MAX_DIFFERENCES else []
         problem = f"{path} has a run with another configuration or other rows: {REMEDY}"
         raise WrongInput([*differences[:MAX_DIFFERENCES], *more, problem])

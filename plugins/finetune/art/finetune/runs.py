@@ -14,8 +14,8 @@ from typing import Any
 import art
 from art.contained import contained
 from art.finetune import checking, folder, loading, other_harnesses, reading, stopping, toolkit
-from art.finetune.agent import Agent, Played, num_answers, place_of, reason_of
-from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
+from art.finetune.agent import Agent, Played, num_answers, place_of, reason_of, text_of
+from art.finetune.errors import FinetuneError, NoServer, NoSignal, RolloutFailed, WrongInput
 from art.finetune.interfaces import CheckedFile, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rows import digest
@@ -155,6 +155,9 @@ async def _register(config: Config, backend: art.Backend) -> art.TrainableModel:
         if error.code == "lora_differs":
             adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
             remedy = f". Set another {adapter}.backend.name, or leave {adapter}.backend.lora out"
+        if error.status == 403:
+            adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
+            remedy = f". Name a project of the key: -o {adapter}.backend.project PROJECT"
         raise FinetuneError(f"the server refuses the model: {error}{remedy}") from error
     except art.ArtError as error:  # a server that this program starts has failed
         raise NoServer(str(error)) from error
@@ -268,7 +271,11 @@ async def check(file: str | Path | Mapping[str, Any], overrides: Overrides = ())
     async with loaded(prepare(file, overrides)) as loaded_file, connected(loaded_file) as connection:
         session, seed = f"check-{uuid.uuid4().hex[:8]}", connection.config.finetuning.seed or 0
         row = connection.rows[0]
-        played = await connection.agent.play_with_reasons(connection.model, row, session, seed)
+        try:
+            played = await connection.agent.play_with_reasons(connection.model, row, session, seed)
+        except RolloutFailed as error:
+            say(text_of(error))
+            raise
         print(_describe(played, connection.agent.reward.judge_prompts(row, played.output)))
 
 

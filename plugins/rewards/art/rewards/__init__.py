@@ -1,6 +1,6 @@
 """Rewards that programs use often: text, numbers, JSON, sums whose parts are logged, and LLM judges."""
 
-from art.rewards.checks import exact_match, json_match, number_match, regex_match
+from art.rewards.checks import contains, exact_match, json_match, number_match, regex_match
 from art.rewards.grading import GRADING_RUBRIC, grade_answer, grading_prompt
 from art.rewards.judge import Judge, JudgeError
 from art.rewards.judge_answers import Verdict
@@ -13,6 +13,7 @@ __all__ = [
     "JudgeError",
     "TrajectoryScore",
     "Verdict",
+    "contains",
     "exact_match",
     "grade_answer",
     "grading_prompt",
