@@ -526,6 +526,43 @@ async def test_what_changes_what_is_trained_refuses_the_folder(
         assert name in str(refused.value) and "--fresh" in refused.value.problems[-1]
 
 
+def rewrite(folder: Path, old: str, new: str) -> None:
+    """Changes the code of the agent, as between two commands."""
+    code = (folder / "agent.py").read_text()
+    assert old in code
+    (folder / "agent.py").write_text(code.replace(old, new))
+    del sys.modules["agent"]
+
+
+async def test_another_reward_is_refused_and_another_workflow_is_told_once(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = make_file()
+    await art.finetune.run(file)
+    rewrite(folder, "messages = [{", "messages = 1 * [{")
+    for epochs in (3, 4):
+        await art.finetune.run(file, {"finetuning.num_epochs": epochs})
+    assert capsys.readouterr().err.count("the code of agent.py:answer has changed") == 1
+    rewrite(folder, 'row["answer"]', '"no"')
+    with pytest.raises(WrongInput) as refused:
+        await art.finetune.run(file, {"finetuning.num_epochs": 5})
+    first, last = refused.value.problems
+    assert (
+        first.startswith("agent.py:score: the code of this reward") and "--fresh" in last and len(policy.trained) == 4
+    )
+
+
+async def test_a_reward_that_is_mended_before_the_first_step_scores_all_rollouts_anew(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    file = make_file(eval__general__max_concurrency=1)
+    await run_until(policy, file, 5)
+    rewrite(folder, "return float(", "return 2 * float(")
+    await art.finetune.run(file)
+    rewards = [row["avg_reward"] for row in lines(folder / "out" / "training_metrics.jsonl")]
+    assert rewards == [1.0, 1.0]
+
+
 async def test_a_remedy_for_rollouts_that_take_too_long_can_be_followed(
     policy: PolicyServer, folder: Path, make_file: MakeFile
 ) -> None:

@@ -128,6 +128,14 @@ def names_of_parameters(function: Callable[..., Any]) -> set[str]:
     return {parameter.name for parameter in _parameters(function)}
 
 
+def source_of(function: Callable[..., Any]) -> str:
+    """The source of a function, without the functions that it calls; empty where Python has no source."""
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
+
+
 def is_code(kind: Kind, type_name: str) -> bool:
     """Whether a type names code that `load` imports."""
     return _target(kind, type_name) is not None

@@ -59,6 +59,8 @@ class Folder:
         generation."""
         self.num_lost = 0
         """The number of entries of `rollouts` that had to be sampled anew."""
+        self.has_new_workflow = False
+        """Whether the code of the workflow is not the code of the command before."""
         self.save(epochs=state.epochs)  # the record first: `_folder` refuses a folder with other files and no record
         write_whole(path / CONFIG_FILE, _yaml(state.config))
 
@@ -110,21 +112,19 @@ class Folder:
 
 
 @contextlib.contextmanager
-def opened(
-    path: Path, config: dict[str, Any], *, rows: str = "", validation: str = "", fresh: bool = False
-) -> Generator[Folder]:
+def opened(path: Path, config: dict[str, Any], *, fresh: bool = False, **digests: Any) -> Generator[Folder]:
     """Starts a run in a new folder, or continues the run in an existing folder. Locks the folder until the block ends or the
     process dies. `fresh` first renames an existing folder to DIR.1.
 
-    `config` is the resolved file, as JSON values; the folder keeps no secrets of the file. `rows` is a digest of the training
-    rows, `validation` a digest of the validation rows and their reward.
+    `config` is the resolved file, as JSON values; the folder keeps no secrets of the file. `digests` are the other fields of
+    `Asked`.
 
     Raises:
-        WrongInput: another process works in the folder, the run in the folder has another configuration, other rows or more
-            epochs, the folder has files of another program, or files cannot be written.
+        WrongInput: another process works in the folder, the run in the folder has another configuration, other rows,
+            another reward or more epochs, the folder has files of another program, or files cannot be written.
     """
     path = path.absolute()
-    asked = Asked(config=without_secrets(config), rows=rows, validation=validation)
+    asked = Asked(config=without_secrets(config), **digests)
     with contextlib.ExitStack() as locks:
         try:
             locks.enter_context(_locked(path))
@@ -176,13 +176,21 @@ def _folder(path: Path, asked: Asked) -> Folder:
         raise WrongInput([f"{file} is not the record of a run ({error}): {REMEDY}"]) from error
     if differences := _differences(state, asked):
         more = [f"and {len(differences) - MAX_DIFFERENCES} more"] if len(differences) > MAX_DIFFERENCES else []
-        problem = f"{path} has a run with another configuration or other rows: {REMEDY}"
+        problem = f"{path} has a run with another configuration, other rows or another reward: {REMEDY}"
         raise WrongInput([*differences[:MAX_DIFFERENCES], *more, problem])
     folder = Folder(path, state.model_copy(update={"config": asked.config, "rows": asked.rows}))
+    folder.has_new_workflow = bool(state.workflow and asked.workflow) and state.workflow != asked.workflow
     if state.validation not in ("", asked.validation):
         folder.forget_split("val")
-    folder.save(validation=asked.validation)
+    if _changed_rewards(state, asked):
+        folder.forget_batch()
+    folder.save(validation=asked.validation, workflow=asked.workflow, rewards=asked.rewards)
     return folder
+
+
+def _changed_rewards(state: State, asked: Asked) -> list[str]:
+    """The functions of the training reward whose source is another one than in the folder."""
+    return [name for name, source in asked.rewards.items() if state.rewards.get(name, source) != source]
 
 
 def _read_rollouts(file: Path, number: int) -> dict[tuple[str, int, str, int], RolloutRecord]:
@@ -240,6 +248,9 @@ def _differences(state: State, asked: Asked) -> list[str]:
             lines.append(f"{name}: {there} in the folder, {here} here")
     if state.rows not in ("", asked.rows):
         lines.append(f"{DATASET}: its rows are not those that the run in the folder began with")
+    if state.epochs or state.is_submitted:  # else nothing was trained on rewards of the earlier code
+        for name in _changed_rewards(state, asked):
+            lines.append(f"{name}: the code of this reward is not the code that the run in the folder began with")
     num_epochs = asked.config["finetuning"].get("num_epochs", 1)
     num_done = state.epochs[-1].epoch + 1 if state.epochs else 0
     if num_epochs < num_done:

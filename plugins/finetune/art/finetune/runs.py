@@ -13,14 +13,14 @@ from typing import Any
 
 import art
 from art.contained import contained
-from art.finetune import checking, folder, loading, reading, stopping, toolkit
+from art.finetune import checking, components, folder, loading, reading, stopping, toolkit
 from art.finetune.agent import Agent, Played, num_answers, reason_of
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
 from art.finetune.interfaces import CheckedFile, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rows import digest
 from art.finetune.scoring import Reward, evaluator_of
-from art.finetune.sections import Config
+from art.finetune.sections import Config, RewardFunction
 from art.finetune.workflows import of_command, of_function, unused_llm_fields
 
 Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
@@ -189,9 +189,9 @@ async def run(
     config, finetuning = checked_file.config, checked_file.config.finetuning
     dumped = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
     async with loaded(checked_file) as loaded_file:
-        scoring = _scoring_of_validations(config)
-        digests = {"rows": digest(loaded_file.rows), "validation": digest(loaded_file.validation_rows, scoring)}
-        with folder.opened(finetuning.output_dir, dumped, **digests, fresh=fresh) as output:
+        with folder.opened(finetuning.output_dir, dumped, **_digests(loaded_file), fresh=fresh) as output:
+            if output.has_new_workflow:
+                say(f"the code of {config.workflow.type} has changed: the run continues with the new code")
             if len(output.state.epochs) >= finetuning.num_epochs * loaded_file.batches.per_epoch:
                 say(f"{output.path}: all {finetuning.num_epochs} epochs are trained already")
                 return []
@@ -214,11 +214,24 @@ async def run(
                 return statuses
 
 
-def _scoring_of_validations(config: Config) -> Any:
-    """The sections that the rewards of validations depend on."""
-    reward = config.finetuning.validation.reward or config.finetuning.reward_function
-    evaluators = {name: config.eval.evaluators[name].model_dump() for name in reward.names}
-    return [reward.model_dump(), evaluators]
+def _digests(loaded_file: Loaded) -> dict[str, Any]:
+    """The digests of what a run is trained and validated on, as fields of `Asked`."""
+    evaluators, finetuning, code = loaded_file.config.eval.evaluators, loaded_file.config.finetuning, loaded_file.code
+
+    def sources_of(reward: RewardFunction) -> dict[str, str]:
+        functions = {evaluators[name].type: code.evaluators[name] for name in reward.names}
+        sources = {kind: components.source_of(function) for kind, function in functions.items() if function is not None}
+        return {kind: digest([], source) for kind, source in sources.items() if source}
+
+    reward = finetuning.validation.reward or finetuning.reward_function
+    sections = {name: evaluators[name].model_dump() for name in reward.names}
+    source = "" if code.workflow is None else components.source_of(code.workflow)
+    return {
+        "rows": digest(loaded_file.rows),
+        "validation": digest(loaded_file.validation_rows, reward.model_dump(), sections, sources_of(reward)),
+        "workflow": digest([], source) if source else "",
+        "rewards": sources_of(finetuning.reward_function),
+    }
 
 
 def _summarise(run: Run) -> None:
