@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -36,6 +37,7 @@ OF_FILES = {
 OF_FUNCTIONS = {
     "reward": "eval.evaluators.reward._type",
     "base_model": "trainer_adapters.adapter.backend.base_model",
+    "name": "trainer_adapters.adapter.backend.name",
     "num_generations": "trajectory_builders.builder.num_generations",
     "learning_rate": "trainer_adapters.adapter.training.learning_rate",
 }
@@ -87,10 +89,13 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     _add_flag(finetune, "output_dir", type=Path, metavar="DIR", help="folder of the run, which a run continues")
     _add_flag(finetune, "reward", metavar="TYPE", help="of a function: its evaluator, such as agent.py:score")
     _add_flag(finetune, "base_model", metavar="NAME", help="of a function: the base model of the trained adapter")
+    _add_flag(
+        finetune, "name", metavar="NAME", help="of a function: the trained model (from function and output folder)"
+    )
     _add_flag(finetune, "num_generations", metavar="N", type=int, help="of a function: rollouts of each row (8)")
     _add_flag(finetune, "learning_rate", metavar="RATE", type=float, help="of a function")
     finetune.add_argument("--check", action="store_true", help="check all, roll out and score one row; train nothing")
-    finetune.add_argument("--fresh", action="store_true", help="rename the output folder to DIR.1 and begin again")
+    finetune.add_argument("--fresh", action="store_true", help="rename the output folder to DIR.1, begin from the base")
     finetune.add_argument(
         "--sweep",
         action="append",
@@ -345,7 +350,8 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
             [f"--dataset {flags.dataset}: name a file that ends with .{', .'.join(FILES[:-1])} or .{FILES[-1]}"]
         )
     where, _, name = target.rpartition(":")
-    run_name = f"{Path(where).stem}-{name}".replace("_", "-")
+    agent_name = f"{Path(where).stem}-{name}".replace("_", "-")
+    run_name = flags.name or _model_name(agent_name, flags)
     file: dict[str, Any] = {
         "workflow": {"_type": target},
         "eval": {
@@ -372,6 +378,18 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
         },
     }
     return file, [*_overrides_from(flags, OF_FUNCTIONS), *overrides]
+
+
+def _model_name(agent_name: str, flags: argparse.Namespace) -> str:
+    """The model of a command without a file and without `--name`: the model of the run in the output folder, else a model that is
+    named for the function and the folder."""
+    from art.finetune.folder import model_name_in
+
+    if flags.output_dir is None:
+        return agent_name
+    known = None if flags.fresh else model_name_in(flags.output_dir)
+    folder_name = re.sub(r"[^\w.-]+", "-", flags.output_dir.absolute().name, flags=re.ASCII).strip("-.")
+    return known or (agent_name if folder_name in ("", agent_name) else f"{agent_name}-{folder_name}")
 
 
 def _without_sweeps(arguments: Sequence[str]) -> list[str]:

@@ -465,8 +465,20 @@ async def test_another_configuration_is_refused_and_more_epochs_are_not(
     with pytest.raises(WrongInput, match="num_generations"):
         await art.finetune.run(make_file(trajectory_builders__b__num_generations=3))
     assert len(await art.finetune.run(make_file(), {"finetuning.num_epochs": 3})) == 1
-    await art.finetune.run(make_file(), fresh=True)
-    assert (folder / "out.1" / "state.json").exists() and policy.steps["demo/agent"] == 5
+
+
+async def test_a_fresh_run_begins_from_the_base_model(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await art.finetune.run(make_file())
+    remedy = r"to begin from the base model, set another trainer_adapters\.a\.backend\.name \(without a file: --name agent-2\)"
+    with pytest.raises(WrongInput, match=f"--fresh begins .* demo/agent is at step 2: {remedy}"):
+        await art.finetune.run(make_file(), fresh=True)
+    assert not (folder / "out.1").exists()
+    await art.finetune.run(make_file(trainer_adapters__a__backend__name="agent-2"), fresh=True)
+    assert (folder / "out.1" / "state.json").exists() and policy.steps == {"demo/agent": 2, "demo/agent-2": 2}
+    await art.finetune.run(make_file(finetuning__output_dir="other"))
+    assert re.search(f"demo/agent exists: it is trained further from step 2; {remedy}", capsys.readouterr().err)
 
 
 FREE = {
@@ -816,6 +828,7 @@ async def test_failed_rollouts_are_tried_again_only_if_they_ended_the_run(
     await art.finetune.run(file)
     assert len(policy.asked) == 8 and lines(folder / "out" / "training_metrics.jsonl")[0]["num_failed"] == 2
     file["finetuning"]["max_exceptions"] = 1
+    file["trainer_adapters"]["a"]["backend"]["name"] = "again"
     with pytest.raises(FinetuneError, match="ill"):
         await art.finetune.run(file, fresh=True)
     (folder / "ill").unlink()
@@ -889,6 +902,7 @@ async def test_with_a_seed_requests_have_seeds_that_differ(policy: PolicyServer,
     seeds: list[list[str | None]] = []
     for seed in (1, 1, None):
         policy.requests.clear()
+        policy.steps.clear()
         await art.finetune.run(make_file(finetuning__seed=seed, eval__general__max_concurrency=1), fresh=True)
         asked = [request for request in policy.requests if request.path.endswith("/chat/completions")]
         seeds.append([request.headers.get("x-art-seed") for request in asked])

@@ -46,7 +46,7 @@ FREE_FIELDS = (
 The LoRA is here too, because the server compares the LoRA with the model's."""
 MAX_DIFFERENCES = 5
 """Fields that a refusal lists."""
-REMEDY = "set another finetuning.output_dir, or add --fresh, which renames this folder"
+REMEDY = "set another finetuning.output_dir, or add --fresh, which renames this folder and needs a new name for a trained model"
 
 
 class Folder:
@@ -150,6 +150,15 @@ def _locked(path: Path) -> contextlib.AbstractContextManager[object]:
         raise WrongInput(
             [f"another process trains in {path}: stop it, or set another finetuning.output_dir"]
         ) from error
+
+
+def model_name_in(path: Path) -> str | None:
+    """The name of the model that the run in a folder trains; None without a run."""
+    try:
+        state = State.model_validate_json((path / STATE_FILE).read_bytes())
+        return Config.model_validate(state.config).adapter.backend.name
+    except (OSError, ValueError):
+        return None
 
 
 def _free_name(path: Path) -> Path:

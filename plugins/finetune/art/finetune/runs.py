@@ -175,12 +175,12 @@ async def run(
     file: str | Path | Mapping[str, Any], overrides: Overrides = (), *, fresh: bool = False
 ) -> list[TrainingJobStatus]:
     """Trains the run of a file, or continues the run in the output folder. Returns how each epoch, or with
-    `rows_per_step` each step, of this call ended.
+    `rows_per_step` each step, of this call ended. `fresh` begins a run from the base model, and renames the output folder.
 
     `overrides` are values by dotted name. An override wins over the file.
 
     Raises:
-        WrongInput: the file, a data set or an override is wrong, or the folder has another run.
+        WrongInput: the file, a data set or an override is wrong, the folder has another run, or `fresh` names a trained model.
         NoServer: no server answers.
         NoSignal: in no epoch did rewards differ.
         FinetuneError: rollouts or training failed.
@@ -189,6 +189,8 @@ async def run(
     config, finetuning = checked_file.config, checked_file.config.finetuning
     dumped = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
     async with loaded(checked_file) as loaded_file:
+        if fresh:
+            await _check_fresh(config, loaded_file.backend)
         with folder.opened(finetuning.output_dir, dumped, **_digests(loaded_file), fresh=fresh) as output:
             if output.has_new_workflow:
                 say(f"the code of {config.workflow.type} has changed: the run continues with the new code")
@@ -199,7 +201,7 @@ async def run(
                 name = connection.model.get_inference_name()
                 is_new = not output.state.epochs and output.state.step is None
                 if is_new and (step := await connection.model.get_step()):
-                    say(f"{name} exists: it is trained further from step {step}")
+                    say(f"{name} exists: it is trained further from step {step}; {_from_the_base(config)}")
                 seed = output.state.seed if finetuning.seed is None else finetuning.seed
                 run, code = Run(**vars(connection), folder=output, seed=seed), connection.code
                 builder, adapter = (
@@ -212,6 +214,24 @@ async def run(
                 if best := await stopping.best_step(run.model, output.state.validations):
                     say(best)
                 return statuses
+
+
+async def _check_fresh(config: Config, backend: art.Backend) -> None:
+    """Raises:
+    WrongInput: the model is not at its base model.
+    """
+    model = await _register(config, backend)
+    if step := await model.get_step():
+        name = model.get_inference_name()
+        raise WrongInput(
+            [f"--fresh begins from the base model, and {name} is at step {step}: {_from_the_base(config)}"]
+        )
+
+
+def _from_the_base(config: Config) -> str:
+    """How a run begins from the base model, in words."""
+    adapter, name = config.finetuning.trainer_adapter, config.adapter.backend.name
+    return f"to begin from the base model, set another trainer_adapters.{adapter}.backend.name (without a file: --name {name}-2)"
 
 
 def _digests(loaded_file: Loaded) -> dict[str, Any]:
