@@ -204,10 +204,6 @@ def test_flags_that_do_not_fit_are_refused(
         ("--dataset none.csv", "none.csv: no such file"),
         ("--dataset agent.py", "art: --dataset agent.py: name a file that ends with .json, .jsonl, .csv or .parquet"),
         ("--dataset own.csv", "`-o eval.general.dataset.structure.question_key COLUMN`"),
-        (
-            "--dataset excel.csv",
-            "excel.csv: line 1 separates its columns with semicolons: save the file with commas between columns",
-        ),
         ("--validation_dataset none.csv", "art: --validation_dataset: none.csv: no such file"),
         ("--output_dir rows.csv/out", "rows.csv/out cannot be used (Not a directory): name a folder"),
     ],
@@ -215,7 +211,7 @@ def test_flags_that_do_not_fit_are_refused(
 def test_a_wrong_value_names_the_flag_that_was_typed(
     flags: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, text in {"rows": "question,answer", "own": "ticket,answer", "excel": "ticket;answer"}.items():
+    for name, text in {"rows": "question,answer", "own": "ticket,answer"}.items():
         (folder / f"{name}.csv").write_text(f"{text}\nwhy,1\n")
     usual = ["--dataset", "rows.csv", "--reward", "agent.py:score", "--base_model", "art/tiny"]
     server = [

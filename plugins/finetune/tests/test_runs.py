@@ -771,6 +771,17 @@ async def test_a_failed_validation_has_a_reason_and_no_reward(
     assert policy.steps["demo/agent"] == 2
 
 
+async def test_a_table_of_excel_is_told_in_a_line(
+    folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "rows.csv").write_bytes("question;answer\nStra\u00dfe?;yes\n".encode("cp1252"))
+    dataset = {"_type": "csv", "file_path": "rows.csv"}
+    await art.finetune.check(make_file(eval__general__dataset=dataset))
+    printed = capsys.readouterr()
+    assert "rows.csv: read as Windows-1252, columns separated by semicolons\n" in printed.err
+    assert "user: Stra\u00dfe?" in printed.out
+
+
 async def test_a_check_trains_nothing_and_leaves_the_folder_alone(
     policy: PolicyServer, folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,6 +102,8 @@ def _load_rows(checked_file: CheckedFile, problems: list[Problem]) -> tuple[list
         if loaded.left_out:
             say(f"{dotted(path)}: {loaded.left_out} rows without a question are left out")
         name = section.file_path or section.function
+        if loaded.read_as:
+            say(f"{name}: {loaded.read_as}")
         for judging in rewards:
             texts = rows_that_cannot_be_judged(config, judging, loaded.rows, section.structure.answer_key)
             problems.extend(checked_file.document.problem(path, f"{name}: {text}") for text in texts)

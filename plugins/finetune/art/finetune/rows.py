@@ -3,6 +3,7 @@
 A row has a question, which is a text or a list of chat messages.
 """
 
+import codecs
 import contextlib
 import csv
 import hashlib
@@ -12,7 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -30,8 +31,13 @@ MESSAGES = "messages"
 """The column of chat rows."""
 SHOWN_IDS = 5
 """Ids that an error lists."""
-SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
-"""Separators of files that are no CSV with commas."""
+DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+"""Characters between the columns of a CSV file, of which the first line shows one. Excel writes commas or semicolons, as usual in the
+user's country."""
+QUOTED = re.compile(r'"[^"]*"')
+FIRST_LINE = re.compile(r'(?:"[^"]*"|[^"\r\n])*')
+ENCODINGS = {"utf-8-sig": "UTF-8", "utf-16": "UTF-16", "cp1252": "Windows-1252"}
+"""Encodings of CSV files that are found without `encoding`. Excel writes all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ class Rows:
     rows: list[DatasetRow]
     left_out: int
     """Rows without a question."""
+    read_as: str = ""
+    """How a CSV file was read that has another encoding than UTF-8, or another delimiter than commas."""
 
 
 def digest(rows: Iterable[DatasetRow], *more: Any) -> str:
@@ -85,10 +93,10 @@ def load_rows(dataset: DatasetSection, section: str = "eval.general.dataset") ->
     """
     name = str(dataset.file_path or dataset.function or dataset.name or f"the {dataset.type} data set")
     try:
-        located_rows = _read(dataset)
+        located_rows, read_as = _read(dataset, section)
         if not located_rows:
             raise ValueError("has no rows")
-        return _select(dataset, located_rows, section)
+        return replace(_select(dataset, located_rows, section), read_as=read_as)
     except ValueError as error:
         raise WrongInput([f"{name}: {error}"]) from error
 
@@ -214,24 +222,30 @@ def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def _read(dataset: DatasetSection) -> list[LocatedRow]:
-    if dataset.type == "custom":
-        return _numbered(_call(dataset, str(dataset.function)))
-    if dataset.type == "hub":
-        return _numbered(_rows_of_hub(dataset))
+def _read(dataset: DatasetSection, section: str) -> tuple[list[LocatedRow], str]:
+    """The rows, and `Rows.read_as`."""
     path = dataset.file_path or Path()
-    if dataset.type == "parquet":
-        return _numbered(_parse_parquet(read_bytes(path)))
-    text = read_text(path)
     if dataset.type == "csv":
         with _long_fields():
-            return list(_parse_csv(text))
+            return _read_csv(read_bytes(path), dataset, section)
     if dataset.type == "jsonl":
-        return list(_parse_jsonl(text))
+        return list(_parse_jsonl(read_text(path))), ""
+    if dataset.type == "custom":
+        rows = _call(dataset, str(dataset.function))
+    elif dataset.type == "hub":
+        rows = _rows_of_hub(dataset)
+    elif dataset.type == "parquet":
+        rows = _parse_parquet(read_bytes(path))
+    else:
+        rows = _parse_list(read_text(path))
+    return _numbered(rows), ""
+
+
+def _parse_list(text: str) -> list[Any]:
     rows: Any = _parse_json(text, 1) if text.strip() else []
     if not isinstance(rows, list):
         raise ValueError(f"is {described(rows)}: write the rows as a list of objects, or one a line with _type: jsonl")
-    return _numbered(cast("list[Any]", rows))
+    return cast("list[Any]", rows)
 
 
 def _numbered(rows: Iterable[Any]) -> list[LocatedRow]:  # Any: a file or a function may have anything
@@ -275,22 +289,60 @@ def _long_fields() -> Generator[None]:
         csv.field_size_limit(limit)
 
 
-def _parse_csv(text: str) -> Iterator[LocatedRow]:
-    lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+def _read_csv(data: bytes, dataset: DatasetSection, section: str) -> tuple[list[LocatedRow], str]:
+    """The rows, and `Rows.read_as`."""
+    encoding = dataset.encoding or _encoding_of(data)
+    encoding_name = ENCODINGS.get(encoding, encoding)
+    try:
+        text = data.decode(encoding)
+    except (UnicodeDecodeError, LookupError) as error:
+        raise ValueError(
+            f"cannot be read as {encoding_name}: name its encoding with `-o {section}.encoding NAME`"
+        ) from error
+    delimiter = dataset.delimiter or _delimiter_of(text)
+    rows = list(_parse_csv(text, delimiter, section))
+    if encoding in (dataset.encoding, "utf-8-sig") and delimiter in (dataset.delimiter, ","):
+        return rows, ""
+    return rows, f"read as {encoding_name}, columns separated by {_delimiter_name(delimiter)}"
+
+
+def _encoding_of(data: bytes) -> str:
+    """A key of `ENCODINGS`."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    try:
+        data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return "cp1252"
+    return "utf-8-sig"
+
+
+def _delimiter_of(text: str) -> str:
+    """The delimiter that the first line has most often outside of quotes; a comma if the line has no delimiter."""
+    match = FIRST_LINE.match(text)
+    line = QUOTED.sub("", match[0] if match else "")
+    return max(DELIMITERS, key=line.count)
+
+
+def _delimiter_name(delimiter: str) -> str:
+    return DELIMITERS.get(delimiter, repr(delimiter))
+
+
+def _parse_csv(text: str, delimiter: str, section: str) -> Iterator[LocatedRow]:
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         header = [name.strip() for name in next(lines, list[str]())]
-        for separator, words in SEPARATORS.items():
-            if len(header) == 1 and separator in header[0]:
-                raise ValueError(
-                    f"line 1 separates its columns with {words}: save the file with commas between columns"
-                )
+        if len(header) == 1 and "|" in header[0]:
+            raise ValueError(f"line 1 separates its columns with bars: set `-o {section}.delimiter '|'`")
         if len(set(header)) < len(header):
             raise ValueError(f"line 1 has a column twice ({', '.join(header)}): rename one of the two")
         for values in filter(None, lines):
             location = f"line {lines.line_num}"
             if len(values) != len(header):
                 counts = f"{len(values)} values for {len(header)} columns"
-                raise ValueError(f"{location} has {counts}: put values with commas in double quotes")
+                raise ValueError(
+                    f"{location} has {counts}: put values with {_delimiter_name(delimiter)} in double quotes"
+                )
             yield location, dict(zip(header, values, strict=True))
     except csv.Error as error:
         raise ValueError(f"line {lines.line_num} is not CSV ({error}): look for a quote there") from error

@@ -129,6 +129,10 @@ class DatasetSection(Section):
     """The kind of file, hub for a data set of the Hugging Face hub, or custom for a function."""
     file_path: Path | None = None
     """The file, relative to the current directory."""
+    delimiter: str | None = Field(default=None, max_length=1, pattern=r'[^"\r\n]')
+    """For csv: the character between columns. Default: the comma, semicolon or tab of the first line."""
+    encoding: str | None = None
+    """For csv: the encoding, such as cp1252. Default: UTF-8, else Windows-1252."""
     id_key: str = "id"
     """The column with the row's id. The id of a row without this column is the row's number."""
     structure: Structure = Structure()
