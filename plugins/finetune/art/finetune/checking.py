@@ -202,6 +202,10 @@ def _components(tree: Any, toolkit: Toolkit | None) -> Wrong:
             seconds = typed(fields["timeout_seconds"])
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
                 yield (*path, "timeout_seconds"), f"must be a number of seconds above 0, not {described(seconds)}"
+        if kind == "evaluator" and name in ("judge", "ruler") and "max_tokens" in fields:
+            number = typed(fields["max_tokens"])
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                yield (*path, "max_tokens"), f"must be a number of tokens above 0, not {described(number)}"
         if (kind, name) == ("workflow", "command"):
             yield from _command(fields.get("command"))
             if _at(tree, ("finetuning", "target_functions")) not in (None, ["<workflow>"]):

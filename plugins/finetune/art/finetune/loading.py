@@ -7,12 +7,13 @@ from typing import Any
 import art
 from art.finetune import components
 from art.finetune.batches import Batches
+from art.finetune.checking import EVALUATORS
 from art.finetune.components import Kind
 from art.finetune.errors import WrongInput
 from art.finetune.interfaces import CheckedFile, Code, Loaded, say
 from art.finetune.reading import KeyPath, Problem, dotted
 from art.finetune.rows import DatasetRow, load_rows
-from art.finetune.scoring import rows_that_cannot_be_judged
+from art.finetune.scoring import check_judge, rows_that_cannot_be_judged
 from art.finetune.sections import Component, Config, DatasetSection, RewardFunction
 from art.finetune.workflows import openai_variables, set_variables
 
@@ -36,6 +37,7 @@ def load(checked_file: CheckedFile, backend: art.Backend) -> Loaded:
     problems: list[Problem] = []
     code = _load_code(checked_file, problems)
     rows, validation_rows = _load_rows(checked_file, problems)
+    problems += _wrong_judges(checked_file)
     problems += _lost_messages(checked_file, code, [*rows, *validation_rows])
     if problems:
         raise WrongInput([str(problem) for problem in problems])
@@ -114,6 +116,18 @@ def _load_rows(checked_file: CheckedFile, problems: list[Problem]) -> tuple[list
     same = {"id_key", "structure", "filter"} - dataset.model_fields_set
     dataset = dataset.model_copy(update={name: getattr(training, name) for name in same})
     return rows_of(TRAINING, training, [reward]), rows_of(VALIDATION, dataset, [validation.reward or reward])
+
+
+def _wrong_judges(checked_file: CheckedFile) -> list[Problem]:
+    """The problems of judges that cannot be asked."""
+    evaluators, problems = checked_file.config.eval.evaluators, list[Problem]()
+    for name in dict.fromkeys(name for reward in checked_file.config.finetuning.rewards for name in reward.names):
+        if evaluators[name].type in ("judge", "ruler"):
+            try:
+                check_judge(evaluators[name].fields())
+            except ValueError as error:
+                problems.append(checked_file.document.problem((*EVALUATORS, name), str(error)))
+    return problems
 
 
 def _lost_messages(checked_file: CheckedFile, code: Code, rows: list[DatasetRow]) -> list[Problem]:
