@@ -787,7 +787,7 @@ async def test_a_check_trains_nothing_and_leaves_the_folder_alone(
 ) -> None:
     await art.finetune.check(make_file())
     shown = capsys.readouterr().out
-    assert "> assistant: yes" in shown and "reward: 1" in shown and "1 answers would be trained" in shown
+    assert "> assistant: yes" in shown and "reward: 1" in shown and "1 answer would be trained" in shown
     assert not policy.trained and not (folder / "out").exists() and len(policy.asked) == 1
 
 
@@ -805,6 +805,49 @@ async def test_an_evaluation_compares_steps(policy: PolicyServer, folder: Path, 
     assert figures["step"] == 2 and len(figures["difference"]["interval"]) == 2
     with pytest.raises(WrongInput, match="no step 9"):
         await art.finetune.evaluate(file, step="9")
+
+
+async def test_results_are_beside_the_configuration_of_a_renamed_folder(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    await art.finetune.run(make_file())
+    (folder / "out").rename(folder / "out.1")
+    await art.finetune.evaluate("out.1/config.yml")
+    assert (folder / "out.1" / "eval.json").exists() and not (folder / "out").exists()
+    await art.finetune.evaluate("out.1/config.yml", {"finetuning.output_dir": "other"})
+    assert (folder / "other" / "eval_results.jsonl").exists()
+
+
+async def test_a_share_of_the_rows_is_held_out_and_stays_held_out(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = make_file(finetuning__validation={"share": 0.25, "interval": 1})
+    await art.finetune.run(file)
+    questions = {trajectory["messages_and_choices"][0]["content"] for trajectory in trained(policy)}
+    assert "1 of 4 rows are held out" in capsys.readouterr().err and len(questions) == 3
+    policy.asked.clear()
+    await art.finetune.evaluate("out/config.yml")
+    assert {body["messages"][-1]["content"] for body in policy.asked}.isdisjoint(questions) and len(policy.asked) == 1
+    await art.finetune.run(file, {"finetuning.num_epochs": 3})
+    assert {trajectory["messages_and_choices"][0]["content"] for trajectory in trained(policy)} == questions
+    with pytest.raises(WrongInput, match=r"finetuning\.validation\.share: 0\.25 in the folder, 0\.5 here"):
+        await art.finetune.run(file, {"finetuning.validation.share": 0.5})
+    with pytest.raises(WrongInput, match=r"share: a share of 0\.9 leaves none of 4 rows to train"):
+        await art.finetune.run(file, {"finetuning.validation.share": 0.9})
+
+
+def trained(policy: PolicyServer) -> list[dict[str, Any]]:
+    return [trajectory for body in policy.trained for group in body["groups"] for trajectory in group["trajectories"]]
+
+
+async def test_a_column_that_the_function_names_is_the_question(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    rows = [{"ticket": f"ticket {number}", "messages": [], "answer": "yes"} for number in range(2)]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    file = make_file("async def route(ticket):\n    return await answer(ticket)\n", workflow___type="agent.py:route")
+    await art.finetune.evaluate(file)
+    assert sorted(body["messages"][-1]["content"] for body in policy.asked) == ["ticket 0", "ticket 1"]
 
 
 async def test_the_configuration_that_a_run_leaves_is_a_file_without_its_keys(

@@ -33,7 +33,9 @@ LOCK_FILE = ".lock"
 DATASET = "eval.general.dataset"
 FREE_FIELDS = (
     *("finetuning.num_epochs", "finetuning.output_dir", "finetuning.enabled", "finetuning.max_exceptions"),
-    *("finetuning.validation.*", "finetuning.trackers*", "eval.general.max_concurrency"),
+    *("finetuning.validation.dataset*", "finetuning.validation.interval", "finetuning.validation.patience"),
+    *("finetuning.validation.reps", "finetuning.validation.reward*"),
+    *("finetuning.trackers*", "eval.general.max_concurrency"),
     "eval.general.rollout_timeout_seconds",
     *("trainer_adapters.*.backend.url", "trainer_adapters.*.backend.ip", "trainer_adapters.*.backend.port"),
     *("trainer_adapters.*.backend.delete_old_checkpoints", "trainer_adapters.*.backend.engine_args.max_num_seqs"),

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import io
 import json
+import random
 import re
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -84,9 +85,11 @@ def _stable(value: Any) -> Any:
     return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
-def load_rows(dataset: DatasetSection, section: str = "eval.general.dataset") -> Rows:
+def load_rows(
+    dataset: DatasetSection, section: str = "eval.general.dataset", question_parameter: str | None = None
+) -> Rows:
     """The rows of a data set that its filter keeps, without rows that have no question. `section` is the section's name in the
-    file, for errors.
+    file, for errors. `question_parameter` is a column of the question, if the data set names none.
 
     Raises:
         WrongInput: the data set cannot be read, has no rows, or repeats an id. The message has the file and the line.
@@ -96,7 +99,7 @@ def load_rows(dataset: DatasetSection, section: str = "eval.general.dataset") ->
         located_rows, read_as = _read(dataset, section)
         if not located_rows:
             raise ValueError("has no rows")
-        return replace(_select(dataset, located_rows, section), read_as=read_as)
+        return replace(_select(dataset, located_rows, section, question_parameter), read_as=read_as)
     except ValueError as error:
         raise WrongInput([f"{name}: {error}"]) from error
 
@@ -120,9 +123,26 @@ def select(rows: Sequence[DatasetRow], ids: Sequence[str], limit: int | None) ->
     return kept[:limit]
 
 
-def _select(dataset: DatasetSection, located_rows: Sequence[LocatedRow], section: str) -> Rows:
+def hold_out(rows: Sequence[DatasetRow], share: float, seed: int | None) -> tuple[list[DatasetRow], list[DatasetRow]]:
+    """The rows that are trained, and the share of the rows that is held out, in their order. The same rows and seed give the same
+    choice.
+
+    Raises:
+        ValueError: no row would be trained.
+    """
+    num_held_out = max(1, round(share * len(rows)))
+    if num_held_out >= len(rows):
+        raise ValueError(f"a share of {share:g} leaves none of {len(rows)} rows to train: lower it, or add rows")
+    chosen = set(random.Random(f"{seed or 0}/held out").sample(range(len(rows)), num_held_out))
+    trained = [row for index, row in enumerate(rows) if index not in chosen]
+    return trained, [row for index, row in enumerate(rows) if index in chosen]
+
+
+def _select(
+    dataset: DatasetSection, located_rows: Sequence[LocatedRow], section: str, question_parameter: str | None
+) -> Rows:
     columns = list(dict.fromkeys(column for _, row in located_rows for column in row))
-    is_structured, question_key = not dataset.structure.disable, _question_column(dataset, columns)
+    is_structured, question_key = not dataset.structure.disable, _question_column(dataset, columns, question_parameter)
     if is_structured and question_key not in columns:
         raise ValueError(
             f"no row has the column {question_key!r}; the columns are {', '.join(columns)}; name one of them with "
@@ -159,11 +179,14 @@ def _select(dataset: DatasetSection, located_rows: Sequence[LocatedRow], section
     return Rows(select(rows, dataset.ids, dataset.limit), len(kept) - len(rows))
 
 
-def _question_column(dataset: DatasetSection, columns: Sequence[str]) -> str:
-    """The column with the question. A data set that names none has chat rows if its rows have messages."""
+def _question_column(dataset: DatasetSection, columns: Sequence[str], question_parameter: str | None) -> str:
+    """The column with the question. In a data set that names none, the column that the workflow's parameter names; else the data set
+    has chat rows if its rows have messages."""
     structure = dataset.structure
-    is_named = "question_key" in structure.model_fields_set or structure.question_key in columns
-    return MESSAGES if not is_named and MESSAGES in columns else structure.question_key
+    if "question_key" in structure.model_fields_set or structure.question_key in columns:
+        return structure.question_key
+    others = (column for column in (question_parameter, MESSAGES) if column in columns)
+    return next(others, None) or structure.question_key
 
 
 def _conversation(value: list[Any], location: str, section: str) -> tuple[list[dict[str, Any]], Any]:

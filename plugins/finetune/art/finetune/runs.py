@@ -307,5 +307,6 @@ def _describe(played: Played, judge_prompts: Mapping[str, str]) -> str:
     lines.append(f"reward: {trajectory.reward:g}")
     lines += [f"reason of {name}: {reason}" for name, reason in reasons.items()]
     lines += [f"{name}: {value:g}" for name, value in trajectory.metrics.items()]
-    lines.append(f"{num_answers(trajectory)} answers would be trained")
+    count = num_answers(trajectory)
+    lines.append(f"{count} {'answer' if count == 1 else 'answers'} would be trained")
     return "\n".join([*lines, *trajectory.logs])

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, C
 
 import art
 from art.finetune import components
-from art.finetune.reading import dataset_of_text, typed
+from art.finetune.reading import dataset_of_file, typed
 from art_protocol.sampling import PARAMETERS
 from art_protocol.tracking import check_tracker_name
 
@@ -338,12 +338,24 @@ class Curriculum(Section):
     """on_expansion: samples all rows only in epoch 0 and at expansions, and between them the rows that were selected."""
 
 
+def _validation_dataset(value: Any) -> Any:
+    try:
+        if isinstance(value, float):
+            raise ValueError("is a number")
+        return dataset_of_file(value)
+    except ValueError as error:
+        share = "a share of the training rows is finetuning.validation.share (--validation_share)"
+        raise ValueError(f"{error}; {share}") from error
+
+
 class Validation(Section):
     dataset: Annotated[
-        DatasetSection | None, BeforeValidator(dataset_of_text, json_schema_input_type=str | DatasetSection | None)
+        DatasetSection | None, BeforeValidator(_validation_dataset, json_schema_input_type=str | DatasetSection | None)
     ] = None
     """A data set, its file, or its id as hub:OWNER/NAME[/SUBSET][:SPLIT]. `id_key`, `structure` and `filter` default to the values
     of the training data set."""
+    share: float | None = Field(default=None, gt=0, lt=1)
+    """In place of `dataset`: the share of the training rows that is held out, and not trained. The seed chooses the rows."""
     interval: float = Field(default=5, gt=0)
     """Epochs between two validations; with `rows_per_step` also a part of an epoch, such as 0.1."""
     patience: int | None = Field(default=None, ge=1)
@@ -352,6 +364,17 @@ class Validation(Section):
     """Rollouts of each row."""
     reward: RewardFunction | None = None
     """Default: the reward of training."""
+
+    @model_validator(mode="after")
+    def _is_choice(self) -> Self:
+        if self.dataset is not None and self.share is not None:
+            raise ValueError("share stands in place of dataset: leave one of the two out")
+        return self
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the file has validations."""
+        return self.dataset is not None or self.share is not None
 
 
 def _must_be_true(value: bool) -> bool:
