@@ -119,7 +119,7 @@ async def test_runs_side_by_side_leave_one_table_and_one_plot(
 )
 def test_only_steps_that_were_trained_count(num_trained: list[int], batch: int | None, words: str) -> None:
     none = dict.fromkeys(name for name in EpochRow.model_fields if name.endswith("_reward"))
-    numbers = {
+    numbers: dict[str, Any] = {
         "epoch": 0,
         "num_trajectories": 4,
         "num_groups": 2,

@@ -217,8 +217,10 @@ async def run(
 
 
 async def _check_fresh(config: Config, backend: art.Backend) -> None:
-    """Raises:
-    WrongInput: the model is not at its base model.
+    """Checks that a fresh run begins from the base model.
+
+    Raises:
+        WrongInput: the model was trained already.
     """
     model = await _register(config, backend)
     if step := await model.get_step():

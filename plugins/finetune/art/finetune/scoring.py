@@ -177,8 +177,10 @@ def _body_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_judge(options: Mapping[str, Any]) -> None:
-    """Raises:
-    ValueError: the judge of an evaluator has no key, or an address that cannot be used.
+    """Checks that the judge of an evaluator can be asked. Nothing is sent.
+
+    Raises:
+        ValueError: the judge has no key, or an address that cannot be used.
     """
     art.rewards.Judge(options.get("judge_model", JUDGE_MODEL), **judge_address(options))
 

@@ -189,7 +189,7 @@ class Judge:
         # Imported here, because importing openai takes most of a second.
         from openai import APIStatusError, OpenAIError, Timeout
 
-        retries = {} if self.max_retries is None else {"max_retries": self.max_retries}
+        retries: dict[str, Any] = {} if self.max_retries is None else {"max_retries": self.max_retries}
         client: Any = endpoint.openai_client().with_options(timeout=Timeout(None, connect=CONNECT_SECONDS), **retries)
         chat, limit = client.chat.completions, SECONDS if self.timeout is None else self.timeout
         num_tries = 1 + client.max_retries
