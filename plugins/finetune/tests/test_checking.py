@@ -147,7 +147,7 @@ name: right | weights: {right: 0} | 38:3: finetuning.reward_function | weight is
 name: right | weights: {right: .nan} | 39:15: finetuning.reward_function.weights.right | a finite number
 num_epochs: 3 | num_epochs: 3\n  validation:\n    dataset: val.jsonl\n    reward: {name: judged} | 43:5: finetuning.validation.reward | 'judged' is a ruler, which compares the rollouts of a group
 name: right\n  num_epochs: 3 | name: judged\n  num_epochs: 3\n  validation:\n    dataset: val.jsonl | 41:3: finetuning.validation.reward | 'judged' is a ruler
-num_epochs: 3 | num_epochs: 3\n  validation:\n    dataset: val.txt | 42:5: finetuning.validation.dataset | 'json', 'jsonl', 'csv'
+num_epochs: 3 | num_epochs: 3\n  validation:\n    dataset: val.txt | 42:5: finetuning.validation.dataset | val.txt; a share of the training rows is
 num_epochs: 3 | num_epochs: 3\n  validation:\n    dataset: [a] | 42:5: finetuning.validation.dataset | must be a section
 num_epochs: 3 | num_epochs: 3\n  validation:\n    dataset: {_type: csv, file_pth: a} | 42:27: finetuning.validation.dataset.file_pth | did you mean 'file_path'?
 num_epochs: 3 | target_model: gpt | 40:3: finetuning.target_model | no entry of llms has the name

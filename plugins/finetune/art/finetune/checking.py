@@ -212,6 +212,10 @@ def _components(tree: Any, toolkit: Toolkit | None) -> Wrong:
             seconds = typed(fields["timeout_seconds"])
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
                 yield (*path, "timeout_seconds"), f"must be a number of seconds above 0, not {described(seconds)}"
+        if kind == "evaluator" and name in ("judge", "ruler") and "max_tokens" in fields:
+            number = typed(fields["max_tokens"])
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                yield (*path, "max_tokens"), f"must be a number of tokens above 0, not {described(number)}"
         if name == "command" and name in BUILT_IN[kind]:
             yield from _command((*path, "command"), fields.get("command"))
             if kind == "workflow" and _at(tree, ("finetuning", "target_functions")) not in (None, ["<workflow>"]):
@@ -277,7 +281,7 @@ def _rulers(tree: Any) -> Wrong:
         return [name for _, name in _evaluators(tree, reward) if name in rulers]
 
     training, validation = map(rulers_of, REWARDS)
-    if _at(tree, REWARDS[1]) is None and _at(tree, ("finetuning", "validation", "dataset")) is not None:
+    if _at(tree, REWARDS[1]) is None and _has_validations(tree):
         validation = training
     if validation:
         text = f"{validation[0]!r} is a ruler, which compares the rollouts of a group: name another evaluator here"
@@ -296,8 +300,13 @@ def _batches(tree: Any) -> Wrong:
     elif finetuning.get("sample_ahead") is True and _at(finetuning, rank) == "on_expansion":
         yield ("finetuning", *rank), "on_expansion decides the next rows after a step: leave sample_ahead out"
     patience = ("validation", "patience")
-    if _at(finetuning, patience) is not None and _at(finetuning, ("validation", "dataset")) is None:
-        yield ("finetuning", *patience), "needs validations: add finetuning.validation.dataset"
+    if _at(finetuning, patience) is not None and not _has_validations(tree):
+        yield ("finetuning", *patience), "needs validations: add finetuning.validation.dataset or share"
+
+
+def _has_validations(tree: Any) -> bool:
+    section = _section(tree, "finetuning", "validation")
+    return section.get("dataset") is not None or section.get("share") is not None
 
 
 # --- the policy ---------------------------------------------------------------------------------------------------

@@ -133,6 +133,10 @@ class Asked(StoredRecord):
     """A digest of the training rows; empty in a record of an earlier version."""
     validation: str = ""
     """A digest of the validation rows and of their reward; empty in a record of an earlier version."""
+    workflow: str = ""
+    """A digest of the source of the workflow's function; empty where there is none, or in a record of an earlier version."""
+    rewards: dict[str, str] = {}
+    """Digests of the sources of the functions of the training reward, by `_type`. A function without a source is left out."""
 
 
 class State(Asked):

@@ -120,7 +120,7 @@ class Reward:
             Exception: the judge failed.
         """
         options = dict(self._ruler_options)
-        judge = judge_address(options)
+        judge = judge_address(options) | _body_of(options)
         options = {name: value for name, value in options.items() if name not in judge}
         with art.no_capture():
             judging = art.rewards.ruler_score_group(group, extra_litellm_params=judge, **options)
@@ -194,14 +194,33 @@ def program_of(command: str | list[str]) -> Evaluator:
 
 def judge_of(options: Mapping[str, Any]) -> Evaluator:
     """The evaluator that asks a judge for the score of each output."""
-    limits = {"timeout": options.get("timeout_seconds", JUDGE_SECONDS), "max_retries": JUDGE_RETRIES}
+    seconds = options.get("timeout_seconds", JUDGE_SECONDS)
+    params = {"timeout": seconds, "max_retries": JUDGE_RETRIES} | _body_of(options)
 
     async def evaluate(row: DatasetRow, output: Any, trajectory: art.Trajectory) -> dict[str, Any]:
         model, address = options.get("judge_model", JUDGE_MODEL), judge_address(options)
-        verdict = await art.rewards.grade_answer(*_graded(row, output, options), model, {**address, **limits})
+        try:
+            verdict = await art.rewards.grade_answer(*_graded(row, output, options), model, {**address, **params})
+        except art.rewards.JudgeTimeoutError as error:
+            remedy = f"raise timeout_seconds of the evaluator ({seconds:g}), or use a faster judge"
+            raise art.rewards.JudgeTimeoutError(f"{error}: {remedy}", retryable=True) from error
         return {"score": verdict.score, "reason": verdict.explanation}
 
     return evaluate
+
+
+def _body_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an evaluator that are sent to the judge as they are."""
+    return {name: options[name] for name in ("max_tokens",) if name in options}
+
+
+def check_judge(options: Mapping[str, Any]) -> None:
+    """Checks that the judge of an evaluator can be asked. Nothing is sent.
+
+    Raises:
+        ValueError: the judge has no key, or an address that cannot be used.
+    """
+    art.rewards.Judge(options.get("judge_model", JUDGE_MODEL), **judge_address(options))
 
 
 def _graded(row: DatasetRow, output: Any, options: Mapping[str, Any]) -> tuple[Any, Any, Any, str]:

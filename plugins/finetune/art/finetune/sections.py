@@ -21,7 +21,7 @@ from pydantic import (
 
 import art
 from art.finetune import components
-from art.finetune.reading import dataset_of_text, typed
+from art.finetune.reading import dataset_of_file, typed
 from art_protocol.sampling import PARAMETERS
 from art_protocol.tracking import check_tracker_name
 from art_protocol.wire import NAME_PATTERN, NAME_RULE
@@ -140,6 +140,10 @@ class DatasetSection(Section):
     """The kind of file, hub for a data set of the Hugging Face hub, or custom for a function."""
     file_path: Path | None = None
     """The file, relative to the current directory."""
+    delimiter: str | None = Field(default=None, max_length=1, pattern=r'[^"\r\n]')
+    """For csv: the character between columns. Default: the comma, semicolon or tab of the first line."""
+    encoding: str | None = None
+    """For csv: the encoding, such as cp1252. Default: UTF-8, else Windows-1252."""
     id_key: str = "id"
     """The column with the row's id. The id of a row without this column is the row's number."""
     structure: Structure = Structure()
@@ -361,12 +365,24 @@ class Curriculum(Section):
     """on_expansion: samples all rows only in epoch 0 and at expansions, and between them the rows that were selected."""
 
 
+def _validation_dataset(value: Any) -> Any:
+    try:
+        if isinstance(value, float):
+            raise ValueError("is a number")
+        return dataset_of_file(value)
+    except ValueError as error:
+        share = "a share of the training rows is finetuning.validation.share (--validation_share)"
+        raise ValueError(f"{error}; {share}") from error
+
+
 class Validation(Section):
     dataset: Annotated[
-        DatasetSection | None, BeforeValidator(dataset_of_text, json_schema_input_type=str | DatasetSection | None)
+        DatasetSection | None, BeforeValidator(_validation_dataset, json_schema_input_type=str | DatasetSection | None)
     ] = None
     """A data set, its file, or its id as hub:OWNER/NAME[/SUBSET][:SPLIT]. `id_key`, `structure` and `filter` default to the values
     of the training data set."""
+    share: float | None = Field(default=None, gt=0, lt=1)
+    """In place of `dataset`: the share of the training rows that is held out, and not trained. The seed chooses the rows."""
     interval: float = Field(default=5, gt=0)
     """Epochs between two validations; with `rows_per_step` also a part of an epoch, such as 0.1."""
     patience: int | None = Field(default=None, ge=1)
@@ -375,6 +391,17 @@ class Validation(Section):
     """Rollouts of each row."""
     reward: RewardFunction | None = None
     """Default: the reward of training."""
+
+    @model_validator(mode="after")
+    def _is_choice(self) -> Self:
+        if self.dataset is not None and self.share is not None:
+            raise ValueError("share stands in place of dataset: leave one of the two out")
+        return self
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the file has validations."""
+        return self.dataset is not None or self.share is not None
 
 
 def _must_be_true(value: bool) -> bool:
