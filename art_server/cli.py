@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
 
 
-def open_port(host: str, port: int, flag: str) -> socket.socket:
-    """A listening socket.
+def open_port(host: str, port: int, flag: str, others: str = "or 0 for a free one") -> socket.socket:
+    """A listening socket. `others` says for an error which other ports there are.
 
     Raises:
         UsageError: the port is in use or not permitted.
@@ -76,9 +76,7 @@ def open_port(host: str, port: int, flag: str) -> socket.socket:
                 f"--host {host}: this machine has no such address ({error.strerror}); use 127.0.0.1, 0.0.0.0 for all of its "
                 "addresses, or one of them"
             ) from error
-        raise UsageError(
-            f"{flag} {port} on {host}: {error.strerror}; choose another port, or 0 for a free one"
-        ) from error
+        raise UsageError(f"{flag} {port} on {host}: {error.strerror}; choose another port, {others}") from error
     opened.set_inheritable(False)
     return opened
 

@@ -35,6 +35,13 @@ GROUPS = {
 }
 """The settings in the order of `--help`, by title."""
 
+OTHER_FLAGS = {
+    "--max-model-len": "--max-seq-length",
+    "--model": "--base-model",
+    **{f"--{name.replace('_', '-')}": f"--engine-arg {name}=VALUE" for name in ENGINE_ARGS},
+}
+"""Flags of vLLM, with what they are here."""
+
 
 def flag_of(field: str) -> Flag:
     """How the command line shows a setting, with the flag's name filled in."""
@@ -49,6 +56,7 @@ def make_parser() -> Parser:
         epilog="`art-server host` offers another machine's devices to a server:\n`art-server host --help`",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.other_words = OTHER_FLAGS
     parser.add_argument("--version", action="version", version=__version__)
     for title, names in GROUPS.items():
         group = parser.add_argument_group(title)
@@ -99,7 +107,11 @@ def parse(arguments: Sequence[str] | None) -> ServerConfig:
     Raises:
         UsageError: a flag is invalid, or flags contradict each other.
     """
-    settings = vars(make_parser().parse_args(arguments))
+    parser = make_parser()
+    flags, words = parser.parse_known_args(arguments)
+    if words:
+        parser.error(f"'{words[0]}' is no flag: `art-server --base-model NAME` serves a base model")
+    settings = vars(flags)
     host, variable = settings["host"], os.environ.get(KEY_VARIABLE)
     settings["api_keys"] = read_keys(settings["api_keys"], settings["api_key_file"], variable)
     if not settings["api_keys"] and not is_loopback(host):
@@ -134,7 +146,9 @@ def read_keys(flags: Sequence[str], file: Path | None, variable: str | None) -> 
     try:
         lines = file.read_text().splitlines()
     except OSError as error:
-        raise UsageError(f"--api-key-file {file} cannot be read: {error.strerror}") from error
+        raise UsageError(
+            f"--api-key-file {file} cannot be read ({error.strerror}): name a file with lines of the form {KEY_LINE}"
+        ) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--api-key-file {file} is not a text file") from error
     for number, line in enumerate(lines, start=1):

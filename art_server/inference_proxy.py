@@ -1,6 +1,7 @@
 """Sends inference requests to the engine: waits at the pause gate, resolves the adapter (`Registry.resolve`), informs the
 ledger."""
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -21,7 +22,7 @@ from art_server.errors import Conflict, NotFound, Unavailable
 from art_server.ledger import conversation
 from art_server.ledger.conversation import RESPONSE_PREFIX, RequestConversation
 from art_server.ledger.ledger import Ledger, OpenRequest
-from art_server.ledger.records import Request, choice_id
+from art_server.ledger.records import NOT_DELIVERED, Request, choice_id
 from art_server.models.base_loader import BaseLoader
 from art_server.shared.engine_messages import new_request_id
 from art_server.store.registry import RegisteredModel, Registry, ResolvedModel, split_step
@@ -63,10 +64,19 @@ class InferenceRequest:
     """The header `traceparent` of the request."""
     never_learns: bool = False
     """The caller permits no score of the answer to be trained."""
+    num_choices: int = 1
+    """Choices that the request asks for."""
+    num_ended: int = 0
+    """Choices that the ledger keeps for the session, or of which the ledger knows that they have no record."""
     request_id: str = ""
     """The id under which the engine samples (`new_request_id`). If an engine is lost, the next one gets another id."""
     engine: Engine | None = None
     """The engine that answers the request, or that was lost during the answer."""
+
+    @property
+    def names_step(self) -> bool:
+        """Whether the request names the step that answers it."""
+        return self.pinned_step is not None or bool(split_step(self.requested_model)[1])
 
     @property
     def is_stream(self) -> bool:
@@ -226,7 +236,8 @@ class Proxy:
         connection is open. Beside the answer, the engine's process sends prompts and samples to the ledger under the request's
         id (`ledger/intake.py`); the `OpenRequest` gets the records that the ledger makes of them.
 
-        Thinking that the agent left out is added to the request; the chat template decides which thinking is rendered.
+        Thinking that the agent left out is added to the request; the chat template decides which thinking is rendered. If the
+        client hangs up, the session counts the choices that did not end.
 
         Raises:
             Unavailable: the wait is above the limit.
@@ -234,6 +245,7 @@ class Proxy:
         """
         limit = self._wait_limit_seconds
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._counting_hang_up(inference))
             span = None
             if self._tracing is not None:
                 span = stack.enter_context(inference_span(self._tracing, inference))
@@ -271,6 +283,15 @@ class Proxy:
                     yield await self._checked(response, inference), opened
             except aiohttp.ClientError as error:
                 raise EngineLost from error
+
+    @contextlib.contextmanager
+    def _counting_hang_up(self, inference: InferenceRequest) -> Iterator[None]:
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):  # an answer as one body is cancelled, a stream is closed
+            if num_lost := inference.num_choices - inference.num_ended:
+                self._ledger.count_lost(ledger_request(inference), NOT_DELIVERED, num_lost)
+            raise
 
     async def _checked(self, response: aiohttp.ClientResponse, inference: InferenceRequest) -> aiohttp.ClientResponse:
         if response.status == 500:

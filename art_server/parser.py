@@ -4,18 +4,21 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Never
 
 
 class Parser(argparse.ArgumentParser):
     """argparse's parser, which prints no usage before an error."""
 
+    other_words: Mapping[str, str] = {}
+    """Flags and commands of other programs, with what they are here."""
+
     def error(self, message: str) -> Never:
         """Ends the process with status 2 and one line."""
         choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choice is not None:
-            message += _did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
+            message += self._meant(choice[1], re.findall(r"[\w-]+", choice[2]))
         self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists the flags)\n")
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - argparse has several signatures
@@ -31,9 +34,10 @@ class Parser(argparse.ArgumentParser):
     def _check_flag(self, word: str) -> None:
         known = self._option_string_actions
         if word.startswith("--") and not any(flag.startswith(word) for flag in known):
-            self.error(f"there is no flag {word}{_did_you_mean(word, known)}")
+            self.error(f"there is no flag {word}{self._meant(word, known)}")
 
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f": did you mean {near[0]}?" if near else ""
+    def _meant(self, word: str, known: Iterable[str]) -> str:
+        if word in self.other_words:
+            return f": here it is {self.other_words[word]}"
+        near = difflib.get_close_matches(word, list(known), n=1)
+        return f": did you mean {near[0]}?" if near else ""

@@ -334,7 +334,7 @@ class ServerConfig(BaseModel):
         try:
             file.read_text()
         except OSError as error:
-            raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+            raise ValueError(f"{file} cannot be read ({error.strerror}): name a file with a Jinja template") from error
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not a text file") from error
         return file.resolve()

@@ -16,8 +16,10 @@ from art_server.store.registry import check_name
 from art_server.store.server_database import open_server_database
 
 REWARDS = ("train/reward", "val/reward")
+LOSS, OF_SUPERVISED = "loss/train", "loss/token_accuracy"
+"""What a model with supervised steps only is shown by, and a metric that only supervised steps have."""
 NUM_SPARK = 40
-"""Newest rewards in a model's summary."""
+"""Newest rewards, or losses, in a model's summary."""
 
 
 class Runs:
@@ -69,11 +71,14 @@ class Runs:
         return self._files.of(number, folder)
 
     def summary(self, folder: ModelFolder) -> dict[str, Any]:
-        """A model in one line: names, newest step, rewards, best step, times."""
+        """A model in one line: names, newest step, rewards, best step, times. A model with supervised steps only has losses in place
+        of rewards, which were not given."""
         history, record, kept = self.history(folder), read_record(folder), folder.steps()
         num_rows, first_at, last_at = history.span()
         best = history.best_step()
-        rewards = history.newest(REWARDS[0], NUM_SPARK)
+        rewards, losses = history.newest(REWARDS[0], NUM_SPARK), list[float]()
+        if not any(rewards) and history.newest(OF_SUPERVISED, 1):
+            rewards, losses = [], history.newest(LOSS, NUM_SPARK)
         return {
             "project": folder.project,
             "name": folder.name,
@@ -85,6 +90,8 @@ class Runs:
             "reward": rewards[-1] if rewards else None,
             "val_reward": next(iter(history.newest(REWARDS[1], 1)), None),
             "rewards": rewards,
+            "loss": losses[-1] if losses else None,
+            "losses": losses,
             "first_at": first_at,
             "last_at": last_at,
             "step": kept[-1] if kept else None,

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "long" / "integration" / "agents"
 PYTHON = ["ag2", "agent-framework", "agentscope", "agno", "autogen", "code-agent", "create-agent", "crewai", "dspy"]
 PYTHON += ["haystack", "instructor", "litellm", "strands"]
-JAVASCRIPT = ["javascript-openai", "javascript-vercel", "javascript-langchain", "javascript-agents"]
+JAVASCRIPT = ["javascript-openai", "javascript-vercel", "javascript-vercel-responses", "javascript-mastra"]
+JAVASCRIPT += ["javascript-langchain", "javascript-agents"]
 ONE_TURN = {"dspy", "instructor"}
 """Those that end with their first answer."""
 

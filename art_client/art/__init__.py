@@ -17,6 +17,7 @@ ART's arguments and ART's other names, which are in `art_compat`.
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 from art import types
@@ -168,7 +169,9 @@ if not TYPE_CHECKING:  # with `__getattr__` a type checker would accept every mi
         module = f"{__name__}.{name}"
         if importlib.util.find_spec(module) is None:
             # Python expects this error of a module's `__getattr__`: `hasattr` and `from art import NAME` answer no other.
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            # With `name` and `obj` Python adds the attribute that was meant.
+            text = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(text, name=name, obj=sys.modules[__name__])
         return importlib.import_module(module)
 
 

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.1
 BLOCKED_SECONDS = 0.3
 """A loop that runs no callback for this long is blocked."""
+CALL_SECONDS = 0.15
+"""A call that two looks see, one after the other, is a long one."""
 SAID_SECONDS = 2.0
 """A line that blocks the loop for this long in all is named."""
 AWAIT = "await an asynchronous client (openai.AsyncOpenAI), `asyncio.sleep`, or `asyncio.to_thread(function, ...)`"
@@ -66,6 +68,10 @@ class _Watch:
         self._ran_at = time.monotonic()
         """When the loop last ran a callback of ours."""
         self._seconds = defaultdict[Line, float](float)
+        self._call: tuple[int, int] | None = None
+        """The call of a rollout's code that the last look saw: its frame and its instruction."""
+        self._called_at = self._counted_at = 0.0
+        """When a look first saw this call, and to which moment its seconds are counted."""
         self._ended = threading.Event()
         self._timer = loop.call_soon(self._run)
         threading.Thread(target=self._look, name="art: blocked loop", daemon=True).start()
@@ -80,12 +86,20 @@ class _Watch:
 
     def _look(self) -> None:
         while not self._ended.wait(LOOK_SECONDS):
-            if time.monotonic() - self._ran_at < BLOCKED_SECONDS:
+            now = time.monotonic()
+            if now - self._ran_at < LOOK_SECONDS:
+                self._call = None
                 continue
-            line = _blocking_line(sys._current_frames().get(self._thread_id), self._rollout)  # pyright: ignore[reportPrivateUsage]
-            if line is None or line in _said:
+            frame = sys._current_frames().get(self._thread_id)  # pyright: ignore[reportPrivateUsage]
+            line, call = _blocking_line(frame, self._rollout)
+            if call != self._call:
+                self._call, self._called_at, self._counted_at = call, now, now
+            # Many short calls on a busy machine hold up the loop, too, and none of them is to blame.
+            is_long = now - self._called_at >= CALL_SECONDS
+            if line is None or line in _said or not is_long or now - self._ran_at < BLOCKED_SECONDS:
                 continue
-            self._seconds[line] += LOOK_SECONDS
+            self._seconds[line] += now - self._counted_at
+            self._counted_at = now
             if self._seconds[line] >= SAID_SECONDS:
                 _said.add(line)
                 file, number = line
@@ -97,19 +111,19 @@ class _Watch:
                 )
 
 
-def _blocking_line(frame: FrameType | None, rollout: CodeType) -> Line | None:
-    """The program's line in which a rollout's code runs; None if no rollout runs, or code of `art` or an import."""
+def _blocking_line(frame: FrameType | None, rollout: CodeType) -> tuple[Line | None, tuple[int, int] | None]:
+    """The program's line in which a rollout's code runs, and which call of the line; None if no rollout runs, or code of `art` or an
+    import."""
     line: Line | None = None
+    call: tuple[int, int] | None = None
     while frame is not None:
         package = package_of(frame)
-        if frame.f_code is rollout:
-            return line
-        if package == "asyncio":  # a task that a rollout started
-            return line
+        if frame.f_code is rollout or package == "asyncio":  # asyncio: a task that a rollout started
+            return line, call
         is_ours = package in OURS and frame.f_globals["__name__"] != SENDING
         if line is None and (is_ours or frame.f_code.co_filename.startswith("<frozen importlib")):
-            return None
+            return None, None
         if line is None and is_own(frame):
-            line = frame.f_code.co_filename, frame.f_lineno
+            line, call = (frame.f_code.co_filename, frame.f_lineno), (id(frame), frame.f_lasti)
         frame = frame.f_back
-    return None
+    return None, None

@@ -31,7 +31,9 @@ def build_train_request(
     """
     groups = list(groups)
     if not groups:
-        raise ValueError("there is nothing to train on: no groups were given")
+        raise ValueError(
+            "there is nothing to train on: no groups were given; pass those of art.gather_trajectory_groups"
+        )
     for index, group in enumerate(groups):
         if not isinstance(group, TrajectoryGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
@@ -75,7 +77,9 @@ def _encode(
             dumped = group.model_dump(mode="json", warnings=False, context={REDUCE: reduce})
             lines.append(_line(TrajectoryGroupBody, dumped, path))
         except (PydanticSerializationError, OverflowError) as error:
-            raise ValueError(f"{_invalid_path(group, path)}: {error}") from error
+            raise ValueError(
+                f"{_invalid_path(group, path)} cannot be JSON ({error}): use texts, numbers, lists and dictionaries"
+            ) from None
     return b"\n".join(lines)
 
 

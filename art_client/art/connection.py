@@ -38,6 +38,8 @@ ENDED = ("done", "error")
 ACCEPTED = ("accepted", *ENDED)
 """The first event after the server has the job is one of these: "accepted", or an end if an earlier request made the job and
 the job has ended."""
+AGAIN_SECONDS = 60.0
+"""The absence of a server is said so often at most, for all calls together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +223,10 @@ class _GatewayError(ArtStatusError):
     """A proxy in front of art-server answered, because its connection to art-server broke or timed out."""
 
 
+_said_away: dict[str, float] = {}
+"""When the absence of a server was last said (monotonic time), by base URL."""
+
+
 class _Outage:
     """Measures how long the server has been away, and waits between two attempts."""
 
@@ -245,7 +251,12 @@ class _Outage:
         if self._deadline is None:
             self._deadline = now + self._reconnect_seconds
             if self._reconnect_seconds > 0:
-                logger.warning("%s; trying again for %.0f s", error, self._reconnect_seconds)
+                # Many calls lose the server at the same time.
+                is_new = now - _said_away.get(self._base_url, -AGAIN_SECONDS) >= AGAIN_SECONDS
+                level = logging.WARNING if is_new else logging.INFO
+                logger.log(level, "%s; trying again for %.0f s", error, self._reconnect_seconds)
+                if is_new:
+                    _said_away[self._base_url] = now
         if now >= self._deadline:
             raise error
         await asyncio.sleep(min(self._wait_seconds, self._deadline - now))

@@ -79,7 +79,7 @@ def _iterate(
     num_steps = steps_per_epoch * num_epochs
     if initial_step > num_steps:
         logger.warning(
-            "initial_step %d is after the last step, %d: no batches are left",
+            "initial_step %d is after the last step, %d: no batches are left; a larger num_epochs adds steps",
             initial_step,
             num_steps,
         )

@@ -3,9 +3,9 @@
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from art.unknown_fields import Strict
@@ -34,11 +34,20 @@ class Configuration(Strict):
 def _sentence(kind: type[Strict], error: ValidationError, fields: Mapping[str, Any]) -> str:
     reasons: dict[object, str] = {}
     for problem in error.errors(include_url=False, include_input=False):
-        name = problem["loc"][0] if problem["loc"] else None
-        if isinstance(name, str) and name in kind.model_fields:
-            reasons[name] = f"{name} is {Short(fields.get(name))!r}: it must be {allowed(kind.model_fields[name])}"
-        else:
+        name, key = (*problem["loc"], None, None)[:2]
+        if problem["type"] == "value_error" or name not in kind.model_fields:
             reasons[name] = problem["msg"].removeprefix("Value error, ")
+            continue
+        value, field = fields.get(str(name)), kind.model_fields[str(name)]
+        if problem["type"] == "missing":
+            reasons[name] = f"{name} is missing: pass {name}=..., {allowed(field)}"
+        elif isinstance(value, dict) and key in (entries := cast("dict[object, object]", value)):
+            what = problem["msg"]
+            if typing.get_origin(field.annotation) is dict:
+                what = f"it must be {_either(_values(typing.get_args(field.annotation)[1], ()))}"
+            reasons[name] = f"{name}[{key!r}] is {Short(entries[key])!r}: {what}"
+        else:
+            reasons[name] = f"{name} is {Short(value)!r}: it must be {allowed(field)}"
     text = "; ".join(reasons.values())
     return text if text.startswith(kind.__name__) else f"{kind.__name__}: {text}"
 
@@ -61,15 +70,20 @@ def _values(annotation: Any, limits: Iterable[Any]) -> list[str]:  # Any: types,
             own += entry.metadata if isinstance(entry, FieldInfo) else [entry]
         return _values(arguments[0], own)
     if origin in (types.UnionType, typing.Union):
-        return [value for member in arguments for value in _values(member, limits)]
+        members = [member for member in arguments if not (float in arguments and member in (int, bool))]
+        return [value for member in members for value in _values(member, limits)]
     if origin is Literal:
         return [repr(value) for value in arguments]
     if origin is list:
-        (member,) = _values(arguments[0], limits)
+        member, *others = _values(arguments[0], limits)
+        if others or not member.startswith(("a number", "a text")):
+            return ["a list"]
         return [f"a list of {member.removeprefix('a ').replace('number', 'numbers').replace('text', 'texts')}"]
     if annotation in (int, float):
         return [f"{'an integer' if annotation is int else 'a number'}{_range(limits)}"]
-    return ["None" if annotation is types.NoneType else NAMES[annotation]]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [f"art.{annotation.__name__}(...)"]
+    return ["None" if annotation is types.NoneType else NAMES.get(origin or annotation, "another value")]
 
 
 def _range(limits: Iterable[Any]) -> str:

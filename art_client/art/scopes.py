@@ -63,7 +63,8 @@ def entered(scope: Scope | None) -> Generator[None]:
 
 @contextmanager
 def no_capture() -> Generator[None]:
-    """A scope whose requests belong to no session, for example a judge's requests."""
+    """A scope whose requests belong to no session, for example a judge's requests. A rollout's own client, `r.openai_client()`, names
+    the session here too: use `model.openai_client()`."""
     with entered(None):
         yield
 

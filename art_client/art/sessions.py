@@ -148,7 +148,7 @@ class Rollout:
             if others:
                 remedy += f"; the answers of {next(iter(others))} are in r.trajectory(model=...) of that model"
         elif reply.unused:
-            facts = [f"{count} were left out, because {reason}" for reason, count in reply.unused.items()]
+            facts = [f"{were(count)} left out: {reason}" for reason, count in reply.unused.items()]
             remedy = "docs/agents.md has each reason, and what to do"
         elif reply.num_unnamed_requests:
             minutes = UNNAMED_SECONDS // 60
@@ -185,6 +185,10 @@ class Rollout:
         if isinstance(error, Exception):
             name, address = self.model.get_inference_name(), self.model.backend().base_url
             error.add_note(f"`art show {name} --session {self.session} --url {address}` shows what it was answered")
+
+
+def were(count: int) -> str:
+    return "1 of its answers was" if count == 1 else f"{count} of its answers were"
 
 
 def add_captured(trajectory: Trajectory, replies: Iterable[SessionReply]) -> None:

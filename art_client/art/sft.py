@@ -12,11 +12,20 @@ H = TypeVar("H", bound=History)
 
 def choose(entries: Iterable[Trajectory | TrajectoryGroup], *, best_of_group: bool) -> list[Trajectory]:
     """The trajectories, and the trajectories of the groups. With `best_of_group` a group has only its best trajectory (the
-    first of equals), and none if all its rewards are equal."""
+    first of equals), and none if all its rewards are equal.
+
+    Raises:
+        TypeError: an entry is neither of both.
+    """
     chosen: list[Trajectory] = []
-    for entry in entries:
+    for index, entry in enumerate(entries):
         if isinstance(entry, Trajectory):
             chosen.append(entry)
+        elif not isinstance(entry, TrajectoryGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"trajectories[{index}] is a {type(entry).__name__}, not art.Trajectory: write "
+                "`art.Trajectory(messages_and_choices=...)` with the messages"
+            )
         elif not best_of_group:
             chosen += entry.trajectories
         elif is_informative(entry):

@@ -35,6 +35,7 @@ from pydantic import (
 
 from art.entries import dump_entry, is_choice, num_tokens, parse_entry, to_message
 from art.errors import error_text
+from art.field_errors import Configuration
 from art.pool import RolloutPool, close_unstarted, current_pool, run_all
 from art.types import Messages, MessagesAndChoices, Tools
 from art.unknown_fields import Strict
@@ -57,7 +58,7 @@ class WithNumbers(BaseModel):
         return _to_plain(value)
 
 
-class History(Strict, Displayed, WithNumbers):
+class History(Configuration, Displayed, WithNumbers):
     """One conversation: a sub-agent's, or the part after a context reset."""
 
     # Pydantic's default makes null of NaN and infinity, and the error about a reward would name None.
@@ -200,6 +201,11 @@ class TrajectoryGroup(Strict, Displayed, WithNumbers):
         logs: list[str] | None = None,
         **unknown: Any,
     ) -> None:
+        if isinstance(trajectories, Coroutine | Trajectory):
+            close_unstarted([trajectories] if isinstance(trajectories, Coroutine) else [])
+            raise TypeError(
+                "a group got one rollout, not several: write `art.TrajectoryGroup(rollout(...) for _ in range(8))`"
+            )
         entries = list(trajectories)  # once: a generator is empty the second time
         _refuse_copies(entries)
         raised = [entry for entry in entries if isinstance(entry, BaseException)]
@@ -345,7 +351,10 @@ def to_trajectory(result: object) -> Trajectory:
         raise TypeError(
             f"a rollout returned the coroutine of {name}, not art.Trajectory: write `return await {name}(...)`"
         )
-    raise TypeError(f"a rollout returned {type(result).__name__}, not art.Trajectory")
+    remedy = ": end it with `return art.Trajectory(...)`"
+    if isinstance(result, tuple | list | dict):
+        remedy = ". A rollout of several models has a trajectory for each: make groups for each model (docs/agents.md, Several models)"
+    raise TypeError(f"a rollout returned {type(result).__name__}, not art.Trajectory{remedy}")
 
 
 def get_messages(messages_and_choices: MessagesAndChoices) -> Messages:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, 
 from pydantic import ConfigDict, Field
 
 from art.field_errors import Configuration
-from art.unknown_fields import ART_TRAINING_FIELDS, OTHER_NAMES, PEFT_FIELDS
+from art.unknown_fields import ART_TRAINING_FIELDS, LORA_NAMES, OTHER_NAMES, PEFT_FIELDS, SFT_NAMES
 from art_protocol import wire
 from art_protocol.display import Displayed
 from art_protocol.wire import JobReport
@@ -47,9 +47,10 @@ __all__ = [
 
 
 class TrainConfig(Configuration, wire.TrainConfig):
-    """The configuration of one train call; docs/train-config.md has all fields. Defaults: GRPO with group mean and
-    standard deviation, the loss averaged over the batch's tokens, one AdamW step without weight decay (Shao et al.
-    2024, arXiv:2402.03300).
+    """The configuration of one train call; docs/train-config.md has the meaning and the range of each field. Most used:
+    `learning_rate` (5e-6, or "auto"), `warmup_steps`, `schedule`, `preset` (the loss by name), `beta` (KL penalty), `batch_size` (groups of
+    an optimizer step), `passes`. Defaults: GRPO with group mean and standard deviation, the loss averaged over the batch's
+    tokens, one AdamW step without weight decay (Shao et al. 2024, arXiv:2402.03300).
 
     Raises:
         ValueError: a value is out of range, or a field is unknown. The message names the field, and its range or the field that
@@ -66,6 +67,7 @@ class LoRAConfig(Configuration, wire.LoRAConfig):
     PEFT's names for the first two."""
 
     _renamed: ClassVar[Mapping[str, str]] = {"r": "rank", "lora_alpha": "alpha"}
+    _other_names: ClassVar[Mapping[str, str]] = LORA_NAMES
     _left_out: ClassVar[frozenset[str] | None] = PEFT_FIELDS
 
 
@@ -120,9 +122,18 @@ LocalTrainResult = TrainResult
 
 
 class TrainSFTConfig(Displayed, Configuration):
-    """The configuration of `model.train_sft`."""
+    """The configuration of one call of `model.train_sft`: `learning_rate`, a number or a list with the rate of each optimizer step
+    (5e-5); `batch_size`, the trajectories of an optimizer step ("auto", which is 2); `epochs`, passes over the trajectories (1);
+    `assistant_turns`, "all" or "last": the messages that are trained; `best_of_group`, whether a group trains only its best
+    trajectory (False); `max_grad_norm` (1.0). docs/howto/sft.md has examples.
+
+    Raises:
+        ValueError: a value is out of range, or a field is unknown. The message names the field, and its range or the field that
+            was meant.
+    """
 
     model_config = ConfigDict(extra="forbid")
+    _other_names: ClassVar[Mapping[str, str]] = SFT_NAMES
 
     learning_rate: Annotated[float, Field(gt=0, le=1)] | list[Annotated[float, Field(ge=0, le=1)]] = 5e-5
     """A list has the rate of each optimizer step (`art.utils.sft.create_lr_schedule`)."""

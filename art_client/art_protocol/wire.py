@@ -290,11 +290,14 @@ class TrainConfig(LossConfig):
     """A list has the rate of each optimizer step of the job. auto: computed from the model's width, see docs/training.md;
     the notes in the job's report contain the value."""
     warmup_steps: int = Field(default=0, ge=0)
-    """The learning rate rises linearly over this number of the model's first optimizer steps."""
+    """The learning rate rises linearly over this number of optimizer steps, counted from `schedule_begins`."""
     schedule: Literal["constant", "cosine"] = "constant"
     """How the learning rate changes after the warm-up."""
     schedule_steps: int | None = Field(default=None, ge=1)
-    """With cosine: the learning rate reaches 0 after this number of the model's optimizer steps."""
+    """With cosine: the learning rate reaches 0 after this number of optimizer steps, counted from `schedule_begins`."""
+    schedule_begins: int = Field(default=0, ge=0)
+    """The model's optimizer step at which warm-up and schedule begin. For a run that continues a model: `optimizer_steps` of the
+    newest of `model.checkpoints()` at the run's beginning."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """A gradient with a larger norm is scaled down to this norm."""
     passes: int = Field(default=1, ge=1, le=64)
@@ -551,7 +554,9 @@ class CheckpointInfo(Reply):
     """The metrics in the step's history. The values of `train/*` are of the samples that the step was trained on."""
     size_bytes: int
     unchanged: bool = False
-    """The weights equal the previous step's weights, because the batch had no signal."""
+    """The weights equal the previous step's weights: the batch had no signal, or the learning rate was 0."""
+    optimizer_steps: int | None = None
+    """Optimizer steps of the model until here. None: another program made the checkpoint."""
     is_serving: bool = False
     is_best: bool = False
 

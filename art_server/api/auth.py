@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from art_protocol import sampling
 from art_protocol.sampling import AGENTS_OWN, Sampling
 from art_protocol.wire import SESSION_HEADER, Health
-from art_server.api.error_responses import answer
+from art_server.api.error_responses import SESSION_PATH, answer
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys
 from art_server.errors import Forbidden, InvalidInput, NotFound, ServerError, Unauthorized
@@ -45,6 +45,8 @@ ART_PATHS = frozenset(
     }
 )
 """The routes of `art_wire`."""
+WITHOUT_V1 = frozenset({"/chat/completions", "/completions", "/responses", "/messages", "/models"})
+"""What clients of inference send to a base URL that lacks /v1."""
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 """0.0.0.0 is here because guides for ART's clients use it as the address of this machine."""
 
@@ -74,7 +76,8 @@ class Caller:
         """
         if self.projects is not None and project not in self.projects:
             raise Forbidden(
-                f"this key does not cover project '{project[:128]}'",
+                f"this key does not cover project '{project[:128]}': use one of its own projects, or ask the server's owner for "
+                "another key",
                 code="forbidden",
                 param="project",
             )
@@ -168,6 +171,8 @@ class Authentication:
             needed = "infer"
         elif path.startswith(HOSTS):
             needed = "host"
+            if not self._keys.can(needed):
+                raise NotFound("this server takes no hosts: no key has the scope 'host'", code="unknown_route")
         elif FEEDBACK.fullmatch(path):
             needed = "feedback"
         if not self._keys.are_needed(needed):
@@ -183,7 +188,14 @@ class Authentication:
         key = self._find(presented)
         is_allowed = needed in key.scopes or (needed == "feedback" and "train" in key.scopes)
         if not is_allowed and not is_open(path):
-            raise Forbidden(f"this key lacks the scope '{needed}'", code="forbidden")
+            if path in WITHOUT_V1:
+                raise NotFound(
+                    f"no such route: the base_url lacks /v1 at its end; OpenAI's clients send '{path}' behind it",
+                    code="unknown_route",
+                )
+            raise Forbidden(
+                f"this key lacks the scope '{needed}': ask the server's owner for one with this scope", code="forbidden"
+            )
         return Caller(key.owner, key.projects, gives_feedback_only=needed == "feedback" and "train" not in key.scopes)
 
     def _find_model(self, presented: str) -> Caller | None:
@@ -274,6 +286,7 @@ def take_session_path(scope: Scope) -> str | None:
     if not path.startswith("/s/"):
         return None
     session, slash, rest = path[3:].partition("/")
+    scope[SESSION_PATH] = f"s/{session}/"
     scope["path"] = slash + rest
     scope["raw_path"] = scope["path"].encode()
     return session

@@ -29,6 +29,8 @@ STATUS: Mapping[type[errors.ServerError], int] = {
 RETRY_AFTER_SECONDS = 5
 """The `retry-after` of an answer with 429 or 503."""
 
+SESSION_PATH = "art.session_path"
+"""The key of a request's scope with the session in its URL: "s/SESSION/"."""
 MAX_FIELDS_SHOWN = 3
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "default": {"model": ErrorBody, "description": "The error, and how to fix it"}
@@ -141,12 +143,12 @@ def _parameter(location: Sequence[int | str]) -> str:
 def _no_route(request: Request) -> str:
     """The sentence for a path that no route has. OpenAI's clients append the route to a base URL that ends with /v1,
     Anthropic's to one that does not."""
-    path = request.scope["path"]
+    path, base = request.scope["path"], f"{request.base_url}{request.scope.get(SESSION_PATH, '')}"
     known_paths = {route.path for route in request.app.routes if isinstance(route, Route)}
     if f"/v1{path}" in known_paths:
-        return f"no such route: the base_url lacks /v1, {request.base_url}v1"
+        return f"no such route: the base_url lacks /v1, {base}v1"
     if path.startswith("/v1/v1/"):
-        return f"no such route: the base_url has /v1 too often, {request.base_url}v1, for Anthropic's client {request.base_url}"
+        return f"no such route: the base_url has /v1 too often, {base}v1, for Anthropic's client {base}"
     kind = path.removeprefix("/v1/").partition("/")[0]
     if path.startswith("/v1/") and kind in OTHER_SERVICES:
         return (
@@ -184,6 +186,10 @@ def add_error_handlers(app: FastAPI) -> None:
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
         code = HTTP_CODES.get(error.status_code, "http_error")
         detail = ErrorDetail(message=str(error.detail), code=code)
+        if error.status_code == 405 and (methods := (error.headers or {}).get("Allow")):
+            detail = detail.model_copy(
+                update={"message": f"this route does not answer {request.method}: use {methods}"}
+            )
         if error.status_code == 404:
             detail = ErrorDetail(message=_no_route(request), code="unknown_route")
         body = ErrorBody(error=detail).model_dump(mode="json")

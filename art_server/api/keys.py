@@ -18,6 +18,10 @@ class Keys:
         """Whether a request that needs this scope needs a key."""
         return self._are_configured or (scope == "host" and bool(self._keys))
 
+    def can(self, scope: KeyScope) -> bool:
+        """Whether a key has this scope."""
+        return any(scope in key.scopes for _, key in self._keys)
+
     def find(self, presented: str) -> ApiKey | None:
         """The accepted key that equals the presented key, expired or not; None if no key does."""
         match: ApiKey | None = None

@@ -301,12 +301,12 @@ class Ledger:
                 (tick(), *of_request(request_id)),
             )
 
-    def count_unrecorded(self, request: Request, num_choices: int) -> None:
-        """Counts choices of a session's request that the agent got, and that have no record."""
+    def count_lost(self, request: Request, reason: str, num_choices: int) -> None:
+        """Counts choices of a session's request that have no record, or that have no turn because the agent hung up."""
         if request.session is None or request.model is None:
             return
         with self._lock, tolerated("the number of lost choices"):
-            self._storage.count_lost(request.session, request.model, UNRECORDED, num_choices)
+            self._storage.count_lost(request.session, request.model, reason, num_choices)
 
     def keep_turn(self, request_id: str, turn: dict[str, Any]) -> None:
         """Stores a session's request and its choices as the agent has them."""
@@ -406,10 +406,14 @@ class Ledger:
         return unnamed
 
     def lost_choices(self, model: int, session: str) -> dict[str, int]:
-        """The number of choices that the agent got from a model in a session, and that the ledger does not have, by
-        reason."""
+        """The number of choices that a model sampled or began in a session, and that the ledger does not have, by reason."""
         with self._lock:
             return self._storage.lost_choices(model, session)
+
+    def num_open(self, model: int, session: str) -> int:
+        """The number of a session's requests to a model that the engine has at this moment."""
+        open_requests = [opened.request for opened in list(self._open.values())]
+        return sum(1 for request in open_requests if (request.model, request.session) == (model, session))
 
     def find_by_logprobs(self, model: int, logprobs: Sequence[float]) -> list[Match]:
         """A model's records with these log-probabilities, newest first. They are not loaded, because a frequent answer has
@@ -552,7 +556,7 @@ class OpenRequest:
         """Marks the answer as sent in full; only then can a session contain it."""
         self.ledger.mark_delivered(self.request.request_id)
         if self.lost:
-            self.ledger.count_unrecorded(self.request, len(self.lost))
+            self.ledger.count_lost(self.request, UNRECORDED, len(self.lost))
 
     async def wait(self, index: int) -> Record | None:
         """The record of choice `index`, once it has arrived; None if there is none, and then `lost` has the reason."""

@@ -44,10 +44,14 @@ class SessionTurn:
     discarded: str | None = None
     """Why the agent discarded the answer, or an earlier one of its conversation."""
 
+    is_frozen: bool = False
+    """The choice is of a step that its request named, beside choices of the newest step."""
+
     @property
-    def speaker(self) -> int | None:
-        """The number of the model that sampled the choice; None for the base model."""
-        return self.record.request.model
+    def speaker(self) -> tuple[int | None, int | None]:
+        """Who speaks: the number of the model that sampled the choice (None: the base model), and its step if that is frozen."""
+        request = self.record.request
+        return request.model, request.step if self.is_frozen else None
 
     @property
     def is_kept(self) -> bool:

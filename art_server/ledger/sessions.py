@@ -25,12 +25,12 @@ from art_protocol.wire import UNNAMED_SECONDS, HistoryBody, SessionReply
 from art_server.ledger import conversation
 from art_server.ledger.conversation import Conversation, Message
 from art_server.ledger.ledger import Ledger
-from art_server.ledger.records import Record, num_requests
+from art_server.ledger.records import NOT_DELIVERED, NOT_ENDED, Record, num_requests
 from art_server.ledger.session_turns import MAX_COMPARED, SessionTurn, ends_of
 from art_server.ledger.speakers import PASSED_OVER, Speakers
 from art_server.shared import clock
 
-NOT_DELIVERED = "the answer did not reach the agent in full"
+OF_NAMED_STEP = "their requests named a step, beside requests to the newest step: such an opponent is frozen"
 ASKED_AGAIN = "the agent asked the same conversation again after it had the answer"
 
 Recorded = tuple[Record, dict[str, Any]]
@@ -45,6 +45,8 @@ def read_session(ledger: Ledger, model: int, project: str, session: str, owner: 
     reply = session_trajectory(recorded, others, ledger.lost_choices(model, session))
     if recorded or reply.unused:
         return reply
+    if num_open := ledger.num_open(model, session):
+        return reply.model_copy(update={"unused": {NOT_ENDED: num_open}})
     choices = ledger.find_unnamed(model, clock.tick() - UNNAMED_SECONDS * 1_000_000)
     return reply.model_copy(update={"num_unnamed_requests": num_requests(choices)})
 
@@ -53,9 +55,17 @@ def session_trajectory(
     recorded: Sequence[Recorded], others: Sequence[Recorded] = (), lost: Mapping[str, int] | None = None
 ) -> SessionReply:
     """The conversations of a model in a session, in the order in which their first requests came. `recorded` are the
-    model's choices, `others` the choices of the server's other models. `lost` counts choices without a record, by reason."""
-    turns = sorted(make_turns(recorded), key=lambda turn: turn.requested_at)
-    of_others = sorted(make_turns(others), key=lambda turn: turn.requested_at)
+    model's choices, `others` the choices of the server's other models. `lost` counts choices without a record, by reason. Choices of a
+    step that the request named are another speaker's, if other requests named none."""
+    frozen = [pair for pair in recorded if pair[1].get("names_step")]
+    if len(frozen) == len(recorded):  # an evaluation of a step
+        frozen = []
+    own = [pair for pair in recorded if pair not in frozen] if frozen else recorded
+    turns = sorted(make_turns(own), key=lambda turn: turn.requested_at)
+    of_frozen = make_turns(frozen)
+    for turn in of_frozen:
+        turn.is_frozen = True
+    of_others = sorted([*make_turns(others), *of_frozen], key=lambda turn: turn.requested_at)
     sampled = {end for turn in (*turns, *of_others) for end in turn.ends}
     link_turns(turns, sampled)
     mark_discarded(turns)
@@ -70,6 +80,8 @@ def session_trajectory(
     used: set[str] = set()
     histories = [make_history(turn, used) for turn in ends]
     unused = dict(lost or {})
+    if frozen:
+        unused[OF_NAMED_STEP] = len(frozen)
     for turn in turns:
         if turn.record.choice_id not in used:
             is_lost = turn.delivered_at is None

@@ -34,7 +34,10 @@ from art_server.ledger.session_turns import MAX_COMPARED, SessionTurn
 
 PASSED_OVER = "the agent continued with another answer to the same conversation"
 REPLACED = "the agent continued with another speaker's answer to the same conversation"
-ASKED_ANOTHER = "the agent asked another model the same conversation after it had the answer"
+ASKED_ANOTHER = (
+    "the agent asked another model the same conversation after it had the answer (two players that get the same question are asked at "
+    "the same time, or with different system messages)"
+)
 
 MAX_LATER = 512
 """Messages behind an answer in which a quotation is looked for."""

@@ -575,7 +575,7 @@ class Storage:
         )
 
     def lost_choices(self, model: int, session: str) -> dict[str, int]:
-        """The number of delivered choices of a session that the ledger does not have, by reason."""
+        """The number of choices of a session that the ledger does not have, by reason."""
         lost = dict(
             self.db.execute(
                 "SELECT reason, num_choices FROM lost_choices WHERE session = ? AND model = ?",

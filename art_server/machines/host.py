@@ -78,7 +78,9 @@ def read_token(file: Path) -> str:
     try:
         words = file.read_text().split()
     except OSError as error:
-        raise UsageError(f"--token-file {file} cannot be read: {error.strerror}") from error
+        raise UsageError(
+            f"--token-file {file} cannot be read ({error.strerror}): write a key with the scope 'host' into it"
+        ) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--token-file {file} is not a text file") from error
     if not words:

@@ -316,8 +316,15 @@ def steps_to_keep(model: RegisteredModel, request: DeleteCheckpointsRequest) -> 
 
     Raises:
         InvalidInput: there are steps to delete, and the history does not have the metric.
+        NotFound: no step to keep exists.
     """
     steps = model.folder.steps()
+    if request.keep and not {*request.keep} & {*steps}:
+        raise NotFound(
+            f"keep names no step of '{model.id}'; kept steps: {', '.join(map(str, steps))}. Nothing was deleted; name one of these",
+            code="unknown_step",
+            param="keep",
+        )
     if request.keep is not None:
         return set(request.keep)
     metric, known = request.best_metric or model.history.ranking()[0], model.history.names()
@@ -352,6 +359,7 @@ def list_checkpoints(model: RegisteredModel) -> CheckpointList:
                     metrics=values[step],
                     size_bytes=files.folder_size(folder.checkpoint_dir(step)),
                     unchanged=record.unchanged,
+                    optimizer_steps=record.optimizer_steps,
                     is_serving=step == model.step,
                     is_best=step == best,
                 )

@@ -264,7 +264,7 @@ class Done(TrainerMessage):
     event: Literal["done"] = "done"
     metrics: dict[str, float]
     unchanged: bool = False
-    """True if no token was trained: in_dir has the same weights."""
+    """True if no token was trained, or only at rate 0: in_dir has the same weights."""
     optimizer_steps: int | None = None
     """After a train task: optimizer steps that made the adapter in out_dir."""
     notes: list[str] = []

@@ -169,6 +169,13 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _check_folder(folder: Path, name: str) -> Path:
+    if (folder / "adapter_config.json").exists():
+        raise InvalidInput(
+            f"base_model '{name[:200]}' is an adapter: name the base model that the adapter was trained on, and import the "
+            "adapter with `art import DIR --model PROJECT/NAME`",
+            code="unknown_base_model",
+            param="base_model",
+        )
     if not (folder / "config.json").exists() or not list(folder.glob("*.safetensors")):
         raise _unknown(name, [f"the folder {folder} (it lacks config.json or *.safetensors)"])
     return folder.resolve()

@@ -114,10 +114,12 @@ def known_models(text: str, known: Sequence[str]) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name that a wrong name resembles, with or without its project."""
+    """The known name that a wrong name resembles, with or without its project, or with another one."""
     by_end = {known_name.rpartition("/")[2]: known_name for known_name in known}
     by_end |= {known_name: known_name for known_name in known}
     matches = difflib.get_close_matches(name[:200], by_end, n=1)
+    # "openai/NAME", as frameworks write it
+    matches = matches or difflib.get_close_matches(name.rpartition("/")[2][:200], by_end, n=1)
     return by_end[matches[0]] if matches else None
 
 
@@ -483,13 +485,19 @@ def check_lora(known: LoRAConfig, requested: LoRAConfig | None, model_id: str) -
     Raises:
         Conflict: the model's checkpoints have another shape.
     """
-    if requested is not None and requested != known:
+    if requested is not None and _shape(requested) != _shape(known):
         raise Conflict(
             f"model '{model_id}' has a LoRA of {known.model_dump()}; it cannot be changed to {requested.model_dump()}: "
             "register another name",
             code="lora_differs",
             param="lora",
         )
+
+
+def _shape(lora: LoRAConfig) -> tuple[int, float, frozenset[str] | None]:
+    """What decides an adapter's shape: the order of the layers does not."""
+    modules = lora.target_modules
+    return lora.rank, lora.alpha, None if modules is None else frozenset(modules)
 
 
 def check_rank(lora: LoRAConfig, maximum: int) -> None:

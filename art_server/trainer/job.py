@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from art_protocol.wire import TrainConfig
 from art_server.shared.same_policy import judge_gap
 from art_server.shared.trainer_messages import BetweenSteps, Done, Probe, Progress, TrainTask
 from art_server.store.adapter_layers import layer_kind
@@ -124,7 +125,7 @@ def train(
     metrics["time/step_save_s"] = time.perf_counter() - started
     return Done(
         metrics=metrics,
-        unchanged=not trained.sequences,
+        unchanged=not metrics.get("loss/learning_rate"),  # no optimizer step, or all at rate 0
         optimizer_steps=schedule.num_steps,
         notes=notes,
         probe=probe,
@@ -219,6 +220,7 @@ def _take_steps(job: _Job, trained: TrainBatch) -> tuple[dict[str, float], Probe
             metrics = _without_gap(metrics)
         steps.append(metrics | _optimizer_step(job, mini_batch.number))
 
+    notes += _behind_the_schedule(task.config, steps, job.schedule.num_steps - len(steps))
     probe: Probe | None = None
     if start is not None and task.mismatch_limits is not None:
         probe = finish_probe(policy, start, task.mismatch_limits)
@@ -227,6 +229,19 @@ def _take_steps(job: _Job, trained: TrainBatch) -> tuple[dict[str, float], Probe
     elif task.probe is not None and task.mismatch_limits is not None:
         probe = skipped_probe(task.probe)
     return _job_metrics(job, steps, old) | gap, probe
+
+
+def _behind_the_schedule(config: TrainConfig, steps: Sequence[dict[str, float]], num_before: int) -> list[str]:
+    """A note if a cosine was over before the job's last optimizer step. `num_before` are the model's steps before the job."""
+    num_at_zero = sum(1 for step in steps if not step["loss/learning_rate"])
+    if config.schedule != "cosine" or not num_at_zero:
+        return []
+    begins = f" from schedule_begins={config.schedule_begins}" if config.schedule_begins else ""
+    return [
+        f"the learning rate was 0 in {num_at_zero} of {len(steps)} optimizer steps, which change nothing: schedule_steps is "
+        f"{config.schedule_steps}{begins}, and the model had taken {num_before} optimizer steps before this job. For a schedule that "
+        f"begins with this job set schedule_begins={num_before}, else raise schedule_steps"
+    ]
 
 
 def _part(trained: TrainBatch, old: OldLogprobs, mini_batch: MiniBatch) -> tuple[TrainBatch, OldLogprobs]:

@@ -57,10 +57,12 @@ def base_learning_rate(config: TrainConfig, model_type: str, hidden_size: int) -
 
 
 def learning_rate_factor(config: TrainConfig, step: int) -> float:
-    """The factor on the rate at a model's optimizer step, from 0: linear warm-up, then constant or half a cosine.
+    """The factor on the rate at a model's optimizer step, from 0: from `schedule_begins` on a linear warm-up, then constant or half
+    a cosine.
 
     Source of the cosine: Loshchilov and Hutter 2016, arXiv:1608.03983, eq. 5 without restarts.
     """
+    step = max(0, step - config.schedule_begins)  # a rollback may lead behind the beginning
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     if config.schedule == "constant":

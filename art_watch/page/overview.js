@@ -63,7 +63,10 @@ function orderBy(sort) {
 }
 
 function modelRow(model, chosen, choose) {
-  const rewards = sparkline(model.rewards, `Reward of the last ${model.rewards.length} steps`);
+  // A model with supervised steps only has no rewards.
+  const [what, values] = model.loss === null ? ["Reward", model.rewards] : ["Loss", model.losses];
+  const newest = model.loss === null ? number(model.reward) : `loss ${number(model.loss)}`;
+  const trend = sparkline(values, `${what} of the last ${values.length} steps`);
   const check = el("input", {
     type: "checkbox", id: `compare-${model.id}`, "aria-label": `Compare ${model.id}`, checked: chosen.has(model.id),
     onchange: (event) => choose(model.id, event.target.checked),
@@ -72,7 +75,7 @@ function modelRow(model, chosen, choose) {
     [el("a", { href: hashOf(["run", model.project, model.name]) }, el("span", { class: "muted" }, `${model.project}/`), el("wbr"), model.name),
       model.tags.map((tag) => el("span", { class: "badge" }, tag))],
     number(model.step),
-    el("span", { class: "reward" }, rewards, number(model.reward)),
+    el("span", { class: "reward" }, trend, newest),
     number(model.val_reward),
     model.best ? [number(model.best.step), el("span", { class: "muted" }, ` by ${model.best.metric}`)] : "–",
     ago(model.last_at),

@@ -46,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     subparsers, and sets two defaults for each parser: `run`, a function of the parsed flags, and `extra`, the extra with the
     packages that the command needs (None: the server's packages)."""
     parser = Parser(prog="art", description="Train LLM agents with reinforcement learning.")
+    parser.other_words = {"train": "finetune"}
     added = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     added.add_parser("run", help="run a server: the same as art-server")
     commands.add_commands(added)

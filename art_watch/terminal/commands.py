@@ -73,7 +73,7 @@ def run_view(flags: argparse.Namespace) -> None:
     from art_watch import view
 
     # For a port that is in use, this error has the remedy. uvicorn would log the error and exit.
-    open_port("127.0.0.1", flags.port, "--port").close()
+    open_port("127.0.0.1", flags.port, "--port", "from 1 to 65535").close()
     view.view(flags.dir, flags.port, opens_browser=not flags.no_browser)
 
 
@@ -120,7 +120,9 @@ def _add_show(show: argparse.ArgumentParser) -> None:
 
 def _add_plot(plot: argparse.ArgumentParser) -> None:
     plot.add_argument("models", nargs="+", metavar="MODEL", help=MODEL)
-    plot.add_argument("--metric", metavar="NAME,NAME", help="default: train/reward,val/reward, where they exist")
+    plot.add_argument(
+        "--metric", metavar="NAME,NAME", help="default: train/reward (loss/train without rewards), val/reward"
+    )
 
 
 def integer(lowest: int, highest: int | None = None) -> Callable[[str], int]:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 REWARDS = ("train/reward", "val/reward")
+LOSSES = ("loss/train", "val/reward")
+"""In place of rewards, if no model was given any."""
 PLAIN_WIDTH = 10_000
 """The width of tables that no terminal shows, in which nothing is cut off."""
 PLAIN_CHART_WIDTH = 80
@@ -150,13 +152,18 @@ def show_document(source: Source, flags: argparse.Namespace) -> Row:
 
 
 def plot(source: Source, flags: argparse.Namespace) -> None:
-    wanted = flags.metric.split(",") if flags.metric else REWARDS
-    models: dict[str, Row] = {}
-    names: set[str] = set()
+    summaries: list[Row] = []
     for text in flags.models:
         model, step = find_model(source, text)
         if step:
             raise UsageError(f"a chart shows all steps: write {model['id']} without '@{step}'")
+        summaries.append(model)
+    wanted = REWARDS if any(model["loss"] is None for model in summaries) else LOSSES
+    if flags.metric:
+        wanted = flags.metric.split(",")
+    models: dict[str, Row] = {}
+    names: set[str] = set()
+    for model in summaries:
         history = source.history(model["id"], wanted)
         names |= set(history.pop("names"))
         models[model["id"]] = history

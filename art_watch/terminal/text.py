@@ -4,7 +4,8 @@ import math
 import re
 from collections.abc import Sequence
 
-MAX_DECIMAL = 10_000
+MIN_DECIMAL, MAX_DECIMAL = 0.01, 10_000
+"""Numbers outside have three significant digits in place of three decimals, such as a learning rate."""
 BARS = "▁▂▃▄▅▆▇█"
 NOTHING = "-"
 
@@ -33,7 +34,7 @@ def number(value: float | None) -> str:
         return NOTHING
     if math.isnan(value):
         return "nan"
-    return f"{value:.3f}" if abs(value) < MAX_DECIMAL else f"{value:.3g}"
+    return f"{value:.3f}" if value == 0 or MIN_DECIMAL <= abs(value) < MAX_DECIMAL else f"{value:.3g}"
 
 
 def age(seconds: float | None) -> str:

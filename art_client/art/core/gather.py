@@ -173,7 +173,11 @@ async def _resolve(pool: RolloutPool, awaitable: Awaitable[TrajectoryGroup]) -> 
 
 def _to_group(result: object) -> TrajectoryGroup:
     if not isinstance(result, TrajectoryGroup):
-        raise TypeError(f"the awaitable of a group returned {type(result).__name__}, not art.TrajectoryGroup")
+        kind = type(result).__name__
+        raise TypeError(
+            f"the awaitable of a group returned {kind}, not art.TrajectoryGroup: a group is made of several rollouts, "
+            "`art.TrajectoryGroup(rollout(...) for _ in range(8))`"
+        )
     return result
 
 

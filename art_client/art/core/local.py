@@ -99,7 +99,13 @@ class LocalBackend(Backend):
     def _launch(self) -> subprocess.Popen[bytes]:
         flags = ["--host", "127.0.0.1", "--port", "0", "--inference-port", "0"]
         flags += ["--path", str(self._path), "--exit-with-parent", *self._server_args]
-        with self._server_log.open() as log:
+        try:
+            opened = self._server_log.open()
+        except OSError as error:
+            raise ArtError(
+                f"path {self._path} cannot be made or used ({error.strerror}): pass a folder in which this user may write"
+            ) from None
+        with opened as log:
             return subprocess.Popen(
                 [*self._command(), *flags],
                 stdin=subprocess.DEVNULL,

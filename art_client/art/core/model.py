@@ -15,10 +15,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Never, Protocol, Self, TypeAlias, cast
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
 
 from art import sft
 from art.errors import ArtStatusError
+from art.field_errors import Configuration
 from art.job import Job
 from art.loops import running_loop
 from art.protocols import ServerBackend
@@ -110,7 +111,26 @@ def clean_key(key: str | None) -> str | None:
     return key or None
 
 
-class Model(Displayed, BaseModel, Generic[ConfigT]):
+def check_backend(backend: object) -> None:
+    """Checks that a model is registered with a backend, not with an address or a class.
+
+    Raises:
+        TypeError: the message has the call that was meant.
+    """
+    if isinstance(backend, str):
+        raise TypeError(f"register got the text {backend!r}, not a backend: write `art.Backend({backend!r})`")
+    if isinstance(backend, type):
+        raise TypeError(f"register got the class {backend.__name__}, not a backend: write {backend.__name__}()")
+
+
+def _check_step(step: object) -> None:
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(
+            f"step {step!r} is not the number of a step: `model.checkpoints()` has the numbers, and which step is the best"
+        )
+
+
+class Model(Displayed, Configuration, Generic[ConfigT]):
     """A model for inference only, behind any OpenAI-compatible address. `Model[Kind]` has a `config` of the type Kind."""
 
     model_config = ConfigDict(extra="forbid")
@@ -129,9 +149,9 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
 
     @field_validator("name", "project")
     @classmethod
-    def _check_name(cls, name: str) -> str:
+    def _check_name(cls, name: str, info: ValidationInfo) -> str:
         if not re.fullmatch(NAME_PATTERN, name):
-            raise ValueError(f"name {name!r} becomes a folder: {NAME_RULE}")
+            raise ValueError(f"{info.field_name} {name!r} becomes a folder: {NAME_RULE}")
         return name
 
     @field_validator("inference_api_key")
@@ -146,6 +166,7 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
 
     async def register(self, backend: ServerBackend) -> None:
         """Binds the model to a backend."""
+        check_backend(backend)
         await backend.register(self)
         self._links = _Links(backend, self._links.clients)
 
@@ -232,8 +253,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
     @field_validator("run_name")
     @classmethod
-    def _check_run_name(cls, name: str | None) -> str | None:
-        return None if name is None else cls._check_name(name)
+    def _check_run_name(cls, name: str | None, info: ValidationInfo) -> str | None:
+        return None if name is None else cls._check_name(name, info)
 
     @property
     def _storage_name(self) -> str:
@@ -427,7 +448,11 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
             if error.code != "unknown_metric":
                 raise
             metric = best_checkpoint_metric or "val/reward"
-            logger.warning("%s: delete_checkpoints deleted nothing: the history has no %s", self.name, metric)
+            logger.warning(
+                "%s: delete_checkpoints deleted nothing: the history has no %s; log this metric, or name another one",
+                self.name,
+                metric,
+            )
             return None
 
     async def fork(self, name: str, *, project: str | None = None, step: int | None = None) -> Self:
@@ -435,6 +460,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
         The new model gets the same step number, and the optimizer's state if the step still has one. Its history is empty.
         """
+        if step is not None:
+            _check_step(step)
         project = project or self.project
         info = await self.backend()._fork(self, name, project, step)
         update = {"name": name, "run_name": None, "project": project, "lora": info.lora}
@@ -446,6 +473,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     async def rollback(self, step: int) -> None:
         """Makes an earlier step the newest: inference serves it, and the next train call starts from it. The server
         renames the folders of later steps, and moves their metrics out of the history."""
+        _check_step(step)
         await self.backend()._roll_back(self, step)
 
     async def feedback(

@@ -31,6 +31,7 @@ def keep_turn(inference: InferenceRequest, opened: OpenRequest, choices: dict[in
 
     A record has tokens, but a session's trajectory has messages (`ledger/sessions.py`). Tools and constraints tell the same
     request, asked again, from another request with the same messages; stop strings tell where an answer was cut."""
+    inference.num_ended = len(opened.records) + len(opened.lost)
     if inference.session is None or not opened.records:
         return
     kept: dict[str, dict[str, Any]] = {}
@@ -51,5 +52,6 @@ def keep_turn(inference: InferenceRequest, opened: OpenRequest, choices: dict[in
         "constraints": {name: inference.body[name] for name in FIELDS if name != "tools" and name in inference.body},
         "stops": conversation.stops_of(inference.api, inference.body),
         "choices": kept,
+        "names_step": inference.names_step,
     }
     opened.ledger.keep_turn(opened.request.request_id, turn)

@@ -178,6 +178,7 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
         requested_at=arrived_at,
         traceparent=request.headers.get("traceparent"),
         never_learns=data.get("store") is False or request.headers.get(LEARN_HEADER) == "never",
+        num_choices=num_choices(api, data),
     )
 
 
@@ -220,12 +221,37 @@ def check_conversation(api: str, body: dict[str, Any]) -> None:
         if not isinstance(message, dict):
             path = f"{field}[{index}]"
             raise not_messages(path, f"it must be an object, not {json_kind(message)}")
+        check_parts(f"{field}[{index}].content", message.get("content"))
+        if api == "chat" and not isinstance(role := message.get("role"), str):
+            reason = f"it must be a text, such as 'user' or 'assistant', not {json_kind(role)}"
+            raise not_messages(f"{field}[{index}].role", reason)
         if api == "chat" and message.get("name", "") is None:
             del message["name"]
         calls = message.get("tool_calls")
         if calls is not None and not isinstance(calls, list):
             path = f"{field}[{index}].tool_calls"
             raise not_messages(path, f"it must be a list, not {json_kind(calls)}")
+
+
+NO_TEXT = frozenset(
+    {*("image", "image_url", "input_image"), *("audio_url", "input_audio"), *("video", "video_url", "input_video")}
+)
+"""Types of the parts of a message that are no text."""
+
+
+def check_parts(path: str, content: Any) -> None:  # Any: JSON
+    """Checks that a message's content has no image, sound or film.
+
+    Raises:
+        BadRequest: it has one; the error names the part.
+    """
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in NO_TEXT:
+            reason = (
+                f"it is of the type '{kind}', and this server takes text only: leave it out, or describe it in words"
+            )
+            raise not_messages(f"{path}[{index}]", reason)
 
 
 def not_messages(path: str, reason: str) -> BadRequest:

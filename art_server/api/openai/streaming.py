@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 from art_protocol.wire import ErrorBody
 from art_server.api.error_responses import answer, detail_of
 from art_server.api.openai.answers import Losses, cancel_at_disconnect, known_headers, with_requested_name
-from art_server.api.openai.grammar_limits import name_grammar
 from art_server.api.openai.kept_turns import keep_turn, name_calls
+from art_server.api.openai.refusals import in_words
 from art_server.api.openai.responses import keep_streamed
 from art_server.errors import ServerError
 from art_server.inference_proxy import EngineLost, InferenceRequest, Proxy
@@ -79,7 +79,7 @@ async def stream_events(proxy: Proxy, inference: InferenceRequest) -> AsyncGener
         try:
             async with proxy.answer(inference) as (response, opened):
                 if response.status != 200:
-                    content = name_grammar(await response.read(), inference.body)
+                    content = in_words(await response.read(), inference.body)
                     raise StreamRefused(response.status, content, {})
                 rest = b""
                 received: dict[int, dict[str, Any]] = {}

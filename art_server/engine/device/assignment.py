@@ -28,7 +28,7 @@ def check_flags(config: ServerConfig) -> None:
     if bool(config.serve_devices) != bool(config.train_devices):
         raise UsageError("--serve-devices and --train-devices go together: give both or none")
     if both := set(config.serve_devices) & set(config.train_devices):
-        raise UsageError(f"device {min(both)} is in both --serve-devices and --train-devices")
+        raise UsageError(f"device {min(both)} is in both --serve-devices and --train-devices: name it in one of them")
     if config.gangs > 1 and not config.train_devices:
         raise UsageError(
             f"--gangs {config.gangs}: several jobs train at a time on devices of the trainer's own; add --serve-devices and "
@@ -48,7 +48,7 @@ def check_devices(config: ServerConfig, machine: Machine) -> None:
     """Checks that the devices of `--serve-devices` and `--train-devices` exist and support the requested number types.
 
     Raises:
-        InvalidInput: a device does not exist, there are fewer than ranks, the serving GPUs cannot be divided among the
+        InvalidInput: Unsloth has no GPU, a device does not exist, there are fewer than ranks, the serving GPUs cannot be divided among the
             engines, or a card lacks the requested bfloat16.
     """
     there = [gpu.index for gpu in machine.gpus] if machine.gpus else list(machine.cores)
@@ -61,6 +61,12 @@ def check_devices(config: ServerConfig, machine: Machine) -> None:
                     code="no_such_device",
                     param=param,
                 )
+    if config.trainer == "unsloth" and config.ranks != 0 and machine.kind != "cuda":
+        raise InvalidInput(
+            "--trainer unsloth: Unsloth trains on a GPU, and this machine has none: use --trainer peft",
+            code="no_such_device",
+            param="trainer",
+        )
     _check_ranks(config, machine, kind)
     if machine.gpus and config.engines > 1:
         _check_engines(config.engines, len(config.serve_devices or machine.gpus))

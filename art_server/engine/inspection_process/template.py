@@ -133,8 +133,6 @@ def find_notes(templates: Templates, folder: Path) -> tuple[str, ...]:
     if WORD not in rendered + _render(templates.usual, *in_parts):
         how = "leaves system messages out" if rendered else "refuses system messages"
         notes.append(f"its chat template {how}: write instructions into the first user message")
-    if not renders_tools(templates):
-        notes.append("its chat template renders no tools, so the model does not see them")
     if begin := _twice(templates.usual, folder):
         notes.append(
             f"its chat template and its tokenizer both begin a text with {begin}: send a prompt that you render yourself to "

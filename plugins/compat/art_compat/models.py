@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from art.core import model as core
-from art.core.model import ConfigT
+from art.core.model import ConfigT, check_backend
 from art.job import Job
 from art.metrics import SUMMED, MetricsBuilder
 from art.protocols import ServerBackend
@@ -134,6 +134,7 @@ class TrainableModel(core.TrainableModel[ConfigT], Model[ConfigT], Generic[Confi
 
     async def register(self, backend: ServerBackend | ThirdPartyBackend, _openai_client_config: Any = None) -> None:
         """The backend is ours, or any object that implements ART's backend protocol."""
+        check_backend(backend)
         if not isinstance(backend, ThirdPartyBackend):
             if _openai_client_config:
                 logger.warning(CLIENT_CONFIG_IGNORED)

@@ -6,7 +6,9 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -25,23 +27,27 @@ LEAVE_SECONDS = 5.0
 DATASET = "eval.general.dataset"
 OF_FILES = {
     "validation_dataset": "finetuning.validation.dataset",
+    "validation_share": "finetuning.validation.share",
     "validation_interval": "finetuning.validation.interval",
+    "patience": "finetuning.validation.patience",
     "num_epochs": "finetuning.num_epochs",
     "rows_per_step": "finetuning.rows_per_step",
     "output_dir": "finetuning.output_dir",
+    "question_key": f"{DATASET}.structure.question_key",
+    "answer_key": f"{DATASET}.structure.answer_key",
     "limit": f"{DATASET}.limit",
     "id": f"{DATASET}.ids",
 }
 """Flags that set a field of a file."""
 OF_FUNCTIONS = {
     "reward": "eval.evaluators.reward._type",
+    "judge_model": "eval.evaluators.reward.judge_model",
     "base_model": "trainer_adapters.adapter.backend.base_model",
+    "name": "trainer_adapters.adapter.backend.name",
     "num_generations": "trajectory_builders.builder.num_generations",
     "learning_rate": "trainer_adapters.adapter.training.learning_rate",
 }
 """Flags that set a field of the file that `_input` makes for a command without a file."""
-FILES = ("json", "jsonl", "csv", "parquet")
-"""The endings of data sets."""
 NEEDED = ("dataset", "reward", "base_model")
 """Flags that a command without a file needs."""
 
@@ -81,16 +87,26 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
         metavar="FILE",
         help="rows to train on: json, jsonl, csv, parquet, or hub:OWNER/NAME[/SUBSET][:SPLIT]",
     )
+    _add_flag(finetune, "question_key", metavar="COLUMN", help="the column with the question (question)")
+    _add_flag(finetune, "answer_key", metavar="COLUMN", help="the column with the right answer (answer)")
+    _add_flag(
+        finetune, "validation_share", metavar="X", type=float, help="share of the rows that is held out, such as 0.2"
+    )
+    _add_flag(finetune, "patience", metavar="N", type=int, help="end after N validations without a better one")
     _add_flag(finetune, "validation_interval", metavar="EPOCHS", type=float, help="epochs between two validations (5)")
     _add_flag(finetune, "num_epochs", metavar="N", type=int, help="passes over the rows (a function: 10)")
     _add_flag(finetune, "rows_per_step", metavar="N", type=int, help="rows that a step trains (all)")
     _add_flag(finetune, "output_dir", type=Path, metavar="DIR", help="folder of the run, which a run continues")
     _add_flag(finetune, "reward", metavar="TYPE", help="of a function: its evaluator, such as agent.py:score")
+    _add_flag(finetune, "judge_model", metavar="NAME", help="of a function whose reward is judge: the judge")
     _add_flag(finetune, "base_model", metavar="NAME", help="of a function: the base model of the trained adapter")
+    _add_flag(
+        finetune, "name", metavar="NAME", help="of a function: the trained model (from function and output folder)"
+    )
     _add_flag(finetune, "num_generations", metavar="N", type=int, help="of a function: rollouts of each row (8)")
     _add_flag(finetune, "learning_rate", metavar="RATE", type=float, help="of a function")
     finetune.add_argument("--check", action="store_true", help="check all, roll out and score one row; train nothing")
-    finetune.add_argument("--fresh", action="store_true", help="rename the output folder to DIR.1 and begin again")
+    finetune.add_argument("--fresh", action="store_true", help="rename the output folder to DIR.1, begin from the base")
     finetune.add_argument(
         "--sweep",
         action="append",
@@ -137,7 +153,8 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
 
 def _add_flag(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
     """A flag with underscores, as the toolkit has it, or hyphens."""
-    parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, **options)
+    spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+    parser.add_argument(*spellings, dest=name, **options)
 
 
 def run_finetune(flags: argparse.Namespace) -> None:
@@ -158,7 +175,7 @@ def run_finetune(flags: argparse.Namespace) -> None:
             else:
                 await runs.run(file, overrides, fresh=flags.fresh)
 
-    _end(call())
+    _end(call(), is_continued=not flags.check)
 
 
 @contextlib.contextmanager
@@ -190,7 +207,7 @@ def _is_set(flags: argparse.Namespace, name: str) -> bool:
 def run_eval(flags: argparse.Namespace) -> None:
     """Runs `art eval`. Ends the process unless the evaluation succeeds, and is not below `--at_least`."""
 
-    _end(_evaluate(flags))
+    _end(_evaluate(flags), is_continued=False)
 
 
 async def _evaluate(flags: argparse.Namespace) -> None:
@@ -200,6 +217,8 @@ async def _evaluate(flags: argparse.Namespace) -> None:
     if flags.labels is not None and (unused := [name for name in OF_ROLLOUTS if getattr(flags, name) is not None]):
         raise WrongInput([f"--labels asks no policy: leave out {', '.join(f'--{name}' for name in unused)}"])
     overrides = [*_overrides_from(flags, {"validation_dataset": OF_FILES["validation_dataset"]}), *flags.override]
+    if flags.validation_dataset is not None:  # also in place of a share of the training rows
+        overrides = [(OF_FILES["validation_share"], None), *overrides]
     if flags.compare is not None and flags.target.endswith(".jsonl"):
         comparison = evaluating.compare_files(flags.compare, flags.target)
         print(comparison)
@@ -218,8 +237,8 @@ async def _evaluate(flags: argparse.Namespace) -> None:
     results.check_at_least(what, measured, flags.at_least)
 
 
-def _end(call: Coroutine[Any, Any, None]) -> None:
-    """Runs a command. An error goes to stderr, and the error's exit code becomes the exit code of the process."""
+def _end(call: Coroutine[Any, Any, None], *, is_continued: bool) -> None:
+    """Runs a command, which is continued or else begins again if it was stopped. An error goes to stderr, and the error's exit code becomes the exit code of the process."""
     from art.finetune.errors import FinetuneError
 
     code = 0
@@ -230,7 +249,8 @@ def _end(call: Coroutine[Any, Any, None]) -> None:
         if stopped_by := _run(runner, call):
             code = SIGNALLED + stopped_by
             command = continuing_command(sys.argv[1:])
-            print(f"\nart: stopped. Finished rollouts are kept; this continues: {command}", file=sys.stderr)
+            again = "Finished rollouts are kept; this continues" if is_continued else "This begins again"
+            print(f"\nart: stopped. {again}: {command}", file=sys.stderr)
     except FinetuneError as error:
         code = error.exit_code
         print(f"art: {error}", file=sys.stderr)
@@ -323,13 +343,19 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
         WrongInput: flags are missing, or do not fit each other.
     """
     from art.finetune.errors import WrongInput
-    from art.finetune.reading import dataset_of_text
+    from art.finetune.reading import dataset_of_file
 
     if flags.sweep and flags.check:
         raise WrongInput(["--check checks one run: leave --sweep out"])
     if (flags.target is None) == (flags.config_file is None):
         raise WrongInput(["give one file: art finetune FILE, or art finetune agent.py:function --dataset FILE ..."])
     target: str = flags.target or flags.config_file
+    if " " in target and shutil.which(target.split()[0]):
+        raise WrongInput(
+            [
+                f"{target!r} is a command line, which a file names (`_type: command`): docs/howto/javascript.md has a whole file"
+            ]
+        )
     overrides = [*_dataset(flags), *_overrides_from(flags, OF_FILES), *flags.override]
     if ":" not in target or Path(target).exists():
         if misplaced := [f"--{name}" for name in OF_FUNCTIONS if _is_set(flags, name)]:
@@ -339,13 +365,13 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
         return target, overrides
     if missing := [f"--{name}" for name in NEEDED if getattr(flags, name) is None]:
         raise WrongInput([f"{target} without a file needs {', '.join(missing)}"])
-    dataset = dataset_of_text(flags.dataset)
-    if dataset["_type"] not in {"hub", *FILES}:
-        raise WrongInput(
-            [f"--dataset {flags.dataset}: name a file that ends with .{', .'.join(FILES[:-1])} or .{FILES[-1]}"]
-        )
+    try:
+        dataset = dataset_of_file(flags.dataset)
+    except ValueError as error:
+        raise WrongInput([f"--dataset {flags.dataset}: {error}"]) from error
     where, _, name = target.rpartition(":")
-    run_name = f"{Path(where).stem}-{name}".replace("_", "-")
+    agent_name = f"{Path(where).stem}-{name}".replace("_", "-")
+    run_name = flags.name or _model_name(agent_name, flags)
     file: dict[str, Any] = {
         "workflow": {"_type": target},
         "eval": {
@@ -372,6 +398,18 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
         },
     }
     return file, [*_overrides_from(flags, OF_FUNCTIONS), *overrides]
+
+
+def _model_name(agent_name: str, flags: argparse.Namespace) -> str:
+    """The model of a command without a file and without `--name`: the model of the run in the output folder, else a model that is
+    named for the function and the folder."""
+    from art.finetune.folder import model_name_in
+
+    if flags.output_dir is None:
+        return agent_name
+    known = None if flags.fresh else model_name_in(flags.output_dir)
+    folder_name = re.sub(r"[^\w.-]+", "-", flags.output_dir.absolute().name, flags=re.ASCII).strip("-.")
+    return known or (agent_name if folder_name in ("", agent_name) else f"{agent_name}-{folder_name}")
 
 
 def _without_sweeps(arguments: Sequence[str]) -> list[str]:

@@ -34,6 +34,8 @@ class PolicyServer(FakeArt):
         self.logged: list[dict[str, Any]] = []
         self.num_base_answers = 0
         """Of sessions without answers of the policy."""
+        self.optimizer_steps = 0
+        """Of the newest checkpoint."""
         self.num_unnamed = 0
         """Requests without a session."""
         self._counts: Counter[str] = Counter()
@@ -41,7 +43,8 @@ class PolicyServer(FakeArt):
     def _answer(self, request: Request) -> Answer:
         if request.path.endswith("/checkpoints"):
             kept = [{"step": step, "created_at": 0.0, "size_bytes": 1} for step in range(max(self.steps.values()) + 1)]
-            return Answer(body={"checkpoints": [*kept[:-1], kept[-1] | {"is_best": True}]})
+            newest = {"is_best": True, "optimizer_steps": self.optimizer_steps}
+            return Answer(body={"checkpoints": [*kept[:-1], kept[-1] | newest]})
         if "/sessions/" in request.path:
             histories = self.sessions.get(request.path.rpartition("/")[2], [])
             reply: dict[str, Any] = {"histories": histories, "num_choices": len(histories)}

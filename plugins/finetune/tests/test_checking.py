@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from art.finetune import other_harnesses
 from art.finetune.checking import check, policy_llm, without_effect
 from art.finetune.components import Kind
 from art.finetune.errors import WrongInput
@@ -146,7 +147,7 @@ name: right | weights: {right: 0} | 38:3: finetuning.reward_function | weight is
 name: right | weights: {right: .nan} | 39:15: finetuning.reward_function.weights.right | a finite number
 num_epochs: 3 | num_epochs: 3\n  validation:\n    dataset: val.jsonl\n    reward: {name: judged} | 43:5: finetuning.validation.reward | 'judged' is a ruler, which compares the rollouts of a group
 name: right\n  num_epochs: 3 | name: judged\n  num_epochs: 3\n  validation:\n    dataset: val.jsonl | 41:3: finetuning.validation.reward | 'judged' is a ruler
-num_epochs: 3 | num_epochs: 3\n  validation:\n    dataset: val.txt | 42:5: finetuning.validation.dataset | 'json', 'jsonl', 'csv'
+num_epochs: 3 | num_epochs: 3\n  validation:\n    dataset: val.txt | 42:5: finetuning.validation.dataset | val.txt; a share of the training rows is
 num_epochs: 3 | num_epochs: 3\n  validation:\n    dataset: [a] | 42:5: finetuning.validation.dataset | must be a section
 num_epochs: 3 | num_epochs: 3\n  validation:\n    dataset: {_type: csv, file_pth: a} | 42:27: finetuning.validation.dataset.file_pth | did you mean 'file_path'?
 num_epochs: 3 | target_model: gpt | 40:3: finetuning.target_model | no entry of llms has the name
@@ -155,7 +156,9 @@ workflow:\n |   other: {_type: openai, model_name: art/tiny}\nworkflow:\n | 34:1
 agent.py:answer | agnt.py:answer | 6:3: workflow._type | no such file:
 agent.py:answer | agent.py:an swer | 6:3: workflow._type | names nothing: write package.module:NAME or path/file.py:NAME
 agent.py:answer | comand | 6:3: workflow._type | unknown type 'comand'; did you mean 'command'?; known: command
-_type: exact_match | _type: my_eval | 15:7: eval.evaluators.right._type | known: exact_match, json_match, judge, number
+_type: exact_match | _type: command | 14:5: eval.evaluators.right.command | must be a command line, or a list of texts
+_type: exact_match | _type: command\n      command: no-such-program | 16:7: eval.evaluators.right.command | there is no program
+_type: exact_match | _type: my_eval | 15:7: eval.evaluators.right._type | known: command, contains, exact_match, json_match, judge, number
 _type: openpipe_art_trainer\n | _type: a.py:T\n | 32:5: trainers.trainer._type | no such file:
 agent.py:answer | command | 5:1: workflow.command | must be a command line, or a list of texts, not empty
 agent.py:answer | command\n  command: no-such-program x | 7:3: workflow.command | no program 'no-such-program'
@@ -168,10 +171,18 @@ learning_rate: 1e-5 | learning_rate: [1e-5, 3] | 29:29: trainer_adapters.adapter
 learning_rate: 1e-5 | batch_size: 4\n      mini_batches: 2 | 28:5: trainer_adapters.adapter.training | batch_size and mini_batches both divide the groups
       name: agent\n |       name: agent\n      engine_args: {gpu_memory_utilization: 90}\n | 27:21: trainer_adapters.adapter.backend.engine_args.gpu_memory_utilization | equal to 1
       name: agent\n |       name: agent\n      init_args: {max_seq_len: 10}\n | 27:19: trainer_adapters.adapter.backend.init_args.max_seq_len | did you mean 'max_seq_length'?
+learning_rate: 1e-5 | lr: 1e-5 | 29:7: trainer_adapters.adapter.training.lr | here it is trainer_adapters.NAME.training.learning_rate
+learning_rate: 1e-5 | optimizer: adamw | 29:7: trainer_adapters.adapter.training.optimizer | here it is fixed: AdamW
+learning_rate: 1e-5 | kl_coef: 0.1 | 29:7: trainer_adapters.adapter.training.kl_coef | here it is trainer_adapters.NAME.training.beta
+      name: agent\n |       name: agent\n      lora: {lora_r: 8}\n | 27:14: trainer_adapters.adapter.backend.lora.lora_r | here it is trainer_adapters.NAME.backend.lora.rank
+num_epochs: 3 | early_stopping_patience: 3 | 40:3: finetuning.early_stopping_patience | here it is finetuning.validation.patience
+num_epochs: 3 | report_to: wandb | 40:3: finetuning.report_to | here it is finetuning.trackers
+num_epochs: 3 | micro_batch_size: 2 | 40:3: finetuning.micro_batch_size | here it is finetuning.rows_per_step
+llms:\n | adapter: lora\nllms:\n | 1:1: adapter | here it is trainer_adapters.NAME.backend.lora
       name: agent\n |       port: 70000\n | 26:7: trainer_adapters.adapter.backend.port | equal to 65535
       name: agent\n |       port: 70\n | 25:5: trainer_adapters.adapter.backend | ip is missing
       name: agent\n |       name: agent\n      url: http://a:1\n      ip: b\n | 25:5: trainer_adapters.adapter.backend | in place of ip and port
-      name: agent\n |       name: agent\n      url: a:7623\n | 27:7: trainer_adapters.adapter.backend.url | https?
+      name: agent\n |       name: agent\n      url: a:7623\n | 27:7: trainer_adapters.adapter.backend.url | must begin with http
     dataset:\n      _type: jsonl\n      file_path: train.jsonl\n |  | 8:3: eval.general.dataset | is missing
       file_path: train.jsonl\n |  | 10:5: eval.general.dataset | file_path is missing
 _type: jsonl | _type: custom | 10:5: eval.general.dataset | function is missing
@@ -224,6 +235,50 @@ def test_all_problems_come_at_once_in_the_order_of_the_file() -> None:
         "finetuning.seed",
     ]
     assert messages[-1].startswith("-o finetuning.seed: must be ") and "the number -1" in messages[-1]
+
+
+AXOLOTL = """\
+base_model: NousResearch/Llama-3.2-1B
+datasets:
+  - {path: teknium/GPT4-LLM-Cleaned, type: alpaca}
+val_set_size: 0.1
+adapter: lora
+lora_r: 16
+optimizer: adamw_8bit
+micro_batch_size: 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            AXOLOTL,
+            ["file of axolotl", "--base_model NousResearch/Llama-3.2-1B", "docs/finetune.md", "docs/howto/sft.md"],
+        ),
+        ("model_name_or_path: x/y\nstage: sft\n", ["file of TRL or LLaMA-Factory", "--base_model x/y"]),
+        ("actor_rollout_ref: {model: {path: x}}\ndata: {}\n", ["file of verl", "--base_model NAME"]),
+    ],
+)
+def test_a_file_of_another_harness_is_one_sentence(text: str, words: list[str]) -> None:
+    (message,) = problems(text)
+    assert message.startswith("f.yml:1:1: this is a file of ") and all(word in message for word in words), message
+
+
+def test_all_problems_of_a_lora_come_at_once() -> None:
+    lora = "{rank: 0, lora_r: 3, alpha: -1, dropout: 0.1, target_modules: q_proj}"
+    messages = problems(changed(("      name: agent\n", f"      name: agent\n      lora: {lora}\n")))
+    names = [message.split(": ")[1].rpartition(".")[2] for message in messages]
+    assert names == ["rank", "lora_r", "alpha", "target_modules"]
+
+
+def test_each_name_of_another_harness_leads_to_a_field() -> None:
+    schema, fields = Config.model_json_schema(), [*Config.model_fields]
+    for section in schema["$defs"].values():
+        fields += section.get("properties", {})
+    for ours in other_harnesses.FILE_NAMES.values():
+        for path in re.findall(r"\b(?:finetuning|trainer_adapters|eval|trajectory_builders)\.[\w.]+", ours):
+            assert {*path.split(".")} - {"NAME"} <= {*fields}, path
 
 
 @pytest.mark.parametrize(
@@ -341,6 +396,13 @@ def test_nvidias_fields_that_are_like_ours_are_no_misspelt_ones() -> None:
     added = "".join(f"\n      {name}: 1" for name in fields)
     names = without_effect(config_of(changed(("learning_rate: 1e-5", f"learning_rate: 1e-5{added}"))))
     assert names == [f"trainer_adapters.adapter.training.{name}" for name in fields]
+    remedies = [other_harnesses.with_remedy(name).partition(" (here it is ")[2] for name in names]
+    known = [
+        "finetuning.num_epochs)",
+        "trainer_adapters.NAME.training.schedule)",
+        "trainer_adapters.NAME.training.warmup_steps)",
+    ]
+    assert [remedies[0], remedies[4].startswith("nothing"), remedies[5]] == ["", True, ""] and remedies[1:4] == known
 
 
 def test_a_check_imports_little() -> None:

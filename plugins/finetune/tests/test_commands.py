@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from art.finetune import FinetuneError, NoServer, NoSignal
 from art.finetune.checking import check
 from art.finetune.reading import of_dict
 from art.finetune.rows import load_rows
+from art.finetune.run_record import State
 from art_finetune.commands import continuing_command, run_finetune
 from plugins.finetune.tests.commands import parsed
 from tests.makers.finetune_file import finetune_file
@@ -32,6 +34,15 @@ def test_without_its_packages_the_extra_is_named() -> None:
     code = MISSING + "from art_watch.terminal.cli import main; main(['finetune', 'x.yml'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "'.[finetune]'" in done.stderr
+
+
+def test_the_help_names_each_flag_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("finetune", "--help")
+    spellings = re.findall(r"^  (?:-\w [A-Z ]+, )?(--.*?)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
+    flags = [re.findall(r"--[\w-]+", spelling) for spelling in spellings]
+    assert ["--dataset"] in flags and ["--output_dir", "--output-dir"] in flags
+    assert all(len(set(names)) == len(names) for names in flags)
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +160,39 @@ def test_a_function_needs_no_file(asked: list[Any], folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "name", "output_dir"),
+    [
+        ("", "agent-answer", ".tmp/art/agent-answer"),
+        ("--output_dir runs/low_rate", "agent-answer-low_rate", "runs/low_rate"),
+        ("--output_dir runs/agent-answer", "agent-answer", "runs/agent-answer"),
+        ("--name route", "route", ".tmp/art/route"),
+        ("--name route --output_dir out", "route", "out"),
+        ("--output_dir used", "known", "used"),
+        ("--output_dir used --fresh", "agent-answer-used", "used"),
+    ],
+)
+def test_runs_in_folders_of_their_own_have_models_of_their_own(
+    asked: list[Any], folder: Path, flags: str, name: str, output_dir: str
+) -> None:
+    known = finetune_file({"name": "known"})
+    (folder / "used").mkdir()
+    (folder / "used" / "state.json").write_bytes(State(config=known).model_dump_json().encode())
+    usual = ["--dataset", "rows.json", "--reward", "agent.py:score", "--base_model", "art/tiny"]
+    run_finetune(parsed("finetune", "agent.py:answer", *usual, *flags.split()))
+    file, overrides, _ = asked
+    config = check(of_dict(file, list(overrides.items())))
+    assert (config.adapter.backend.name, config.finetuning.output_dir) == (name, Path(output_dir))
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["finetune"],
         ["finetune", "a.yml", "--config_file", "b.yml"],
         ["finetune", "a.yml", "--reward", "agent.py:score"],
         ["finetune", "a.yml", "--learning_rate", "1"],
+        ["finetune", "a.yml", "--name", "a"],
+        ["finetune", "a.yml", "--judge_model", "a"],
         ["finetune", "agent.py:answer", "--dataset", "rows.json"],
     ],
     ids=" ".join,
@@ -167,19 +205,35 @@ def test_flags_that_do_not_fit_are_refused(
     assert ended.value.code == 2 and capsys.readouterr().err.startswith("art: ") and not asked
 
 
+def test_a_command_line_needs_a_file(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_finetune(parsed("finetune", "bash agent.sh --url http://localhost", "--dataset", "rows.json"))
+    assert ended.value.code == 2 and not asked
+    assert "is a command line, which a file names (`_type: command`)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         ("--reward agent.py:scor", "art: --reward: agent.py has no 'scor': did you mean 'score'?"),
         ("--learning_rate -1", "art: --learning_rate: "),
+        ("--name a/b", "art: --name: 'a/b' becomes a folder"),
         ("--num_epochs 0", "art: --num_epochs: must be greater than or equal to 1, not the number 0"),
         ("--dataset none.csv", "none.csv: no such file"),
         ("--dataset agent.py", "art: --dataset agent.py: name a file that ends with .json, .jsonl, .csv or .parquet"),
         ("--dataset own.csv", "`-o eval.general.dataset.structure.question_key COLUMN`"),
+        ("--dataset none", "art: --dataset none: no such file: "),
         (
-            "--dataset excel.csv",
-            "excel.csv: line 1 separates its columns with semicolons: save the file with commas between columns",
+            "--validation_dataset 0.25",
+            "0.25; a share of the training rows is finetuning.validation.share (--validation_share)",
         ),
+        (
+            "--validation_dataset rows.csv --validation_share 0.2",
+            "share stands in place of dataset: leave one of the two out",
+        ),
+        ("--validation_share 1.5", "art: --validation_share: must be less than 1, not the number 1.5"),
+        ("--patience 2", "art: --patience: needs validations: add finetuning.validation.dataset or share"),
+        ("--question_key ask", "no row has the column 'ask'"),
         ("--validation_dataset none.csv", "art: --validation_dataset: none.csv: no such file"),
         ("--output_dir rows.csv/out", "rows.csv/out cannot be used (Not a directory): name a folder"),
     ],
@@ -187,7 +241,7 @@ def test_flags_that_do_not_fit_are_refused(
 def test_a_wrong_value_names_the_flag_that_was_typed(
     flags: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, text in {"rows": "question,answer", "own": "ticket,answer", "excel": "ticket;answer"}.items():
+    for name, text in {"rows": "question,answer", "own": "ticket,answer"}.items():
         (folder / f"{name}.csv").write_text(f"{text}\nwhy,1\n")
     usual = ["--dataset", "rows.csv", "--reward", "agent.py:score", "--base_model", "art/tiny"]
     server = [

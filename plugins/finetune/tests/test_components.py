@@ -127,7 +127,7 @@ BAD: list[tuple[Kind, str, str]] = [
     (
         "evaluator",
         "exact_mach",
-        "unknown type 'exact_mach'; did you mean 'exact_match'?; known: exact_match, json_match, ",
+        "unknown type 'exact_mach'; did you mean 'exact_match'?; known: command, contains, exact_match, ",
     ),
     (
         "workflow",

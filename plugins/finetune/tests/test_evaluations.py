@@ -108,8 +108,9 @@ async def test_a_function_gets_the_messages_of_a_chat_row(
     code = DOCS.partition("### Chat rows")[2].partition("```python\n")[2].partition("```")[0]
     policy.answer = lambda question, number: "yes"
     exact = {"reward": {"_type": "exact_match"}}
-    (folder / "chat.py").write_text(f"import os\nfrom openai import AsyncOpenAI\n{code}")
+    (folder / "chat.py").write_text(f"import os\nfrom openai import AsyncOpenAI\nclient = AsyncOpenAI()\n{code}")
     evaluation = await art.finetune.evaluate(make_file(workflow___type="chat.py:answer", eval__evaluators=exact))
+    await sys.modules["chat"].client.close()
     assert sorted(len(body["messages"]) for body in policy.asked) == [1, 2] and evaluation.reward.mean == 1.0
     with pytest.raises(
         WrongInput, match=r"row 1 has 2 messages, and agent\.py:answer gets only the last question: give it"
@@ -323,11 +324,19 @@ async def test_the_judge_of_the_page_is_a_section_of_a_file(
 async def test_a_judge_that_is_slow_fails_the_rollout(judge: JudgeServer, make_file: MakeFile) -> None:
     judge.seconds = 600.0
     file = make_file(eval__evaluators=judging(judge, timeout_seconds=0.05))
-    with pytest.raises(FinetuneError, match="did not answer"):
+    remedy = r"raise timeout_seconds of the evaluator \(0\.05\)"
+    with pytest.raises(FinetuneError, match=rf"did not answer within 0\.05 s, in 3 tries: {remedy}"):
         await art.finetune.evaluate(file, limit=1)
 
 
+async def test_the_judges_max_tokens_are_sent(judge: JudgeServer, make_file: MakeFile) -> None:
+    await art.finetune.evaluate(make_file(eval__evaluators=judging(judge, max_tokens=99)), limit=1)
+    assert judge.requests[-1].json()["max_tokens"] == 99
+
+
 async def test_wrong_fields_of_a_judge_are_named(judge: JudgeServer, make_file: MakeFile) -> None:
+    with pytest.raises(WrongInput, match=r"reward\.max_tokens: must be a number of tokens above 0, not the number 0"):
+        await art.finetune.evaluate(make_file(eval__evaluators=judging(judge, max_tokens=0)))
     with pytest.raises(WrongInput, match=r"reward\.timeout_seconds: must be a number of seconds above 0, not the text"):
         await art.finetune.evaluate(make_file(eval__evaluators=judging(judge, timeout_seconds="long")))
     with pytest.raises(WrongInput, match=r"reward\.model: unknown key: did you mean 'judge_model'"):
@@ -335,7 +344,7 @@ async def test_wrong_fields_of_a_judge_are_named(judge: JudgeServer, make_file: 
 
 
 async def test_a_judge_at_openai_has_the_users_own_key(
-    judge: JudgeServer, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+    policy: PolicyServer, judge: JudgeServer, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("art.finetune.workflows.of_user", {})
     monkeypatch.setenv("OPENAI_BASE_URL", f"{judge.url}/v1")
@@ -344,8 +353,12 @@ async def test_a_judge_at_openai_has_the_users_own_key(
     await art.finetune.evaluate(file, limit=1)
     assert [request.headers["authorization"] for request in judge.requests] == ["Bearer sk-own"]
     monkeypatch.setattr("art.finetune.workflows.of_user", {"OPENAI_API_KEY": ""})
-    with pytest.raises(FinetuneError, match="judge openai/gpt needs a key: set OPENAI_API_KEY before"):
+    policy.requests.clear()
+    with pytest.raises(
+        WrongInput, match=r"eval\.evaluators\.reward: judge openai/gpt needs a key: set OPENAI_API_KEY before"
+    ):
         await art.finetune.evaluate(file, limit=1)
+    assert not policy.requests
 
 
 LABELLED = [("1", "yes", 1), ("2", "no", "no"), ("3", "yes", False), ("4", "no", 0.2), ("5", "yes", "0.9")]

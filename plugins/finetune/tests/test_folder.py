@@ -186,8 +186,14 @@ def test_another_secret_and_another_folder_are_the_same_configuration(path: Path
     start(path, CONFIG | {"llms": {"policy": policy}, "functions": {}, "general": None})
 
 
+def test_a_folder_without_a_rollout_is_of_no_run(path: Path) -> None:
+    first = start(path).state.run_id
+    assert start(path, changed(seed=2)).state.run_id != first
+    assert YAML(typ="safe").load(path / "config.yml")["finetuning"]["seed"] == 2
+
+
 def test_the_first_fields_that_differ_are_listed(path: Path) -> None:
-    start(path)
+    start(path).add_rollout(rollout(0, 0, 0))
     before = (path / "state.json").read_bytes()
     *lines, last = refused(path, changed(seed=2, target_model="a", target_functions=["plan"])).splitlines()
     assert "--fresh" in last and lines == [

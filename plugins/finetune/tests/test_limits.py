@@ -158,6 +158,15 @@ async def test_ctrl_c_is_clean_beside_a_thread_that_hangs(
     assert text.splitlines()[-1] == ("art: stopped. Finished rollouts are kept; this continues: art finetune file.yml")
 
 
+async def test_a_check_that_is_stopped_keeps_nothing(policy: PolicyServer, folder: Path, make_file: MakeFile) -> None:
+    slow = ["sh", "-c", "touch hangs; exec sleep 10000"]
+    process = await start(folder, make_file(workflow={"_type": "command", "command": slow}), "--check")
+    await until((folder / "hangs").exists)
+    process.send_signal(signal.SIGINT)
+    _, text = await end(process)
+    assert text.splitlines()[-1] == "art: stopped. This begins again: art finetune file.yml --check"
+
+
 def programs(folder: Path) -> set[int]:
     """The process ids of the programs that were started."""
     return {int(file.name.removeprefix("pid-")) for file in folder.glob("pid-*")}

@@ -61,6 +61,8 @@ def test_names_of_secrets() -> None:
             "out/config.yml:3:5: llms.policy.api_key: must be a text",
         ),
         ("a@b.example", "a@b.example"),
+        ("(clients: art.Backend(api_key=abc) or ART_API_KEY)", "(clients: art.Backend(api_key=***) or ART_API_KEY)"),
+        ("[token=abc]", "[token=***]"),
     ],
 )
 def test_texts_are_shown_without_secrets(text: str, shown: str | None) -> None:
@@ -112,6 +114,7 @@ async def test_a_run_writes_and_prints_no_secret(
     kept = json.loads((folder / "out" / "state.json").read_text())["config"]
     assert kept["llms"]["policy"]["extra_headers"] == {"trace": "on"}
     assert kept["llms"]["judge"]["base_url"] == "http://judge/v1"
+    policy.steps.clear()
     code_of_exit, text = await end(await start(folder, file, "--fresh"))
     assert code_of_exit == 0 and SECRET not in text and "postgres://***@db/x" in text
     assert (folder / "out" / "reward_plot.png").read_bytes().startswith(b"\x89PNG")

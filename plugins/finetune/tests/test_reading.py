@@ -115,7 +115,9 @@ def test_aliases_cannot_fill_the_memory() -> None:
 
 
 def test_files_that_cannot_be_read(folder: Path) -> None:
-    assert problems(Path("b.yml")) == [f"b.yml: no such file: {folder}/b.yml"]
+    Path("finetune.yml").write_text("")
+    assert problems(Path("finetun.yml"))[0].endswith("finetun.yml; did you mean 'finetune.yml'?")
+    assert problems(Path("b.yml")) == [f"b.yml: no such file: {folder}/b.yml; check the path"]
     assert "cannot be read: Is a directory" in problems(folder)[0]
     Path("latin.yml").write_bytes(b"a: 1\nb: caf\xe9\n")
     assert "is not UTF-8 in line 2: save it as UTF-8" in problems(Path("latin.yml"))[0]

@@ -253,8 +253,14 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ),
     ("a.jsonl", '{"question": ["a", "b"]}', {}, "line 1, column 'question' is a list, and no text: a chat row is"),
     ("a.jsonl", '{"question": "a"}\n{"question": [{"from": "human"}]}', {}, "line 2, column 'question' is a list"),
-    ("a.csv", "question;answer\na;1\n", {}, "line 1 separates its columns with semicolons: save the file with commas"),
-    ("a.csv", "question\tanswer\na, b\t1\n", {}, "line 1 separates its columns with tabs"),
+    (
+        "a.csv",
+        "question|answer\na|1\n",
+        {},
+        "line 1 separates its columns with bars: set `-o eval.general.dataset.delimiter",
+    ),
+    ("a.csv", "question;answer\na;b;1\n", {}, "put values with semicolons in double quotes"),
+    ("a.csv", "question\na\n", {"encoding": "latin-99"}, "cannot be read as latin-99: name its encoding"),
     ("a.jsonl", '{"id": "one", "question": "a"}', {"ids": ["on"]}, "no row has the id 'on'; did you mean 'one'?"),
     ("a.jsonl", '{"question": "a"}', {"ids": ["x"]}, "no row has the id 'x'; the first ids are 1"),
     ("a.jsonl", '{"question": "a"}', {"structure": {"question_key": "ask"}}, "no row has the column 'ask'"),
@@ -307,6 +313,33 @@ def test_a_file_that_cannot_be_read(folder: Path) -> None:
             load_rows(dataset(_type=kind, file_path="none"))
         with pytest.raises(WrongInput, match="Is a directory"):
             load_rows(dataset(_type=kind, file_path=str(folder)))
-    Path("latin.csv").write_bytes(b"question\ncaf\xe9\n")
-    with pytest.raises(WrongInput, match="not UTF-8 in line 2"):
-        load_rows(dataset(_type="csv", file_path="latin.csv"))
+    Path("binary.csv").write_bytes(b"question\n\xff\x81\n")
+    with pytest.raises(WrongInput, match="cannot be read as Windows-1252: name its encoding with"):
+        load_rows(dataset(_type="csv", file_path="binary.csv"))
+    Path("latin.jsonl").write_bytes(b'{"question": "caf\xe9"}')
+    with pytest.raises(WrongInput, match="not UTF-8 in line 1"):
+        load_rows(dataset(file_path="latin.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("delimiter", "encoding", "fields", "read_as"),
+    [
+        (",", "utf-8", {}, ""),
+        (",", "utf-8-sig", {}, ""),
+        (";", "utf-8-sig", {}, "read as UTF-8, columns separated by semicolons"),
+        (";", "cp1252", {}, "read as Windows-1252, columns separated by semicolons"),
+        ("\t", "utf-16", {}, "read as UTF-16, columns separated by tabs"),
+        (",", "cp1252", {}, "read as Windows-1252, columns separated by commas"),
+        ("|", "utf-8", {"delimiter": "|"}, ""),
+        (";", "mac_roman", {"delimiter": ";", "encoding": "mac_roman"}, ""),
+    ],
+)
+def test_tables_of_excel_are_read(delimiter: str, encoding: str, fields: dict[str, str], read_as: str) -> None:
+    lines = [["question", '"answer, short; long"'], ["Stra\u00dfe, wo?", "1\u00a0\u20ac"]]
+    text = "\r\n".join(
+        delimiter.join(f'"{value}"' if "," in value and value[0] != '"' else value for value in line) for line in lines
+    )
+    Path("a.csv").write_bytes(text.encode(encoding))
+    loaded = load_rows(dataset(_type="csv", file_path="a.csv", **fields))
+    columns = {"question": "Stra\u00dfe, wo?", "answer, short; long": "1\u00a0\u20ac"}
+    assert [row.columns for row in loaded.rows] == [columns] and loaded.read_as == read_as

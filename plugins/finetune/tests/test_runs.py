@@ -465,8 +465,20 @@ async def test_another_configuration_is_refused_and_more_epochs_are_not(
     with pytest.raises(WrongInput, match="num_generations"):
         await art.finetune.run(make_file(trajectory_builders__b__num_generations=3))
     assert len(await art.finetune.run(make_file(), {"finetuning.num_epochs": 3})) == 1
-    await art.finetune.run(make_file(), fresh=True)
-    assert (folder / "out.1" / "state.json").exists() and policy.steps["demo/agent"] == 5
+
+
+async def test_a_fresh_run_begins_from_the_base_model(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await art.finetune.run(make_file())
+    remedy = r"to begin from the base model, set another trainer_adapters\.a\.backend\.name \(without a file: --name agent-2\)"
+    with pytest.raises(WrongInput, match=f"--fresh begins .* demo/agent is at step 2: {remedy}"):
+        await art.finetune.run(make_file(), fresh=True)
+    assert not (folder / "out.1").exists()
+    await art.finetune.run(make_file(trainer_adapters__a__backend__name="agent-2"), fresh=True)
+    assert (folder / "out.1" / "state.json").exists() and policy.steps == {"demo/agent": 2, "demo/agent-2": 2}
+    await art.finetune.run(make_file(finetuning__output_dir="other"))
+    assert re.search(f"demo/agent exists: it is trained further from step 2; {remedy}", capsys.readouterr().err)
 
 
 FREE = {
@@ -524,6 +536,43 @@ async def test_what_changes_what_is_trained_refuses_the_folder(
         with pytest.raises(WrongInput) as refused:
             await art.finetune.run(file, {name: value})
         assert name in str(refused.value) and "--fresh" in refused.value.problems[-1]
+
+
+def rewrite(folder: Path, old: str, new: str) -> None:
+    """Changes the code of the agent, as between two commands."""
+    code = (folder / "agent.py").read_text()
+    assert old in code
+    (folder / "agent.py").write_text(code.replace(old, new))
+    del sys.modules["agent"]
+
+
+async def test_another_reward_is_refused_and_another_workflow_is_told_once(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = make_file()
+    await art.finetune.run(file)
+    rewrite(folder, "messages = [{", "messages = 1 * [{")
+    for epochs in (3, 4):
+        await art.finetune.run(file, {"finetuning.num_epochs": epochs})
+    assert capsys.readouterr().err.count("the code of agent.py:answer has changed") == 1
+    rewrite(folder, 'row["answer"]', '"no"')
+    with pytest.raises(WrongInput) as refused:
+        await art.finetune.run(file, {"finetuning.num_epochs": 5})
+    first, last = refused.value.problems
+    assert (
+        first.startswith("agent.py:score: the code of this reward") and "--fresh" in last and len(policy.trained) == 4
+    )
+
+
+async def test_a_reward_that_is_mended_before_the_first_step_scores_all_rollouts_anew(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    file = make_file(eval__general__max_concurrency=1)
+    await run_until(policy, file, 5)
+    rewrite(folder, "return float(", "return 2 * float(")
+    await art.finetune.run(file)
+    rewards = [row["avg_reward"] for row in lines(folder / "out" / "training_metrics.jsonl")]
+    assert rewards == [1.0, 1.0]
 
 
 async def test_a_remedy_for_rollouts_that_take_too_long_can_be_followed(
@@ -722,12 +771,23 @@ async def test_a_failed_validation_has_a_reason_and_no_reward(
     assert policy.steps["demo/agent"] == 2
 
 
+async def test_a_table_of_excel_is_told_in_a_line(
+    folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "rows.csv").write_bytes("question;answer\nStra\u00dfe?;yes\n".encode("cp1252"))
+    dataset = {"_type": "csv", "file_path": "rows.csv"}
+    await art.finetune.check(make_file(eval__general__dataset=dataset))
+    printed = capsys.readouterr()
+    assert "rows.csv: read as Windows-1252, columns separated by semicolons\n" in printed.err
+    assert "user: Stra\u00dfe?" in printed.out
+
+
 async def test_a_check_trains_nothing_and_leaves_the_folder_alone(
     policy: PolicyServer, folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await art.finetune.check(make_file())
     shown = capsys.readouterr().out
-    assert "> assistant: yes" in shown and "reward: 1" in shown and "1 answers would be trained" in shown
+    assert "> assistant: yes" in shown and "reward: 1" in shown and "1 answer would be trained" in shown
     assert not policy.trained and not (folder / "out").exists() and len(policy.asked) == 1
 
 
@@ -745,6 +805,49 @@ async def test_an_evaluation_compares_steps(policy: PolicyServer, folder: Path, 
     assert figures["step"] == 2 and len(figures["difference"]["interval"]) == 2
     with pytest.raises(WrongInput, match="no step 9"):
         await art.finetune.evaluate(file, step="9")
+
+
+async def test_results_are_beside_the_configuration_of_a_renamed_folder(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    await art.finetune.run(make_file())
+    (folder / "out").rename(folder / "out.1")
+    await art.finetune.evaluate("out.1/config.yml")
+    assert (folder / "out.1" / "eval.json").exists() and not (folder / "out").exists()
+    await art.finetune.evaluate("out.1/config.yml", {"finetuning.output_dir": "other"})
+    assert (folder / "other" / "eval_results.jsonl").exists()
+
+
+async def test_a_share_of_the_rows_is_held_out_and_stays_held_out(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = make_file(finetuning__validation={"share": 0.25, "interval": 1})
+    await art.finetune.run(file)
+    questions = {trajectory["messages_and_choices"][0]["content"] for trajectory in trained(policy)}
+    assert "1 of 4 rows are held out" in capsys.readouterr().err and len(questions) == 3
+    policy.asked.clear()
+    await art.finetune.evaluate("out/config.yml")
+    assert {body["messages"][-1]["content"] for body in policy.asked}.isdisjoint(questions) and len(policy.asked) == 1
+    await art.finetune.run(file, {"finetuning.num_epochs": 3})
+    assert {trajectory["messages_and_choices"][0]["content"] for trajectory in trained(policy)} == questions
+    with pytest.raises(WrongInput, match=r"finetuning\.validation\.share: 0\.25 in the folder, 0\.5 here"):
+        await art.finetune.run(file, {"finetuning.validation.share": 0.5})
+    with pytest.raises(WrongInput, match=r"share: a share of 0\.9 leaves none of 4 rows to train"):
+        await art.finetune.run(file, {"finetuning.validation.share": 0.9})
+
+
+def trained(policy: PolicyServer) -> list[dict[str, Any]]:
+    return [trajectory for body in policy.trained for group in body["groups"] for trajectory in group["trajectories"]]
+
+
+async def test_a_column_that_the_function_names_is_the_question(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    rows = [{"ticket": f"ticket {number}", "messages": [], "answer": "yes"} for number in range(2)]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    file = make_file("async def route(ticket):\n    return await answer(ticket)\n", workflow___type="agent.py:route")
+    await art.finetune.evaluate(file)
+    assert sorted(body["messages"][-1]["content"] for body in policy.asked) == ["ticket 0", "ticket 1"]
 
 
 async def test_the_configuration_that_a_run_leaves_is_a_file_without_its_keys(
@@ -779,6 +882,7 @@ async def test_failed_rollouts_are_tried_again_only_if_they_ended_the_run(
     await art.finetune.run(file)
     assert len(policy.asked) == 8 and lines(folder / "out" / "training_metrics.jsonl")[0]["num_failed"] == 2
     file["finetuning"]["max_exceptions"] = 1
+    file["trainer_adapters"]["a"]["backend"]["name"] = "again"
     with pytest.raises(FinetuneError, match="ill"):
         await art.finetune.run(file, fresh=True)
     (folder / "ill").unlink()
@@ -852,6 +956,7 @@ async def test_with_a_seed_requests_have_seeds_that_differ(policy: PolicyServer,
     seeds: list[list[str | None]] = []
     for seed in (1, 1, None):
         policy.requests.clear()
+        policy.steps.clear()
         await art.finetune.run(make_file(finetuning__seed=seed, eval__general__max_concurrency=1), fresh=True)
         asked = [request for request in policy.requests if request.path.endswith("/chat/completions")]
         seeds.append([request.headers.get("x-art-seed") for request in asked])
@@ -864,6 +969,14 @@ async def test_a_server_that_refuses_the_model_says_why(policy: PolicyServer, ma
     policy.on("POST", "/api/models", Answer(409, error))
     with pytest.raises(FinetuneError, match="not the base model"):
         await art.finetune.run(make_file())
+    policy.on("POST", "/api/models", Answer(403, {"error": {"message": "this key does not cover project 'demo'"}}))
+    with pytest.raises(
+        FinetuneError, match=r"Name a project of the key: -o trainer_adapters\.a\.backend\.project PROJECT"
+    ):
+        await art.finetune.run(make_file())
+    del policy.routes["POST", "/api/models"]
+    await art.finetune.run(make_file(trainer_adapters__a__backend__project="mine"))
+    assert policy.steps["mine/agent"] == 2, "the folder has no rollouts, so its run may become another"
 
 
 BROKEN_CODE = [

@@ -211,6 +211,8 @@ async def test_a_run_without_a_better_validation_ends_and_names_its_best_step(
     assert "the last 2 validations were not better" in text
     last = text.splitlines()[-1]
     assert last == "the best step is 1 (validation 1.0000), kept as demo/agent@1 and demo/agent@best"
+    told = [line.partition(":")[0] for line in text.splitlines() if line.startswith("validation ")]
+    assert told == ["validation before epoch 1", *(f"validation after epoch {number}" for number in (1, 2, 3))]
     assert [row["avg_reward"] for row in validations(folder)] == [0.0, 1.0, 0.0, 0.0]
     assert not await art.finetune.run(file), "what has stopped stays so"
     assert len(await art.finetune.run(file, {"finetuning.validation.patience": 4})) == 2
@@ -262,6 +264,33 @@ async def test_a_cosine_ends_with_the_run(
     training = {"schedule": "cosine", "warmup_steps": 1, **training}
     await art.finetune.run(make_file(finetuning__rows_per_step=3, trainer_adapters__a__training=training))
     assert {body["config"]["schedule_steps"] for body in policy.trained} == {num_steps}
+
+
+async def test_a_run_of_a_trained_model_has_a_schedule_from_its_own_beginning(
+    policy: PolicyServer, make_file: MakeFile
+) -> None:
+    policy.steps["demo/agent"], policy.optimizer_steps = 9, 36
+    file = make_file(trainer_adapters__a__training={"schedule": "cosine", "warmup_steps": 1})
+    await art.finetune.run(file, {"finetuning.num_epochs": 1})
+    policy.optimizer_steps = 37
+    await art.finetune.run(file, {"finetuning.num_epochs": 2})
+    assert [body["config"]["schedule_begins"] for body in policy.trained] == [36, 36]
+
+
+async def test_a_schedule_begins_where_the_file_says(policy: PolicyServer, make_file: MakeFile) -> None:
+    policy.steps["demo/agent"], policy.optimizer_steps = 9, 36
+    training = {"schedule": "cosine", "schedule_steps": 50, "schedule_begins": 0}
+    await art.finetune.run(make_file(trainer_adapters__a__training=training))
+    assert {body["config"].get("schedule_begins", 0) for body in policy.trained} == {0}
+
+
+async def test_of_equal_validations_the_earliest_is_named(
+    folder: Path, make_file: MakeFile, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "val.json").write_text(json.dumps([{"question": "held out", "answer": "maybe"}]))
+    await art.finetune.run(make_file(finetuning__validation={"dataset": "val.json", "interval": 1}))
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("the best step is 2 (validation 0.0000, as good as step 0), kept as demo/agent@2")
 
 
 def written_by_tensorboard(folder: Path) -> bytes:

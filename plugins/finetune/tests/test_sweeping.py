@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from art.finetune import WrongInput
+from art.finetune.run_record import EpochRow
 from art.finetune.runs import prepare
-from art.finetune.sweeping import variants_of
+from art.finetune.sweeping import _trained, variants_of  # pyright: ignore[reportPrivateUsage]
 from art_finetune.commands import _without_sweeps  # pyright: ignore[reportPrivateUsage]
 from plugins.finetune.tests.commands import end, start
 from plugins.finetune.tests.policy_server import PolicyServer
@@ -105,6 +106,29 @@ async def test_runs_side_by_side_leave_one_table_and_one_plot(
     more = ["--sweep", "learning_rate=1e-5,1e-4", "--num_epochs", "3"]
     assert (await end(await start(folder, make_file(), *more)))[0] == 0
     assert set(policy.steps.values()) == {3}, "the same command continues"
+
+
+@pytest.mark.parametrize(
+    ("num_trained", "batch", "words"),
+    [
+        ([4, 4], None, "2 epochs"),
+        ([4], 0, "1 step"),
+        ([0, 4, 0], 2, "1 step, 2 without signal"),
+        ([0, 0], 1, "no signal"),
+    ],
+)
+def test_only_steps_that_were_trained_count(num_trained: list[int], batch: int | None, words: str) -> None:
+    none = dict.fromkeys(name for name in EpochRow.model_fields if name.endswith("_reward"))
+    numbers: dict[str, Any] = {
+        "epoch": 0,
+        "num_trajectories": 4,
+        "num_groups": 2,
+        "filtered_trajectories": 0,
+        "curriculum_percentile": 1,
+        "step": 0,
+    }
+    rows = [EpochRow(**none, **numbers, run_id="run", batch=batch, filtered_groups=number) for number in num_trained]
+    assert _trained(rows) == words
 
 
 async def test_a_run_that_is_not_trained_is_named_and_the_others_are_trained(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import art
 from art.rewards import (
+    contains,
     exact_match,
     json_match,
     number_match,
@@ -27,6 +28,14 @@ def test_exact_match_ignores_white_space_at_the_ends_only() -> None:
     assert exact_match("Yes", "yes") == 0.0 and exact_match("Yes", "yes", ignore_case=True) == 1.0
     assert exact_match("y es", "yes") == 0.0
     assert exact_match(None, "yes") == 0.0 and exact_match(None, "") == 1.0
+
+
+def test_contains_finds_the_answer_in_a_sentence() -> None:
+    assert contains("I say yes.", " yes\n") == 1.0 and contains("I say Yes.", "yes") == 0.0
+    assert contains("I say Yes.", "yes", ignore_case=True) == 1.0
+    assert contains("15", "5") == 1.0 and contains(None, "yes") == 0.0
+    with pytest.raises(ValueError, match="is empty"):
+        contains("yes", " ")
 
 
 @pytest.mark.parametrize(

@@ -689,7 +689,9 @@ async def test_an_endpoint_that_is_away_is_a_clear_error(server) -> None:
     assert raised.value.retryable and KEY not in tracebacks(raised.value)
 
 
-async def test_a_timeout_is_a_clear_error(make_server: Callable[[], Any]) -> None:
+async def test_a_slow_judge_is_reported_once_for_each_try_and_a_timeout_is_a_clear_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -697,8 +699,16 @@ async def test_a_timeout_is_a_clear_error(make_server: Callable[[], Any]) -> Non
     listening = await asyncio.start_server(hang, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     params = {"base_url": f"http://127.0.0.1:{port}/v1", "timeout": 0.2, "max_retries": 0}
-    with pytest.raises(JudgeError, match="ReadTimeout"):
+    with pytest.raises(JudgeError, match=r"did not answer within 0\.2 s, in one try"):
         await ruler(conversations("a"), "local", params)
+    monkeypatch.setattr("art.rewards.judge.WAITING_SECONDS", 0.01)
+    for _ in range(2):
+        with pytest.raises(JudgeError, match=r"did not answer within 0\.1 s, in 2 tries"):
+            await ruler(conversations("a"), "local", params | {"timeout": 0.1, "max_retries": 1})
+    waiting = [
+        line for line in capsys.readouterr().err.splitlines() if "waiting for judge 'local' at 127.0.0.1" in line
+    ]
+    assert [line.partition(": ")[2] for line in waiting] == [f"try {n} of 2, of at most 0.1 s" for n in (1, 2)]
     listening.close()
     await listening.wait_closed()
 

@@ -125,7 +125,10 @@ def clear_unfinished(parent: Path) -> None:
 
 def import_folder(flags: argparse.Namespace) -> None:
     if not flags.dir.is_dir():
-        raise InvalidInput(f"there is no folder {flags.dir}", code="unknown_folder")
+        raise InvalidInput(
+            f"there is no folder {flags.dir}: name a folder with adapter_config.json and adapter_model.safetensors",
+            code="unknown_folder",
+        )
     with tempfile.TemporaryDirectory() as temporary:
         content = Path(temporary) / "content"
         copy_content(flags.dir, content)
@@ -300,7 +303,11 @@ def address_errors(address: str) -> Iterator[None]:
     except ServerError:
         raise
     except Exception as error:
-        raise InvalidInput(f"{address} cannot be used: {type(error).__name__}: {error}", code="bad_address") from error
+        raise InvalidInput(
+            f"{address} cannot be used ({type(error).__name__}: {error}): write an address such as s3://bucket/folder or "
+            "file:///folder",
+            code="bad_address",
+        ) from error
 
 
 def write_address(address: str, content: Path, description: Description) -> None:
@@ -384,4 +391,7 @@ def newest_in(system: Any, root: str, address: str, not_after: int | None) -> st
 def no_checkpoint(address: str, not_after: int | None) -> NotFound:
     is_any = not_after is None
     reason = f": {DESCRIPTION_FILE} is missing" if is_any else f" up to step {not_after}"
-    return NotFound(f"{address} holds no complete checkpoint{reason}", code="no_checkpoint")
+    return NotFound(
+        f"{address} holds no complete checkpoint{reason}; name an address that `art copy` has written",
+        code="no_checkpoint",
+    )

@@ -435,7 +435,7 @@ def test_a_store_that_fails_is_not_an_empty_one(
     monkeypatch.setattr(LocalFileSystem, "exists", refuse)
     for arguments in (("file:///there", "q/b"), ("p/a", "file:///there")):
         said = refused(capsys, "copy", *arguments, "--path", path)
-        assert "file:///there cannot be used: NoCredentials: log in first" in said
+        assert "file:///there cannot be used (NoCredentials: log in first): write an address such as" in said
 
 
 def test_a_copied_description_writes_no_other_file(

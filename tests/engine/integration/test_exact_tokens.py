@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from art_server.ledger import conversation
+from art_server.ledger.records import NOT_DELIVERED
 from art_server.ledger.sessions import ASKED_AGAIN
 from tests.engine.integration.answers import (
     TOKENIZER,
@@ -290,7 +291,7 @@ def test_a_client_that_hangs_up_leaves_nothing_to_train(server: Server, model: s
         kept = client.post("/v1/chat/completions", json=body | {"max_tokens": 4}).json()
         wait_until(lambda: "\nart_requests_running 0" in client.get("/metrics").text)
     reply = session_of(server, "gone")
-    assert reply["num_choices"] == 1
+    assert (reply["num_choices"], reply["unused"]) == (1, {NOT_DELIVERED: 2})
     entries = reply["histories"][0]["messages_and_choices"]
     assert entries[-1]["art"]["id"] == kept["choices"][0]["art"]["id"]
 

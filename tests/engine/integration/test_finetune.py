@@ -110,6 +110,23 @@ async def test_a_workflow_trains(make_file: MakeFile, tmp_path: Path, workflow: 
     assert kept[validations[-1]["step"]]["val/reward"] == pytest.approx(validations[-1]["avg_reward"])
 
 
+async def test_a_model_that_was_trained_before_gets_a_schedule_of_its_own(make_file: MakeFile) -> None:
+    file = make_file("coroutine")
+    backend = file["trainer_adapters"]["a"]["backend"]
+    example: art.Messages = [{"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": "no"}]
+    training = {"trainer_adapters.a.training.schedule": "cosine", "trainer_adapters.a.training.warmup_steps": 1}
+    async with art.Backend(backend["url"]) as server:
+        model = art.TrainableModel(name=backend["name"], project=PROJECT, base_model="art/tiny")
+        await model.register(server)
+        await model.train_sft([art.Trajectory(messages_and_choices=[*example])], art.TrainSFTConfig(epochs=9))
+        await art.finetune.run(file, training)
+        _, of_examples, *trained = await model.checkpoints()
+    assert of_examples.optimizer_steps == 9 and trained
+    # The warm-up is one step, so the second and last step has the highest rate too.
+    assert [checkpoint.metrics["loss/learning_rate"] for checkpoint in trained] == pytest.approx([1e-3] * len(trained))
+    assert not any(checkpoint.unchanged for checkpoint in trained)
+
+
 async def test_any_step_can_be_evaluated(make_file: MakeFile) -> None:
     file = make_file("coroutine")
     await art.finetune.run(file)

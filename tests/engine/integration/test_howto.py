@@ -16,6 +16,7 @@ from art_server.store.base_models import TINY_DIR
 from tests.live import Server
 from tests.makers.demo import rows_by_step
 from tests.pages import HOWTO, SERVERS, blocks, run
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -202,14 +203,42 @@ async def test_a_warm_start_raises_the_probability_of_its_examples(
     write_examples(names["trajectories"])
     await run("sft.md", 1, names)
     assert names["result"].step == 5, "one for the file, one for each epoch of the dataset"
-    await run("sft.md", 2, names)
+    await run("sft.md", 3, names)
     assert names["traces"] and names["result"].report.turns == {"recomputed": len(names["traces"])}
     fresh = art.TrainableModel(name="best", project="demo", base_model="art/tiny")
     await fresh.register(backend)
     names |= {"model": fresh}
-    await run("sft.md", 3, names)
+    await run("sft.md", 4, names)
     assert names["result"].step == 1
     assert names["result"].report.turns.keys() == {"ledger"}, "the sampled tokens themselves"
+
+
+def write_program(page: str, number: int) -> None:
+    Path("program.py").write_text(blocks(page, "python")[number])
+
+
+async def test_a_killed_sft_program_trains_each_chunk_once(
+    server: Server, backend: art.Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ART_SERVER_URL", server.url)
+    write_program("sft.md", 2)
+    command = (sys.executable, "program.py")
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    first = (await process.stdout.readline()).decode()
+    with server.client(params={"state": "queued,running,done"}) as client:
+        await until(lambda: [job["name"] for job in client.get("/api/jobs").json()["jobs"]].count("resumed-sft") > 1)
+    process.kill()  # the server has accepted the second chunk
+    await process.communicate()
+    outputs = [await shell(" ".join(command)) for _ in range(2)]
+    lines = outputs[0].splitlines()
+    assert outputs[0] == outputs[1] and lines[0] == first.strip()
+    assert [line.partition(", loss")[0] for line in lines] == [
+        f"chunk at {step}: step {number}" for number, step in enumerate((0, 4, 8, 12), 1)
+    ]
+    model = art.TrainableModel(name="resumed-sft", project="howto", base_model="art/tiny")
+    await model.register(backend)
+    assert await model.get_step() == 4
 
 
 def keep(groups: list[art.TrajectoryGroup]) -> None:
@@ -318,8 +347,8 @@ async def test_retries_of_an_agent_are_left_out_or_are_turns(backend: art.Backen
     await model.register(backend)
     names: dict[str, Any] = {"art": art, "score": score}
     names["parse"] = lambda said: said if str(said).strip() == "maybe" else None
-    await run("agent-retries.md", 0, names)
     await run("agent-retries.md", 1, names)
+    await run("agent-retries.md", 2, names)
     played = await art.gather_trajectories(names["rollout"](model, QUESTION) for _ in range(16))
     for trajectory in played:
         assert trajectory.metrics.get("unused_choices", 0) == trajectory.metrics["tries"] - 1

@@ -1,4 +1,4 @@
-"""The agent of docs/howto/javascript.md runs in Node.js with OpenAI's own client, and is trained."""
+"""The programs of docs/howto/javascript.md in Node.js: an agent with OpenAI's own client is trained, and a trainer trains."""
 
 import contextlib
 import shutil
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import art
-from tests.live import Server
+from tests.live import Server, run_program
 from tests.makers.demo import rows_by_step
 from tests.pages import blocks, run
 
@@ -49,10 +49,24 @@ async def test_an_agent_in_javascript_learns(server: Server) -> None:
         (trajectory,) = await art.gather_trajectories([names["rollout"](model, QUESTIONS[0])])
         assert [message["role"] for message in trajectory.messages()] == ["user", "assistant"]
         await names["train"](model, QUESTIONS, NUM_STEPS)
-    history = server.path / "art" / "howto" / "models" / "javascript" / "history.jsonl"
+    check_learned(server, "javascript")
+
+
+def check_learned(server: Server, name: str) -> None:
+    """The model has made its steps, and the last rewards are above the first."""
+    history = server.path / "art" / "howto" / "models" / name / "history.jsonl"
     rows = list(rows_by_step(history).values())
     rewards = [row["train/reward"] for row in rows if "train/reward" in row]
     assert len(rewards) == NUM_STEPS and sum(rewards[-3:]) > sum(rewards[:3]), rewards
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
+def test_a_trainer_in_javascript_trains(server: Server, tmp_path: Path) -> None:
+    (text,) = (text for text in blocks("javascript.md", "js") if text.startswith("// train.mjs"))
+    (tmp_path / "train.mjs").write_text(text)
+    printed = run_program(server, tmp_path, "node", "train.mjs")
+    assert [line.split()[0] for line in printed.splitlines()] == [str(step) for step in range(1, NUM_STEPS + 1)]
+    check_learned(server, "typescript")
 
 
 @pytest.fixture

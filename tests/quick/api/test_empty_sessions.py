@@ -1,5 +1,6 @@
 """A session without an answer of its model: who answered, and what to do."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ import pytest
 
 import art
 from art_server.inference_proxy import MAX_NAMES, MAX_SESSIONS, RefusedNames
+from art_server.ledger.records import NOT_DELIVERED
 from art_server.settings import ApiKey
 from tests.quick.server.served import Served, serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -69,6 +72,27 @@ async def test_each_cause_has_its_own_sentence(served: Served, caplog: pytest.Lo
     assert silent is not None and silent.startswith(
         "the agent sent no request that names the session. Give it base_url="
     )
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_agent_that_hangs_up_sent_a_request(served: Served, is_stream: bool) -> None:
+    gate = served.server.gate
+    gate.close("p/a")
+    async with art.Backend(served.url, "all") as backend:
+        model = art.TrainableModel(name="a", project="p", base_model="art/tiny")
+        await model.register(backend)
+        rollout = art.rollout(model)
+        question: Any = {"role": "user", "content": "question"}
+        asked = {"model": "p/a", "messages": [question], "n": 2, "stream": is_stream}
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {rollout.api_key}"}, timeout=None) as http:
+            asking = asyncio.create_task(http.post(f"{rollout.base_url}/chat/completions", json=asked))
+            await until(lambda: gate.num_waiting == 1)
+            asking.cancel()
+        await until(lambda: gate.num_waiting == 0)
+        gate.open()
+        trajectory = await rollout.trajectory()
+    assert trajectory.metrics["unused_choices"] == 2
+    assert f"2 of its answers were left out: {NOT_DELIVERED}. " in trajectory.logs[-1]
 
 
 async def test_others_see_neither_models_nor_callers(served: Served) -> None:

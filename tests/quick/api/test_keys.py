@@ -44,6 +44,15 @@ async def test_an_expired_key_gets_the_reason(tmp_path: Path) -> None:
             assert (await http.get(path, headers=bearer("new"))).status_code == 200
 
 
+async def test_a_server_without_a_host_s_key_says_that_it_takes_no_hosts(tmp_path: Path) -> None:
+    """Also to the key of a host of another server, which it does not know."""
+    for keys in ((), (ApiKey(key="user", scopes=frozenset({"train"})),)):
+        app, _ = make(tmp_path / str(len(keys)), api_keys=keys)
+        async with client(app) as http:
+            refused = await http.get("/api/hosts/join", headers=bearer("joins"))
+            assert refused.status_code == 404 and "takes no hosts" in refused.text
+
+
 def test_a_name_outlives_its_key_and_a_hash_reveals_none() -> None:
     assert ApiKey(key="one", name="alice").owner == ApiKey(key="two", name="alice").owner == "alice"
     nameless = ApiKey(key="secret").owner

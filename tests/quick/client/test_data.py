@@ -69,7 +69,9 @@ def test_a_dataset_smaller_than_a_batch_makes_one_batch_per_epoch() -> None:
 def test_nothing_is_left_after_the_last_step(caplog: pytest.LogCaptureFixture) -> None:
     assert batches(range(4), 2, initial_step=2) == [] == caplog.messages
     assert batches(range(4), 2, initial_step=7) == []
-    assert caplog.messages == ["initial_step 7 is after the last step, 2: no batches are left"]
+    assert caplog.messages == [
+        "initial_step 7 is after the last step, 2: no batches are left; a larger num_epochs adds steps"
+    ]
 
 
 @pytest.mark.parametrize(

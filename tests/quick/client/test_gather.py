@@ -369,7 +369,10 @@ async def test_group_coroutine_that_fails_becomes_a_group_of_one_failure():
 
 async def test_what_is_no_group_is_a_failure_that_says_so():
     groups = await art.gather_trajectory_groups([rollout(1)], max_exceptions=1)  # type: ignore[list-item]
-    assert failures(groups[0]) == ["the awaitable of a group returned Trajectory, not art.TrajectoryGroup"]
+    assert failures(groups[0]) == [
+        "the awaitable of a group returned Trajectory, not art.TrajectoryGroup: a group is made of several rollouts, "
+        "`art.TrajectoryGroup(rollout(...) for _ in range(8))`"
+    ]
 
 
 async def test_cancelling_a_gather_passes():

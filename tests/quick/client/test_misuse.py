@@ -57,6 +57,76 @@ def test_copies_are_no_group() -> None:
         art.TrajectoryGroup([rollout()] * 8)
 
 
+async def test_one_rollout_is_no_group() -> None:
+    for one in (rollout(), art.Trajectory()):
+        with pytest.raises(TypeError, match=r"write `art.TrajectoryGroup\(rollout\(...\) for _ in range\(8\)\)`"):
+            art.TrajectoryGroup(one)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"reward": None}, "Trajectory: reward is None: it must be a number"),
+        ({"metrics": {"right": "high"}}, "Trajectory: metrics['right'] is 'high': it must be a number"),
+        ({"metrics": 5}, "Trajectory: metrics is 5: it must be a dictionary"),
+        ({"messages_and_choices": None}, "Trajectory: messages_and_choices is None: it must be a list"),
+        ({"rewrd": 1.0}, "Trajectory has no field 'rewrd': did you mean 'reward'?"),
+    ],
+)
+def test_a_wrong_field_of_a_trajectory_is_one_line(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        art.Trajectory(**fields)
+    assert str(refused.value) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "TrainableModel: project is missing: pass project=..., a text"),
+        ({"project": 5}, "TrainableModel: project is 5: it must be a text"),
+        ({"project": "p", "base_modell": "b"}, "TrainableModel has no field 'base_modell': did you mean 'base_model'?"),
+        ({"project": "a b"}, "TrainableModel: project 'a b' becomes a folder: .*letters"),
+    ],
+)
+def test_a_wrong_field_of_a_model_is_one_line(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{text}[^\n]*$"):
+        art.TrainableModel(**{"name": "a", "base_model": "b", **fields})
+
+
+async def test_what_is_no_backend_is_answered_with_the_call(model: art.TrainableModel) -> None:
+    address: Any = "http://gpu-box:7623"
+    with pytest.raises(TypeError, match=r"write `art.Backend\('http://gpu-box:7623'\)`"):
+        await model.register(address)
+    kind: Any = art.LocalBackend
+    with pytest.raises(TypeError, match=r"write LocalBackend\(\)"):
+        await model.register(kind)
+
+
+@pytest.mark.parametrize("step", ["best", -1, None])
+async def test_what_is_no_step_cannot_be_gone_back_to(model: art.TrainableModel, step: Any) -> None:
+    with pytest.raises(ValueError, match=f"step {step!r} is not the number of a step: `model.checkpoints"):
+        await model.rollback(step)
+
+
+async def test_what_json_cannot_hold_is_named(model: art.TrainableModel, groups: list[art.TrajectoryGroup]) -> None:
+    groups[0].trajectories[0].metadata["tool"] = object()
+    said = r"groups\[0\].trajectories\[0\].metadata cannot be JSON .*: use texts, numbers, lists and dictionaries"
+    with pytest.raises(ValueError, match=said):
+        await model.train(groups)
+
+
+async def test_a_row_is_no_trajectory(model: art.TrainableModel) -> None:
+    rows: Any = [{"messages": []}]
+    with pytest.raises(TypeError, match=r"trajectories\[0\] is a dict, not art.Trajectory: write `art.Trajectory\("):
+        await model.train_sft(rows)
+
+
+def test_a_misspelt_name_has_what_python_needs_for_the_one_that_was_meant() -> None:
+    with pytest.raises(AttributeError) as refused:
+        _ = art.TrajectoryGroups  # type: ignore[attr-defined]
+    assert (refused.value.name, refused.value.obj) == ("TrajectoryGroups", art)
+
+
 def test_a_string_is_no_message() -> None:
     texts: Any = [{"role": "user", "content": "hi"}, "hello"]
     with pytest.raises(ValueError, match=r"entry 1 is a string.*'role'"):

@@ -2,7 +2,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 import art
 
@@ -16,15 +15,13 @@ def make_model(**fields: Any) -> art.TrainableModel:
 @pytest.mark.parametrize("field", ["name", "project"])
 @pytest.mark.parametrize("value", ["", "a/b", ".hidden", "a b", "ü", "x" * 129, "name\n"])
 def test_name_that_cannot_be_a_folder_is_refused(field: str, value: str):
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(ValueError, match=f"^TrainableModel: {field} .* becomes a folder"):
         make_model(**{field: value})
-    assert [error["loc"] for error in caught.value.errors()] == [(field,)]
 
 
 def test_misspelt_field_is_refused():
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(ValueError, match="'basemodel': did you mean 'base_model'"):
         make_model(basemodel="x")
-    assert [error["loc"] for error in caught.value.errors()] == [("basemodel",)]
 
 
 def test_inference_name_is_project_and_name_with_an_optional_step():

@@ -306,7 +306,7 @@ async def test_rollout_that_returns_no_trajectory_is_a_failure():
     group = await art.TrajectoryGroup([forgets_to_return(), returns_its_error()])  # type: ignore[list-item]
     assert rewards(group) == []
     assert [failure.message for failure in group.exceptions] == [
-        "a rollout returned NoneType, not art.Trajectory",
+        "a rollout returned NoneType, not art.Trajectory: end it with `return art.Trajectory(...)`",
         "returned",
     ]
 

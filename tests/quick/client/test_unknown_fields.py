@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import art
-from art.unknown_fields import OTHER_NAMES
+from art.unknown_fields import LORA_NAMES, OTHER_NAMES, SFT_NAMES
 from art_protocol.wire import TrainConfig
 
 
@@ -42,6 +42,37 @@ def test_the_table_translates_what_is_no_field_of_ours_into_one() -> None:
     for ours in OTHER_NAMES.values():
         if ours.startswith("`") and "(" not in ours:
             assert ours[1:].partition("`")[0].partition("=")[0] in TrainConfig.model_fields, ours
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "meant"),
+    [
+        (art.TrainSFTConfig, "val_set_size", "`art.evaluate"),
+        (art.TrainSFTConfig, "micro_batch_size", "`batch_size`"),
+        (art.TrainSFTConfig, "warmup_steps", "create_lr_schedule"),
+        (art.TrainSFTConfig, "num_epochs", "`epochs`"),
+        (art.TrainSFTConfig, "report_to", "trackers"),
+        (art.TrainSFTConfig, "train_on_inputs", "`assistant_turns`"),
+        (art.TrainConfig, "early_stopping_patience", "loop"),
+        (art.TrainConfig, "micro_batch_size", "memory"),
+        (art.LoRAConfig, "lora_r", "`rank`"),
+        (art.LoRAConfig, "lora_target", "`target_modules`"),
+    ],
+)
+def test_names_of_axolotl_and_trl_have_the_right_remedy(kind: type[Any], name: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"{kind.__name__} has no field '{name}': here it is .*{meant}"):
+        kind(**{name: 1})
+
+
+def test_no_field_of_ours_is_another_name() -> None:
+    assert not SFT_NAMES.keys() & art.TrainSFTConfig.model_fields.keys()
+    assert not LORA_NAMES.keys() & art.LoRAConfig.model_fields.keys()
+
+
+def test_the_help_of_a_configuration_names_its_fields() -> None:
+    for kind in (art.TrainSFTConfig, art.LoRAConfig):
+        assert all(f"`{name}`" in str(kind.__doc__) for name in kind.model_fields)
+    assert "docs/train-config.md" in str(art.TrainConfig.__doc__)
 
 
 def test_every_other_record_names_the_field_too() -> None:

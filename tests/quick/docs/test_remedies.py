@@ -35,6 +35,7 @@ OTHERS_FLAGS = {
     "--gpus": "docker",
     "--head": "ray",
     "--lora-target-modules": "vLLM",
+    "--max-model-len": "vLLM",
     "--python": "uv",
     "--tool-call-parser": "vLLM",
 }
@@ -52,6 +53,8 @@ WORDS = {
     "reasoning_content": "of a message",
     "structured_outputs": "vLLM's field of a request",
     "output": "a parameter of an evaluator",
+    "contains": "an evaluator (`art.finetune.components`)",
+    "_type: command": "a workflow (`art.finetune.components`)",
 }
 """Words that no record, function or command of ours has, and whose they are."""
 CHOICE = {"art.id", "art.step"}

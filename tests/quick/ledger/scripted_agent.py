@@ -40,15 +40,17 @@ class Agent:
         stops: Sequence[str] = (),
         model: str | None = "a",
         session: str | None = "s",
+        step: int | None = None,
     ) -> None:
-        """`at` is the time of the request; the answer is delivered at once. `model` None is the base model."""
+        """`at` is the time of the request; the answer is delivered at once. `model` None is the base model. `step` is the step that the
+        request names."""
         request_id = f"{next(self._numbers):032x}"
         before = conversation.prefix_digests(messages)[-1]
         request = Request(
             request_id,
             "chat",
             model=self.number(model) if model else None,
-            step=0 if model else None,
+            step=(step or 0) if model else None,
             owner=self.project if model else OWNER,
             session=session,
             prefix_digest=before,
@@ -73,6 +75,7 @@ class Agent:
             "constraints": constraints or {},
             "stops": stops,
             "choices": {"0": choice},
+            "names_step": step is not None,
         }
         self.ledger.keep_turn(request_id, turn)
         if delivered:

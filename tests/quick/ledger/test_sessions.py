@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from art_server.ledger import conversation
 from art_server.ledger import ledger as ledger_module
 from art_server.ledger import storage as storage_module
 from art_server.ledger.ledger import Ledger
-from art_server.ledger.records import PRUNED, UNRECORDED, Record
-from art_server.ledger.sessions import ASKED_AGAIN, NOT_DELIVERED
+from art_server.ledger.records import NOT_DELIVERED, NOT_ENDED, PRUNED, UNRECORDED, Record
+from art_server.ledger.sessions import ASKED_AGAIN, OF_NAMED_STEP
 from art_server.ledger.speakers import PASSED_OVER
 from art_server.shared import clock
 from tests.quick.ledger.scripted_agent import USER, Agent, answers, said, shape
@@ -28,6 +29,26 @@ def test_a_conversation_that_goes_on_is_one_history(tmp_path: Path) -> None:
     agent.ask([USER, said("one"), USER, said(" two\n"), USER], "three")
     reply = agent.reply()
     assert shape(reply) == ["uCuCuC"] and reply.num_choices == 3 and reply.unused == {}
+
+
+def test_a_frozen_step_of_the_model_is_another_speaker(tmp_path: Path) -> None:
+    """Two players: the newest step, and step 2 by name."""
+    agent = Agent(tmp_path)
+    buyer, seller = {"role": "system", "content": "buy"}, {"role": "system", "content": "sell"}
+    agent.ask([buyer, USER], "ten")
+    agent.ask([seller, {"role": "user", "content": "ten"}], "twelve", step=2)
+    agent.ask([buyer, USER, said("ten"), {"role": "user", "content": "twelve"}], "eleven")
+    reply = agent.reply()
+    assert shape(reply) == ["suCuC"] and reply.num_choices == 2
+    assert reply.unused == {OF_NAMED_STEP: 1}
+
+
+def test_a_session_that_names_a_step_in_all_requests_is_an_evaluation(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.ask([USER], "one", step=2)
+    agent.ask([USER, said("one"), USER], "two", step=2)
+    reply = agent.reply()
+    assert shape(reply) == ["uCuC"] and reply.num_choices == 2 and reply.unused == {}
 
 
 def test_sub_agents_and_branches_are_histories_of_their_own(tmp_path: Path) -> None:
@@ -416,6 +437,18 @@ def test_answers_that_could_not_be_recorded_are_counted(tmp_path: Path) -> None:
         opened.lose(0, "the disk is full")
         anyio.run(opened.mark_delivered)
     assert agent.reply().unused == {UNRECORDED: 2}
+
+
+def test_a_request_that_is_answered_at_this_moment_is_a_request_of_the_session(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.ask([USER], "one", session=None)
+    unnamed = agent.ledger._storage.select("TRUE")[0].request
+    with agent.ledger.open_request(replace(unnamed, session="s")):
+        reply = agent.reply()
+        assert (reply.unused, reply.num_unnamed_requests) == ({NOT_ENDED: 1}, 0)
+        assert agent.reply("b").unused == {}
+    reply = agent.reply()
+    assert (reply.unused, reply.num_unnamed_requests) == ({}, 1)
 
 
 def test_requests_without_a_session_are_counted_where_the_session_has_none(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ async def post(here: House, path: str, body: dict[str, Any]) -> Any:
 
 async def test_steps_are_listed_with_their_metrics(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=3)
-    commit(folder, tiny_adapter, 3, unchanged=True, created_at=12.5)
+    commit(folder, tiny_adapter, 3, unchanged=True, created_at=12.5, optimizer_steps=7)
     async with house(tmp_path) as here, here.client() as http:
         reply = (await http.get(f"{MODEL}/checkpoints")).json()
         assert reply["best_metric"] == "train/reward"
@@ -47,7 +47,7 @@ async def test_steps_are_listed_with_their_metrics(tmp_path: Path, tiny_adapter:
         assert two["metrics"] == {"train/reward": 0.2, "sampled_step": 2.0}
         assert [two["is_best"], two["is_serving"]] == [True, False]
         assert [three["is_best"], three["is_serving"]] == [False, True]
-        assert [three["unchanged"], three["created_at"]] == [True, 12.5]
+        assert [three["unchanged"], three["created_at"], three["optimizer_steps"]] == [True, 12.5, 7]
         size = (tiny_adapter / ADAPTER_FILE).stat().st_size
         assert first["size_bytes"] > size and three["size_bytes"] > first["size_bytes"]
         (folder.checkpoint_dir(2) / "replay").mkdir()

@@ -67,6 +67,12 @@ def wait_at_a_closed_gate() -> None:
     asyncio.run(gate.wait_open(0))
 
 
+def find_an_adapter(root: Path) -> None:
+    (root / "lora").mkdir()
+    (root / "lora" / "adapter_config.json").write_text("{}")
+    find_base_model(str(root / "lora"), root)
+
+
 def write_on_a_full_disk(_: Path) -> None:
     with files.disk_errors("step 3"):
         raise OSError(28, os.strerror(28))
@@ -139,6 +145,17 @@ SENTENCES: list[tuple[str, Callable[[Path], Any], str]] = [
         lambda root: find_base_model("./nothing", root),
         "base_model './nothing' cannot be loaded; tried: the folder ./nothing (it does not exist). Name a "
         "Hugging Face id that this server can reach, a folder on the server, 'art/tiny' or 'smollm2'.",
+    ),
+    (
+        "unknown_base_model",
+        find_an_adapter,
+        "base_model 'FOLDER/lora' is an adapter: name the base model that the adapter was trained on, and import the adapter "
+        "with `art import DIR --model PROJECT/NAME`",
+    ),
+    (
+        "unknown_model",
+        lambda root: two_projects(root).resolve("openai/a", None, None),
+        "no model 'openai/a' here; did you mean 'q/a'? known models: q/a, Demo/a; base model: none",
     ),
     (
         "unknown_base_model",
@@ -239,6 +256,11 @@ SENTENCES: list[tuple[str, Callable[[Path], Any], str]] = [
         lambda _: wait_at_a_closed_gate(),
         "inference waited for 0 s for a step, which trains; repeat the request, or start the server with a "
         "larger --wait-limit",
+    ),
+    (
+        "no_such_device",
+        lambda _: check_devices(ServerConfig(trainer="unsloth"), Machine("cpu", (), 64 << 30, (0, 1))),
+        "--trainer unsloth: Unsloth trains on a GPU, and this machine has none: use --trainer peft",
     ),
     (
         "no_such_device",

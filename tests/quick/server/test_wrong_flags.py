@@ -194,8 +194,21 @@ def test_a_flag_that_does_not_exist(
     assert f"there is no flag {wrong_flag}: did you mean {meant}? (`" in sentence(capsys, command, *words)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--max-model-len", "512"], "here it is --max-seq-length"),
+        (["--tensor-parallel-size", "2"], "here it is --engine-arg tensor_parallel_size=VALUE"),
+        (["serve", "art/tiny"], "'serve' is no flag: `art-server --base-model NAME` serves a base model"),
+    ],
+)
+def test_words_of_vllm(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in sentence(capsys, main, *words)
+
+
 def test_a_command_or_choice_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean status?" in sentence(capsys, cli.main, "statu")
+    assert "here it is finetune" in sentence(capsys, cli.main, "train", "run.yml")
     assert "did you mean bfloat16?" in sentence(capsys, main, "--dtype", "bfloat")
 
 

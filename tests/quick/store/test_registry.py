@@ -224,6 +224,10 @@ def test_sampled_steps_as_metrics() -> None:
 
 def test_another_adapter_shape_is_refused() -> None:
     assert check_lora(LoRAConfig(rank=4), None, "p/a") is None
+    layers = [LoRAConfig(target_modules=names) for names in (["q_proj", "v_proj"], ["v_proj", "q_proj"], ["q_proj"])]
+    assert check_lora(layers[0], layers[1], "p/a") is None
+    with pytest.raises(Conflict):
+        check_lora(layers[0], layers[2], "p/a")
     with pytest.raises(Conflict) as refused:
         check_lora(LoRAConfig(rank=4), LoRAConfig(rank=8), "p/a")
     assert (refused.value.code, refused.value.param) == ("lora_differs", "lora")

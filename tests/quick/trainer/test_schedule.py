@@ -34,6 +34,12 @@ def test_schedule_by_hand() -> None:
     assert learning_rate_factor(TrainConfig(), 10**6) == 1.0
 
 
+def test_a_run_that_continues_a_model_has_a_schedule_of_its_own() -> None:
+    config = TrainConfig(warmup_steps=4, schedule="cosine", schedule_steps=12, schedule_begins=90)
+    factors = [learning_rate_factor(config, step) for step in (80, 90, 93, 94, 98, 102)]
+    assert factors == pytest.approx([0.25, 0.25, 1.0, 1.0, 0.5, 0.0])
+
+
 def test_cosine_without_an_end_is_refused() -> None:
     with pytest.raises(ValueError, match="schedule_steps"):
         TrainConfig(schedule="cosine")

@@ -738,6 +738,24 @@ def test_a_checkpoint_of_an_earlier_version_counts_by_its_optimizer_state(
         assert (done.optimizer_steps, done.notes) == (index + 1, [])
 
 
+def test_steps_behind_the_end_of_a_cosine_are_named_and_change_nothing(
+    policy: Policy, tmp_path: Path, make_batch
+) -> None:
+    start(policy, tmp_path / "0")
+    config = COSINE.model_copy(update={"passes": 2, "schedule_steps": 40})
+    done = step(policy, tmp_path / "0", tmp_path / "1", make_batch(1), config, optimizer_steps=45)
+    (note,) = [note for note in done.notes if "learning rate was 0" in note]
+    assert note.startswith("the learning rate was 0 in 2 of 2 optimizer steps") and "schedule_begins=45" in note
+    assert "schedule_steps is 40" in note and "45 optimizer steps" in note
+    assert done.unchanged
+    before, after = (load_file(tmp_path / name / ADAPTER_FILE) for name in "01")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+    config = config.model_copy(update={"schedule_begins": 45})
+    done = step(policy, tmp_path / "0", tmp_path / "2", make_batch(1), config, optimizer_steps=45)
+    assert not done.unchanged and not [note for note in done.notes if "learning rate was 0" in note]
+
+
 def test_a_batch_without_signal_takes_no_optimizer_step(policy: Policy, tmp_path: Path) -> None:
     start(policy, tmp_path / "0")
     nothing = Batch(groups=[])

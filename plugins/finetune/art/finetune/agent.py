@@ -2,10 +2,12 @@
 belong to a second session."""
 
 import hashlib
+import traceback
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import art
@@ -19,11 +21,13 @@ from art.finetune.sections import LLM
 from art.finetune.toolkit import innermost_function
 from art.finetune.workflows import WORKFLOW, Call, Workflow, addresses
 from art.sessions import NO_REQUEST, session_with_sampling
+from art.tracebacks import own_frames
 from art_protocol.wire import FailureBody
 
 OTHER = ".other"
 """The ending of the name of the second session."""
-REASON_CHARACTERS = 300
+REASON_CHARACTERS, TEXT_CHARACTERS = 300, 4000
+"""Characters of a failure's reason, and of its whole text."""
 
 
 class Played(NamedTuple):
@@ -171,20 +175,37 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-def reason_of(error: BaseException) -> str:
-    """A failure in one line: `ValueError: boom`."""
+def text_of(error: BaseException) -> str:
+    """A failure with all lines of its message, such as the end of a program's stderr."""
     kind = type(error)
     message = error_text(error).encode(errors="backslashreplace").decode()  # files have no lone surrogates
-    return _in_one_line(f"{kind.__module__}.{kind.__qualname__}", message)
+    return _text_of(f"{kind.__module__}.{kind.__qualname__}", message)
+
+
+def reason_of(error: BaseException) -> str:
+    """A failure in one line: `ValueError: boom`."""
+    return _first_line(text_of(error))
+
+
+def place_of(error: BaseException) -> str:
+    """The line of the user's code that raised an error: ` (agent.py:12)`. Empty if an error has none."""
+    frames = own_frames(error.__traceback__)
+    if frames is None:
+        return ""
+    *_, last = traceback.walk_tb(frames)
+    return f" ({Path(last[0].f_code.co_filename).name}:{last[1]})"
 
 
 def reason_of_failure(failure: FailureBody) -> str:
     """The reason of a failure in a group, equal to `reason_of` the exception that the failure records."""
-    return _in_one_line(failure.type, failure.message)
+    return _first_line(_text_of(failure.type, failure.message))
 
 
-def _in_one_line(kind: str, message: str) -> str:
-    """The first line of a message, behind the name of the error's class. Our own errors are sentences and need no name."""
-    lines = message.strip().splitlines() or [""]
+def _text_of(kind: str, message: str) -> str:
+    """A message behind the name of the error's class. Our own errors are sentences and need no name."""
     name = "" if kind.startswith("art.") else f"{kind.rpartition('.')[2]}: "
-    return masked(f"{name}{lines[0]}"[:REASON_CHARACTERS])
+    return masked(f"{name}{message.strip()[:TEXT_CHARACTERS]}")
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.splitlines()), "")[:REASON_CHARACTERS]

@@ -14,12 +14,12 @@ from typing import Any, TypeAlias, cast
 
 from pydantic import BaseModel, ValidationError
 
-from art.finetune import components
+from art.finetune import components, other_harnesses
 from art.finetune.components import BUILT_IN, Kind, Toolkit
 from art.finetune.errors import WrongInput
 from art.finetune.masking import is_secret
 from art.finetune.reading import Document, KeyPath, Problem, described, dotted, hint, nearest, typed
-from art.finetune.sections import TOOLKIT_SECTIONS, UNUSED, BackendSection, Config, InitArgs, Training
+from art.finetune.sections import TOOLKIT_SECTIONS, UNUSED, URL, BackendSection, Config, InitArgs, Training
 
 Wrong: TypeAlias = Iterator[tuple[KeyPath, str]]
 """The paths of wrong values, each with what is wrong about the value."""
@@ -49,6 +49,8 @@ def check(document: Document, toolkit: Toolkit | None = None) -> Config:
         WrongInput: all problems, each with its location, in the order of the file. Problems of overrides come last.
     """
     tree, problems = document.tree, list(document.problems)
+    if other_harnesses.whose(tree):
+        raise WrongInput([str(Problem(document.location_of(()), (), other_harnesses.remedy(tree)))])
     config, wrong = _validated(tree)
     seen = {problem.path for problem in problems}
     rules = (_components(tree, toolkit), _misspelt(tree), _names(tree), _rulers(tree), _batches(tree), _policies(tree))
@@ -114,13 +116,19 @@ def _validated(tree: dict[str, Any]) -> tuple[Config | None, list[tuple[KeyPath,
     for path, errors in by_path.items():
         if errors[0]["type"] == "extra_forbidden":
             names = _keys_of(path[:-1])
-            wrong.append((path, f"unknown key: {hint(str(path[-1]), names)}"))
+            wrong.append((path, f"unknown key: {_meant(str(path[-1]), names)}"))
             # A misspelt key is one problem: the right key is not reported as missing too.
             meant.add((*path[:-1], nearest(str(path[-1]), names) or ""))
         # For a union with a list, the error inside the list says more than the errors about the other types of the union.
         elif not any(inner != path and inner[: len(path)] == path for inner in by_path):
             wrong.append((path, _sentence(path, errors)))
     return None, [(path, text) for path, text in wrong if path not in meant]
+
+
+def _meant(key: str, names: list[str]) -> str:
+    """The end of a sentence about an unknown key: where another harness's name is in our file, or the nearest of the names."""
+    elsewhere = other_harnesses.FILE_NAMES.get(key)
+    return f"here it is {elsewhere}" if elsewhere else hint(key, names)
 
 
 def _path_of(loc: tuple[str | int, ...], tree: Any, *, is_missing: bool) -> KeyPath:
@@ -141,6 +149,8 @@ def _sentence(path: KeyPath, errors: list[Any]) -> str:
     first = errors[0]
     if first["type"] == "missing":
         return "is missing: add it (docs/finetune.md has all fields)"
+    if first["type"] == "string_pattern_mismatch" and first["ctx"]["pattern"] == URL:
+        return f"must begin with http:// or https://, not {described(first['input'])}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     wanted = dict.fromkeys(
@@ -202,15 +212,18 @@ def _components(tree: Any, toolkit: Toolkit | None) -> Wrong:
             seconds = typed(fields["timeout_seconds"])
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
                 yield (*path, "timeout_seconds"), f"must be a number of seconds above 0, not {described(seconds)}"
-        if (kind, name) == ("workflow", "command"):
-            yield from _command(fields.get("command"))
-            if _at(tree, ("finetuning", "target_functions")) not in (None, ["<workflow>"]):
+        if kind == "evaluator" and name in ("judge", "ruler") and "max_tokens" in fields:
+            number = typed(fields["max_tokens"])
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                yield (*path, "max_tokens"), f"must be a number of tokens above 0, not {described(number)}"
+        if name == "command" and name in BUILT_IN[kind]:
+            yield from _command((*path, "command"), fields.get("command"))
+            if kind == "workflow" and _at(tree, ("finetuning", "target_functions")) not in (None, ["<workflow>"]):
                 text = 'a command has no functions inside of it: leave this out, or write ["<workflow>"]'
                 yield ("finetuning", "target_functions"), text
 
 
-def _command(command: Any) -> Wrong:
-    path: KeyPath = ("workflow", "command")
+def _command(path: KeyPath, command: Any) -> Wrong:
     words: list[Any] = cast("list[Any]", command) if isinstance(command, list) else []
     if isinstance(command, str):
         try:
@@ -225,14 +238,18 @@ def _command(command: Any) -> Wrong:
 
 
 def _misspelt(tree: Any) -> Wrong:
-    """Misspelt names of our fields, in sections that accept all fields of the toolkit."""
+    """Misspelt names of our fields, and names of other harnesses, in sections that accept all fields of the toolkit."""
     for name in _section(tree, "trainer_adapters"):
         for section, model in (("training",), Training), (("backend", "init_args"), InitArgs):
             path = ("trainer_adapters", name, *section)
             for key in _section(tree, *path):
                 near = nearest(key, model.model_fields, MISSPELT)
+                known = {*model.model_fields, *other_harnesses.WITHOUT_EFFECT}
+                elsewhere = other_harnesses.of_training(key) if model is Training and key not in known else None
                 if near not in (None, key):
                     yield (*path, key), f"unknown key: did you mean {near!r}?"
+                elif elsewhere:
+                    yield (*path, key), f"unknown key: here it is {elsewhere}"
 
 
 def _names(tree: Any) -> Wrong:
@@ -264,7 +281,7 @@ def _rulers(tree: Any) -> Wrong:
         return [name for _, name in _evaluators(tree, reward) if name in rulers]
 
     training, validation = map(rulers_of, REWARDS)
-    if _at(tree, REWARDS[1]) is None and _at(tree, ("finetuning", "validation", "dataset")) is not None:
+    if _at(tree, REWARDS[1]) is None and _has_validations(tree):
         validation = training
     if validation:
         text = f"{validation[0]!r} is a ruler, which compares the rollouts of a group: name another evaluator here"
@@ -283,8 +300,13 @@ def _batches(tree: Any) -> Wrong:
     elif finetuning.get("sample_ahead") is True and _at(finetuning, rank) == "on_expansion":
         yield ("finetuning", *rank), "on_expansion decides the next rows after a step: leave sample_ahead out"
     patience = ("validation", "patience")
-    if _at(finetuning, patience) is not None and _at(finetuning, ("validation", "dataset")) is None:
-        yield ("finetuning", *patience), "needs validations: add finetuning.validation.dataset"
+    if _at(finetuning, patience) is not None and not _has_validations(tree):
+        yield ("finetuning", *patience), "needs validations: add finetuning.validation.dataset or share"
+
+
+def _has_validations(tree: Any) -> bool:
+    section = _section(tree, "finetuning", "validation")
+    return section.get("dataset") is not None or section.get("share") is not None
 
 
 # --- the policy ---------------------------------------------------------------------------------------------------

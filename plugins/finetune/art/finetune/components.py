@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
 from art.finetune.limits import in_thread
-from art.finetune.reading import hint, nearest
+from art.finetune.reading import hint, nearest, no_such_file
 
 Kind: TypeAlias = Literal["workflow", "evaluator", "trajectory_builder", "trainer_adapter", "trainer", "dataset"]
 
@@ -25,12 +25,14 @@ GROUP = "art.finetune"
 BUILT_IN: dict[Kind, dict[str, frozenset[str]]] = {
     "workflow": {"command": frozenset({"command"})},
     "evaluator": {
+        "command": frozenset({"command"}),
+        "contains": frozenset({"ignore_case"}),
         "exact_match": frozenset({"ignore_case"}),
         "number_match": frozenset({"absolute", "relative"}),
         "regex_match": frozenset({"pattern"}),
         "json_match": frozenset({"schema"}),
-        "judge": frozenset({"judge_model", "base_url", "api_key", "rubric", "timeout_seconds"}),
-        "ruler": frozenset({"judge_model", "base_url", "api_key", "rubric", "mode"}),
+        "judge": frozenset({"judge_model", "base_url", "api_key", "rubric", "timeout_seconds", "max_tokens"}),
+        "ruler": frozenset({"judge_model", "base_url", "api_key", "rubric", "mode", "max_tokens"}),
     },
     "trajectory_builder": {"openpipe_art_traj_builder": frozenset({"num_generations", "reward"})},
     "trainer_adapter": {"openpipe_art_trainer_adapter": frozenset({"backend", "training", "reward"})},
@@ -72,7 +74,7 @@ def check(kind: Kind, type_name: str, toolkit: Toolkit | None = None) -> None:
     if target is None and type_name not in BUILT_IN[kind] and not (toolkit and type_name in toolkit(kind)):
         raise ValueError(_unknown(kind, type_name, toolkit))
     if target is not None and target[0].endswith(".py") and not Path(target[0]).exists():
-        raise ValueError(f"no such file: {Path(target[0]).absolute()}")
+        raise no_such_file(Path(target[0]))
 
 
 def load(kind: Kind, type_name: str) -> Callable[..., Any]:
@@ -126,6 +128,21 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def names_of_parameters(function: Callable[..., Any]) -> set[str]:
     """The arguments that a function gets by name."""
     return {parameter.name for parameter in _parameters(function)}
+
+
+def source_of(function: Callable[..., Any]) -> str:
+    """The source of a function, without the functions that it calls; empty where Python has no source."""
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
+
+
+def question_parameter(workflow: Callable[..., Any]) -> str | None:
+    """The parameter that gets the question under another name: the only required parameter with a name of its own."""
+    required = [parameter.name for parameter in _parameters(workflow) if parameter.default is parameter.empty]
+    others = [name for name in required if name not in PARAMETERS["workflow"]]
+    return others[0] if len(others) == 1 and "question" not in required else None
 
 
 def is_code(kind: Kind, type_name: str) -> bool:
@@ -187,7 +204,7 @@ def _check_function(kind: Kind, name: str, function: Callable[..., Any]) -> None
             raise ValueError(f"{name} takes {parameter.name!r} by position only: remove the '/' from its parameters")
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     others = [parameter for parameter in required if parameter not in known]
-    is_single = kind == "workflow" and len(others) == 1 and "question" not in required
+    is_single = kind == "workflow" and question_parameter(function) is not None
     if others and not is_single:
         single = ", or a single other one that gets the question" if kind == "workflow" else ""
         raise ValueError(

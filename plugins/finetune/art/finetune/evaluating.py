@@ -15,13 +15,14 @@ from art.finetune.agreement import Agreement, agreement, label_of
 from art.finetune.differences import Comparison, write_page
 from art.finetune.differences import compare as compare_results
 from art.finetune.errors import WrongInput
+from art.finetune.folder import CONFIG_FILE, STATE_FILE
 from art.finetune.interfaces import say
 from art.finetune.reading import dataset_of_text
 from art.finetune.results import Recorder, ResultRecord, read_results, write_results
 from art.finetune.rows import load_rows, select
 from art.finetune.run_record import to_json
 from art.finetune.runs import Overrides, connected, loaded, prepare
-from art.finetune.sections import DatasetSection
+from art.finetune.sections import Config, DatasetSection
 
 FILE = "eval.json"
 RESULTS_FILE = "eval_results.jsonl"
@@ -54,10 +55,12 @@ async def evaluate(
         NoServer: no server answers.
         FinetuneError: too many rollouts failed.
     """
+    if reps is not None and reps < 1:
+        raise WrongInput([f"--reps must be at least 1, not {reps}"])
     checked_file = prepare(file, overrides)
-    finetuning = checked_file.config.finetuning
-    if finetuning.validation.dataset is None:
-        say("the file has no finetuning.validation.dataset: the rows of training are evaluated")
+    finetuning, folder = checked_file.config.finetuning, _folder(file, checked_file.config, overrides)
+    if not finetuning.validation.has_rows:
+        say("the file has no finetuning.validation.dataset or share: the rows of training are evaluated")
     earlier = None if compare is None else read_results(Path(compare))
     async with loaded(checked_file) as loaded_file:
         try:
@@ -84,18 +87,31 @@ async def evaluate(
             finally:  # an evaluation that failed has results too
                 records = sorted(recorder.records, key=lambda record: _is_of(other, record))
                 if records:
-                    write_results(Path(results or finetuning.output_dir / RESULTS_FILE), records, rows)
-    _write_figures(finetuning.output_dir / FILE, evaluation)
+                    write_results(Path(results or folder / RESULTS_FILE), records, rows)
+            if hint := connection.validation_agent.reward.take_hint([record.reward for record in records]):
+                say(hint)
+    _write_figures(folder / FILE, evaluation)
     if earlier is None and baseline is not None:
         earlier = [record for record in records if _is_of(other, record)]
     if earlier is not None:
         if ids or limit is not None:
             chosen = {row.id for row in rows}
             earlier = [record for record in earlier if record.id in chosen]
-        page = finetuning.output_dir / PAGE_FILE
+        page = folder / PAGE_FILE
         later = [record for record in records if record.model == evaluation.name]
         say(f"{_write_differences(page, earlier, later)}; {page}")
     return evaluation
+
+
+def _folder(file: str | Path | Mapping[str, Any], config: Config, overrides: Overrides) -> Path:
+    """The folder of the results: the output folder, or the folder of the run whose `config.yml` is evaluated, which may have
+    another name than when the run began."""
+    names = overrides if isinstance(overrides, Mapping) else [name for name, _ in overrides]
+    if not isinstance(file, Mapping) and Path(file).name == CONFIG_FILE and "finetuning.output_dir" not in names:
+        folder = Path(file).parent
+        if (folder / STATE_FILE).exists():
+            return folder
+    return config.finetuning.output_dir
 
 
 def _write_figures(path: Path, evaluation: art.Evaluation) -> None:
@@ -154,7 +170,7 @@ async def measure_agreement(
         reward = connection.validation_agent.reward
         limits = {"max_exceptions": config.finetuning.max_exceptions}
         measured = await agreement(reward, rows, **limits, max_concurrency=config.eval.general.max_concurrency)
-    write_results(config.finetuning.output_dir / AGREEMENT_FILE, measured.records, rows)
+    write_results(_folder(file, config, overrides) / AGREEMENT_FILE, measured.records, rows)
     return measured
 
 

@@ -33,7 +33,9 @@ LOCK_FILE = ".lock"
 DATASET = "eval.general.dataset"
 FREE_FIELDS = (
     *("finetuning.num_epochs", "finetuning.output_dir", "finetuning.enabled", "finetuning.max_exceptions"),
-    *("finetuning.validation.*", "finetuning.trackers*", "eval.general.max_concurrency"),
+    *("finetuning.validation.dataset*", "finetuning.validation.interval", "finetuning.validation.patience"),
+    *("finetuning.validation.reps", "finetuning.validation.reward*"),
+    *("finetuning.trackers*", "eval.general.max_concurrency"),
     "eval.general.rollout_timeout_seconds",
     *("trainer_adapters.*.backend.url", "trainer_adapters.*.backend.ip", "trainer_adapters.*.backend.port"),
     *("trainer_adapters.*.backend.delete_old_checkpoints", "trainer_adapters.*.backend.engine_args.max_num_seqs"),
@@ -46,7 +48,7 @@ FREE_FIELDS = (
 The LoRA is here too, because the server compares the LoRA with the model's."""
 MAX_DIFFERENCES = 5
 """Fields that a refusal lists."""
-REMEDY = "set another finetuning.output_dir, or add --fresh, which renames this folder"
+REMEDY = "set another finetuning.output_dir, or add --fresh, which renames this folder and needs a new name for a trained model"
 
 
 class Folder:
@@ -59,6 +61,8 @@ class Folder:
         generation."""
         self.num_lost = 0
         """The number of entries of `rollouts` that had to be sampled anew."""
+        self.has_new_workflow = False
+        """Whether the code of the workflow is not the code of the command before."""
         self.save(epochs=state.epochs)  # the record first: `_folder` refuses a folder with other files and no record
         write_whole(path / CONFIG_FILE, _yaml(state.config))
 
@@ -110,21 +114,19 @@ class Folder:
 
 
 @contextlib.contextmanager
-def opened(
-    path: Path, config: dict[str, Any], *, rows: str = "", validation: str = "", fresh: bool = False
-) -> Generator[Folder]:
+def opened(path: Path, config: dict[str, Any], *, fresh: bool = False, **digests: Any) -> Generator[Folder]:
     """Starts a run in a new folder, or continues the run in an existing folder. Locks the folder until the block ends or the
     process dies. `fresh` first renames an existing folder to DIR.1.
 
-    `config` is the resolved file, as JSON values; the folder keeps no secrets of the file. `rows` is a digest of the training
-    rows, `validation` a digest of the validation rows and their reward.
+    `config` is the resolved file, as JSON values; the folder keeps no secrets of the file. `digests` are the other fields of
+    `Asked`.
 
     Raises:
-        WrongInput: another process works in the folder, the run in the folder has another configuration, other rows or more
-            epochs, the folder has files of another program, or files cannot be written.
+        WrongInput: another process works in the folder, the run in the folder has another configuration, other rows,
+            another reward or more epochs, the folder has files of another program, or files cannot be written.
     """
     path = path.absolute()
-    asked = Asked(config=without_secrets(config), rows=rows, validation=validation)
+    asked = Asked(config=without_secrets(config), **digests)
     with contextlib.ExitStack() as locks:
         try:
             locks.enter_context(_locked(path))
@@ -152,6 +154,15 @@ def _locked(path: Path) -> contextlib.AbstractContextManager[object]:
         ) from error
 
 
+def model_name_in(path: Path) -> str | None:
+    """The name of the model that the run in a folder trains; None without a run."""
+    try:
+        state = State.model_validate_json((path / STATE_FILE).read_bytes())
+        return Config.model_validate(state.config).adapter.backend.name
+    except (OSError, ValueError):
+        return None
+
+
 def _free_name(path: Path) -> Path:
     """The folder's name with the first free number: `out -> out.1`."""
     names = (path.with_name(f"{path.name}.{number}") for number in count(1))
@@ -175,14 +186,24 @@ def _folder(path: Path, asked: Asked) -> Folder:
     except ValidationError as error:
         raise WrongInput([f"{file} is not the record of a run ({error}): {REMEDY}"]) from error
     if differences := _differences(state, asked):
+        if not (state.epochs or state.validations or state.is_submitted or _read_rollouts(path / ROLLOUTS_FILE, 0)):
+            return Folder(path, State(**dict(asked)))  # nothing was done in the folder
         more = [f"and {len(differences) - MAX_DIFFERENCES} more"] if len(differences) > MAX_DIFFERENCES else []
-        problem = f"{path} has a run with another configuration or other rows: {REMEDY}"
+        problem = f"{path} has a run with another configuration, other rows or another reward: {REMEDY}"
         raise WrongInput([*differences[:MAX_DIFFERENCES], *more, problem])
     folder = Folder(path, state.model_copy(update={"config": asked.config, "rows": asked.rows}))
+    folder.has_new_workflow = bool(state.workflow and asked.workflow) and state.workflow != asked.workflow
     if state.validation not in ("", asked.validation):
         folder.forget_split("val")
-    folder.save(validation=asked.validation)
+    if _changed_rewards(state, asked):
+        folder.forget_batch()
+    folder.save(validation=asked.validation, workflow=asked.workflow, rewards=asked.rewards)
     return folder
+
+
+def _changed_rewards(state: State, asked: Asked) -> list[str]:
+    """The functions of the training reward whose source is another one than in the folder."""
+    return [name for name, source in asked.rewards.items() if state.rewards.get(name, source) != source]
 
 
 def _read_rollouts(file: Path, number: int) -> dict[tuple[str, int, str, int], RolloutRecord]:
@@ -240,6 +261,9 @@ def _differences(state: State, asked: Asked) -> list[str]:
             lines.append(f"{name}: {there} in the folder, {here} here")
     if state.rows not in ("", asked.rows):
         lines.append(f"{DATASET}: its rows are not those that the run in the folder began with")
+    if state.epochs or state.is_submitted:  # else nothing was trained on rewards of the earlier code
+        for name in _changed_rewards(state, asked):
+            lines.append(f"{name}: the code of this reward is not the code that the run in the folder began with")
     num_epochs = asked.config["finetuning"].get("num_epochs", 1)
     num_done = state.epochs[-1].epoch + 1 if state.epochs else 0
     if num_epochs < num_done:

@@ -7,12 +7,13 @@ from typing import Any
 import art
 from art.finetune import components
 from art.finetune.batches import Batches
+from art.finetune.checking import EVALUATORS
 from art.finetune.components import Kind
 from art.finetune.errors import WrongInput
 from art.finetune.interfaces import CheckedFile, Code, Loaded, say
 from art.finetune.reading import KeyPath, Problem, dotted
-from art.finetune.rows import DatasetRow, load_rows
-from art.finetune.scoring import rows_that_cannot_be_judged
+from art.finetune.rows import DatasetRow, hold_out, load_rows
+from art.finetune.scoring import check_judge, rows_that_cannot_be_judged
 from art.finetune.sections import Component, Config, DatasetSection, RewardFunction
 from art.finetune.workflows import openai_variables, set_variables
 
@@ -35,7 +36,8 @@ def load(checked_file: CheckedFile, backend: art.Backend) -> Loaded:
         random.seed(config.finetuning.seed)  # for modules and workflows that draw from `random`
     problems: list[Problem] = []
     code = _load_code(checked_file, problems)
-    rows, validation_rows = _load_rows(checked_file, problems)
+    rows, validation_rows = _load_rows(checked_file, code, problems)
+    problems += _wrong_judges(checked_file)
     problems += _lost_messages(checked_file, code, [*rows, *validation_rows])
     if problems:
         raise WrongInput([str(problem) for problem in problems])
@@ -50,7 +52,8 @@ def load(checked_file: CheckedFile, backend: art.Backend) -> Loaded:
 
 
 def _train_config(config: Config, num_rows: int) -> art.TrainConfig:
-    """The configuration of each train call. A cosine without `schedule_steps` ends with the run."""
+    """The configuration of each train call. A cosine without `schedule_steps` ends with the run.
+    (`runs` adds where the schedule begins, which a server knows.)"""
     training, finetuning = config.adapter.training, config.finetuning
     fields = training.model_dump(include=set(art.TrainConfig.model_fields), exclude_unset=True)
     if config.builder.num_generations == 1 and not {"baseline", "scaling", "preset"} & fields.keys():
@@ -88,30 +91,59 @@ def _load_code(checked_file: CheckedFile, problems: list[Problem]) -> Code:
     )
 
 
-def _load_rows(checked_file: CheckedFile, problems: list[Problem]) -> tuple[list[DatasetRow], list[DatasetRow]]:
+def _load_rows(
+    checked_file: CheckedFile, code: Code, problems: list[Problem]
+) -> tuple[list[DatasetRow], list[DatasetRow]]:
     """The rows of training, and the rows of validations, which may be none."""
     config, validation = checked_file.config, checked_file.config.finetuning.validation
     training, dataset, reward = config.eval.general.dataset, validation.dataset, config.finetuning.reward_function
 
+    parameter = None if code.workflow is None else components.question_parameter(code.workflow)
+
     def rows_of(path: KeyPath, section: DatasetSection, rewards: list[RewardFunction]) -> list[DatasetRow]:
         try:
-            loaded = load_rows(section, dotted(path))
+            loaded = load_rows(section, dotted(path), parameter)
         except WrongInput as error:
             problems.extend(checked_file.document.problem(path, text) for text in error.problems)
             return []
         if loaded.left_out:
             say(f"{dotted(path)}: {loaded.left_out} rows without a question are left out")
         name = section.file_path or section.function
+        if loaded.read_as:
+            say(f"{name}: {loaded.read_as}")
         for judging in rewards:
             texts = rows_that_cannot_be_judged(config, judging, loaded.rows, section.structure.answer_key)
             problems.extend(checked_file.document.problem(path, f"{name}: {text}") for text in texts)
         return loaded.rows
 
+    if validation.share is not None:
+        rows = rows_of(TRAINING, training, config.finetuning.rewards)
+        if not rows:
+            return [], []
+        try:
+            trained, held_out = hold_out(rows, validation.share, config.finetuning.seed)
+        except ValueError as error:
+            problems.append(checked_file.document.problem(("finetuning", "validation", "share"), str(error)))
+            return rows, []
+        say(f"{len(held_out)} of {len(rows)} rows are held out for validations")
+        return trained, held_out
     if dataset is None:  # `art eval` then evaluates the training rows
         return rows_of(TRAINING, training, config.finetuning.rewards), []
     same = {"id_key", "structure", "filter"} - dataset.model_fields_set
     dataset = dataset.model_copy(update={name: getattr(training, name) for name in same})
     return rows_of(TRAINING, training, [reward]), rows_of(VALIDATION, dataset, [validation.reward or reward])
+
+
+def _wrong_judges(checked_file: CheckedFile) -> list[Problem]:
+    """The problems of judges that cannot be asked."""
+    evaluators, problems = checked_file.config.eval.evaluators, list[Problem]()
+    for name in dict.fromkeys(name for reward in checked_file.config.finetuning.rewards for name in reward.names):
+        if evaluators[name].type in ("judge", "ruler"):
+            try:
+                check_judge(evaluators[name].fields())
+            except ValueError as error:
+                problems.append(checked_file.document.problem((*EVALUATORS, name), str(error)))
+    return problems
 
 
 def _lost_messages(checked_file: CheckedFile, code: Code, rows: list[DatasetRow]) -> list[Problem]:

@@ -19,7 +19,7 @@ NAME = re.compile(
 USER = re.compile(r"(?<=://)[^/\s@]*@|(?<![\w/])[^\s/:@'\"]+:[^\s/:@'\"]+@(?=\w)")
 """User and password of a URL, also of a URL without its scheme."""
 PARAMETER = re.compile(
-    r"(?P<before>--?(?P<flag>\w[\w-]*)\s+|(?P<name>[\w-]+)(?:=|['\"]:\s*['\"]?)|(?P<header>\w+-[\w-]+):\s*)[^\s&;'\",]+"
+    r"(?P<before>--?(?P<flag>\w[\w-]*)\s+|(?P<name>[\w-]+)(?:=|['\"]:\s*['\"]?)|(?P<header>\w+-[\w-]+):\s*)[^\s&;'\",]*[^\s&;'\",)\]}]"
 )
 """A flag, a variable, a parameter of a URL, a field of JSON or a header, with its value."""
 VALUE = re.compile(

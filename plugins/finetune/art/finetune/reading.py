@@ -26,6 +26,7 @@ VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-((?:[^{}]|\{[^{}]*\})*))?\}")
 """`${VAR}` or `${VAR:-default}`. A default can contain another variable."""
 OF_HUB = re.compile(r"hub:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?P<subset>[^/:]+))?(?::(?P<split>.+))?")
 """A data set of the hub as one text: hub:OWNER/NAME, with /SUBSET and :SPLIT."""
+DATASET_ENDINGS = ("json", "jsonl", "csv", "parquet")
 MAX_DEPTH = 100
 MAX_VALUES = 100_000
 """A file of a few lines can stand for billions of values by aliases of aliases."""
@@ -191,9 +192,16 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise ValueError(f"no such file: {path.absolute()}") from error
+        raise no_such_file(path) from error
     except OSError as error:
         raise ValueError(f"{path.absolute()} cannot be read: {error.strerror}") from error
+
+
+def no_such_file(path: Path) -> ValueError:
+    """The error for a file that does not exist, with the file that was meant."""
+    path = path.absolute()
+    near = nearest(path.name, [file.name for file in path.parent.glob("*") if file.is_file()])
+    return ValueError(f"no such file: {path}; " + (f"did you mean {near!r}?" if near else "check the path"))
 
 
 # --- overrides and texts --------------------------------------------------------------------------------------------
@@ -240,6 +248,20 @@ def dataset_of_text(value: Any) -> Any:
     if match := OF_HUB.fullmatch(str(value)):
         return {"_type": "hub"} | {name: text for name, text in match.groupdict().items() if text is not None}
     return {"_type": Path(value).suffix.removeprefix("."), "file_path": value}
+
+
+def dataset_of_file(value: Any) -> Any:
+    """As `dataset_of_text`.
+
+    Raises:
+        ValueError: the text names no file of a known kind.
+    """
+    section = dataset_of_text(value)
+    if section is value or section["_type"] in ("hub", *DATASET_ENDINGS):
+        return section
+    if not Path(value).exists():
+        raise ValueError(f"no such file: {Path(value).absolute()}")
+    raise ValueError(f"name a file that ends with .{', .'.join(DATASET_ENDINGS[:-1])} or .{DATASET_ENDINGS[-1]}")
 
 
 def _replaced(tree: Any, path: Sequence[str], value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import art
 from art.contained import contained
-from art.finetune.agent import num_answers, reason_of, seed_of
+from art.finetune.agent import num_answers, seed_of, text_of
 from art.finetune.errors import RolloutFailed
 from art.finetune.interfaces import Part, Run, say
 from art.finetune.run_record import RolloutRecord
@@ -97,7 +97,7 @@ async def play_once(
         with contained("the rollout"):
             trajectory = await play()
     except Exception as error:  # a cancelled rollout is sampled again
-        run.folder.add_rollout(name.model_copy(update={"error": reason_of(error)}))
+        run.folder.add_rollout(name.model_copy(update={"error": text_of(error)}))
         raise
     keep(run, name, trajectory)
     return trajectory, name

@@ -3,16 +3,18 @@
 A row has a question, which is a text or a list of chat messages.
 """
 
+import codecs
 import contextlib
 import csv
 import hashlib
 import importlib
 import io
 import json
+import random
 import re
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -30,8 +32,13 @@ MESSAGES = "messages"
 """The column of chat rows."""
 SHOWN_IDS = 5
 """Ids that an error lists."""
-SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
-"""Separators of files that are no CSV with commas."""
+DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+"""Characters between the columns of a CSV file, of which the first line shows one. Excel writes commas or semicolons, as usual in the
+user's country."""
+QUOTED = re.compile(r'"[^"]*"')
+FIRST_LINE = re.compile(r'(?:"[^"]*"|[^"\r\n])*')
+ENCODINGS = {"utf-8-sig": "UTF-8", "utf-16": "UTF-16", "cp1252": "Windows-1252"}
+"""Encodings of CSV files that are found without `encoding`. Excel writes all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,8 @@ class Rows:
     rows: list[DatasetRow]
     left_out: int
     """Rows without a question."""
+    read_as: str = ""
+    """How a CSV file was read that has another encoding than UTF-8, or another delimiter than commas."""
 
 
 def digest(rows: Iterable[DatasetRow], *more: Any) -> str:
@@ -76,19 +85,21 @@ def _stable(value: Any) -> Any:
     return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
-def load_rows(dataset: DatasetSection, section: str = "eval.general.dataset") -> Rows:
+def load_rows(
+    dataset: DatasetSection, section: str = "eval.general.dataset", question_parameter: str | None = None
+) -> Rows:
     """The rows of a data set that its filter keeps, without rows that have no question. `section` is the section's name in the
-    file, for errors.
+    file, for errors. `question_parameter` is a column of the question, if the data set names none.
 
     Raises:
         WrongInput: the data set cannot be read, has no rows, or repeats an id. The message has the file and the line.
     """
     name = str(dataset.file_path or dataset.function or dataset.name or f"the {dataset.type} data set")
     try:
-        located_rows = _read(dataset)
+        located_rows, read_as = _read(dataset, section)
         if not located_rows:
-            raise ValueError("has no rows")
-        return _select(dataset, located_rows, section)
+            raise ValueError('has no rows: a row is an object with columns, such as {"question": "..."}')
+        return replace(_select(dataset, located_rows, section, question_parameter), read_as=read_as)
     except ValueError as error:
         raise WrongInput([f"{name}: {error}"]) from error
 
@@ -112,9 +123,26 @@ def select(rows: Sequence[DatasetRow], ids: Sequence[str], limit: int | None) ->
     return kept[:limit]
 
 
-def _select(dataset: DatasetSection, located_rows: Sequence[LocatedRow], section: str) -> Rows:
+def hold_out(rows: Sequence[DatasetRow], share: float, seed: int | None) -> tuple[list[DatasetRow], list[DatasetRow]]:
+    """The rows that are trained, and the share of the rows that is held out, in their order. The same rows and seed give the same
+    choice.
+
+    Raises:
+        ValueError: no row would be trained.
+    """
+    num_held_out = max(1, round(share * len(rows)))
+    if num_held_out >= len(rows):
+        raise ValueError(f"a share of {share:g} leaves none of {len(rows)} rows to train: lower it, or add rows")
+    chosen = set(random.Random(f"{seed or 0}/held out").sample(range(len(rows)), num_held_out))
+    trained = [row for index, row in enumerate(rows) if index not in chosen]
+    return trained, [row for index, row in enumerate(rows) if index in chosen]
+
+
+def _select(
+    dataset: DatasetSection, located_rows: Sequence[LocatedRow], section: str, question_parameter: str | None
+) -> Rows:
     columns = list(dict.fromkeys(column for _, row in located_rows for column in row))
-    is_structured, question_key = not dataset.structure.disable, _question_column(dataset, columns)
+    is_structured, question_key = not dataset.structure.disable, _question_column(dataset, columns, question_parameter)
     if is_structured and question_key not in columns:
         raise ValueError(
             f"no row has the column {question_key!r}; the columns are {', '.join(columns)}; name one of them with "
@@ -151,11 +179,14 @@ def _select(dataset: DatasetSection, located_rows: Sequence[LocatedRow], section
     return Rows(select(rows, dataset.ids, dataset.limit), len(kept) - len(rows))
 
 
-def _question_column(dataset: DatasetSection, columns: Sequence[str]) -> str:
-    """The column with the question. A data set that names none has chat rows if its rows have messages."""
+def _question_column(dataset: DatasetSection, columns: Sequence[str], question_parameter: str | None) -> str:
+    """The column with the question. In a data set that names none, the column that the workflow's parameter names; else the data set
+    has chat rows if its rows have messages."""
     structure = dataset.structure
-    is_named = "question_key" in structure.model_fields_set or structure.question_key in columns
-    return MESSAGES if not is_named and MESSAGES in columns else structure.question_key
+    if "question_key" in structure.model_fields_set or structure.question_key in columns:
+        return structure.question_key
+    others = (column for column in (question_parameter, MESSAGES) if column in columns)
+    return next(others, None) or structure.question_key
 
 
 def _conversation(value: list[Any], location: str, section: str) -> tuple[list[dict[str, Any]], Any]:
@@ -214,24 +245,30 @@ def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def _read(dataset: DatasetSection) -> list[LocatedRow]:
-    if dataset.type == "custom":
-        return _numbered(_call(dataset, str(dataset.function)))
-    if dataset.type == "hub":
-        return _numbered(_rows_of_hub(dataset))
+def _read(dataset: DatasetSection, section: str) -> tuple[list[LocatedRow], str]:
+    """The rows, and `Rows.read_as`."""
     path = dataset.file_path or Path()
-    if dataset.type == "parquet":
-        return _numbered(_parse_parquet(read_bytes(path)))
-    text = read_text(path)
     if dataset.type == "csv":
         with _long_fields():
-            return list(_parse_csv(text))
+            return _read_csv(read_bytes(path), dataset, section)
     if dataset.type == "jsonl":
-        return list(_parse_jsonl(text))
+        return list(_parse_jsonl(read_text(path))), ""
+    if dataset.type == "custom":
+        rows = _call(dataset, str(dataset.function))
+    elif dataset.type == "hub":
+        rows = _rows_of_hub(dataset)
+    elif dataset.type == "parquet":
+        rows = _parse_parquet(read_bytes(path))
+    else:
+        rows = _parse_list(read_text(path))
+    return _numbered(rows), ""
+
+
+def _parse_list(text: str) -> list[Any]:
     rows: Any = _parse_json(text, 1) if text.strip() else []
     if not isinstance(rows, list):
         raise ValueError(f"is {described(rows)}: write the rows as a list of objects, or one a line with _type: jsonl")
-    return _numbered(cast("list[Any]", rows))
+    return cast("list[Any]", rows)
 
 
 def _numbered(rows: Iterable[Any]) -> list[LocatedRow]:  # Any: a file or a function may have anything
@@ -275,22 +312,60 @@ def _long_fields() -> Generator[None]:
         csv.field_size_limit(limit)
 
 
-def _parse_csv(text: str) -> Iterator[LocatedRow]:
-    lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+def _read_csv(data: bytes, dataset: DatasetSection, section: str) -> tuple[list[LocatedRow], str]:
+    """The rows, and `Rows.read_as`."""
+    encoding = dataset.encoding or _encoding_of(data)
+    encoding_name = ENCODINGS.get(encoding, encoding)
+    try:
+        text = data.decode(encoding)
+    except (UnicodeDecodeError, LookupError) as error:
+        raise ValueError(
+            f"cannot be read as {encoding_name}: name its encoding with `-o {section}.encoding NAME`"
+        ) from error
+    delimiter = dataset.delimiter or _delimiter_of(text)
+    rows = list(_parse_csv(text, delimiter, section))
+    if encoding in (dataset.encoding, "utf-8-sig") and delimiter in (dataset.delimiter, ","):
+        return rows, ""
+    return rows, f"read as {encoding_name}, columns separated by {_delimiter_name(delimiter)}"
+
+
+def _encoding_of(data: bytes) -> str:
+    """A key of `ENCODINGS`."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    try:
+        data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return "cp1252"
+    return "utf-8-sig"
+
+
+def _delimiter_of(text: str) -> str:
+    """The delimiter that the first line has most often outside of quotes; a comma if the line has no delimiter."""
+    match = FIRST_LINE.match(text)
+    line = QUOTED.sub("", match[0] if match else "")
+    return max(DELIMITERS, key=line.count)
+
+
+def _delimiter_name(delimiter: str) -> str:
+    return DELIMITERS.get(delimiter, repr(delimiter))
+
+
+def _parse_csv(text: str, delimiter: str, section: str) -> Iterator[LocatedRow]:
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         header = [name.strip() for name in next(lines, list[str]())]
-        for separator, words in SEPARATORS.items():
-            if len(header) == 1 and separator in header[0]:
-                raise ValueError(
-                    f"line 1 separates its columns with {words}: save the file with commas between columns"
-                )
+        if len(header) == 1 and "|" in header[0]:
+            raise ValueError(f"line 1 separates its columns with bars: set `-o {section}.delimiter '|'`")
         if len(set(header)) < len(header):
             raise ValueError(f"line 1 has a column twice ({', '.join(header)}): rename one of the two")
         for values in filter(None, lines):
             location = f"line {lines.line_num}"
             if len(values) != len(header):
                 counts = f"{len(values)} values for {len(header)} columns"
-                raise ValueError(f"{location} has {counts}: put values with commas in double quotes")
+                raise ValueError(
+                    f"{location} has {counts}: put values with {_delimiter_name(delimiter)} in double quotes"
+                )
             yield location, dict(zip(header, values, strict=True))
     except csv.Error as error:
         raise ValueError(f"line {lines.line_num} is not CSV ({error}): look for a quote there") from error

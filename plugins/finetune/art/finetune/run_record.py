@@ -133,6 +133,10 @@ class Asked(StoredRecord):
     """A digest of the training rows; empty in a record of an earlier version."""
     validation: str = ""
     """A digest of the validation rows and of their reward; empty in a record of an earlier version."""
+    workflow: str = ""
+    """A digest of the source of the workflow's function; empty where there is none, or in a record of an earlier version."""
+    rewards: dict[str, str] = {}
+    """Digests of the sources of the functions of the training reward, by `_type`. A function without a source is left out."""
 
 
 class State(Asked):
@@ -147,6 +151,8 @@ class State(Asked):
     """The model's step before the unfinished batch; None: the batch has not begun."""
     is_submitted: bool = False
     """Whether the server may have a job of the unfinished batch."""
+    schedule_begins: int = 0
+    """The optimizer steps that the model had taken before the run."""
     num_failed_jobs: int = 0
     """The number of failed train jobs of the unfinished batch."""
 

@@ -13,14 +13,15 @@ from typing import Any
 
 import art
 from art.contained import contained
-from art.finetune import checking, folder, loading, reading, stopping, toolkit
-from art.finetune.agent import Agent, Played, num_answers, reason_of
-from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
+from art.finetune import checking, components, folder, loading, other_harnesses, reading, stopping, toolkit
+from art.finetune.agent import Agent, Played, num_answers, place_of, reason_of, text_of
+from art.finetune.errors import FinetuneError, NoServer, NoSignal, RolloutFailed, WrongInput
 from art.finetune.interfaces import CheckedFile, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rows import digest
+from art.finetune.run_record import State
 from art.finetune.scoring import Reward, evaluator_of
-from art.finetune.sections import Config
+from art.finetune.sections import Config, RewardFunction
 from art.finetune.workflows import of_command, of_function, unused_llm_fields
 
 Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
@@ -46,7 +47,7 @@ def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
     """
     checked_file = checked(file, overrides)
     if ignored := checking.without_effect(checked_file.config):
-        say(f"without effect here: {', '.join(ignored)}")
+        say(f"without effect here: {', '.join(map(other_harnesses.with_remedy, ignored))}")
     return checked_file
 
 
@@ -126,7 +127,7 @@ async def connected(loaded_file: Loaded) -> AsyncGenerator[Connected]:
             if isinstance(error, art.ArtConnectionError) or await is_lost(model):
                 raise server_lost(model, error) from error
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-            raise FinetuneError(f"rollouts failed: {reason_of(error)}{notes}") from error
+            raise FinetuneError(f"rollouts failed: {reason_of(error)}{notes}{place_of(error)}") from error
 
 
 async def _register(config: Config, backend: art.Backend) -> art.TrainableModel:
@@ -154,6 +155,9 @@ async def _register(config: Config, backend: art.Backend) -> art.TrainableModel:
         if error.code == "lora_differs":
             adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
             remedy = f". Set another {adapter}.backend.name, or leave {adapter}.backend.lora out"
+        if error.status == 403:
+            adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
+            remedy = f". Name a project of the key: -o {adapter}.backend.project PROJECT"
         raise FinetuneError(f"the server refuses the model: {error}{remedy}") from error
     except art.ArtError as error:  # a server that this program starts has failed
         raise NoServer(str(error)) from error
@@ -175,12 +179,12 @@ async def run(
     file: str | Path | Mapping[str, Any], overrides: Overrides = (), *, fresh: bool = False
 ) -> list[TrainingJobStatus]:
     """Trains the run of a file, or continues the run in the output folder. Returns how each epoch, or with
-    `rows_per_step` each step, of this call ended.
+    `rows_per_step` each step, of this call ended. `fresh` begins a run from the base model, and renames the output folder.
 
     `overrides` are values by dotted name. An override wins over the file.
 
     Raises:
-        WrongInput: the file, a data set or an override is wrong, or the folder has another run.
+        WrongInput: the file, a data set or an override is wrong, the folder has another run, or `fresh` names a trained model.
         NoServer: no server answers.
         NoSignal: in no epoch did rewards differ.
         FinetuneError: rollouts or training failed.
@@ -189,9 +193,11 @@ async def run(
     config, finetuning = checked_file.config, checked_file.config.finetuning
     dumped = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
     async with loaded(checked_file) as loaded_file:
-        scoring = _scoring_of_validations(config)
-        digests = {"rows": digest(loaded_file.rows), "validation": digest(loaded_file.validation_rows, scoring)}
-        with folder.opened(finetuning.output_dir, dumped, **digests, fresh=fresh) as output:
+        if fresh:
+            await _check_fresh(config, loaded_file.backend)
+        with folder.opened(finetuning.output_dir, dumped, **_digests(loaded_file), fresh=fresh) as output:
+            if output.has_new_workflow:
+                say(f"the code of {config.workflow.type} has changed: the run continues with the new code")
             if len(output.state.epochs) >= finetuning.num_epochs * loaded_file.batches.per_epoch:
                 say(f"{output.path}: all {finetuning.num_epochs} epochs are trained already")
                 return []
@@ -199,9 +205,11 @@ async def run(
                 name = connection.model.get_inference_name()
                 is_new = not output.state.epochs and output.state.step is None
                 if is_new and (step := await connection.model.get_step()):
-                    say(f"{name} exists: it is trained further from step {step}")
+                    say(f"{name} exists: it is trained further from step {step}; {_from_the_base(config)}")
+                    output.save(schedule_begins=await _num_optimizer_steps(connection.model))
                 seed = output.state.seed if finetuning.seed is None else finetuning.seed
                 run, code = Run(**vars(connection), folder=output, seed=seed), connection.code
+                run = replace(run, train_config=_of_run(run.train_config, output.state))
                 builder, adapter = (
                     code.trajectory_builder(config.builder, run),
                     code.trainer_adapter(config.adapter, run),
@@ -214,11 +222,56 @@ async def run(
                 return statuses
 
 
-def _scoring_of_validations(config: Config) -> Any:
-    """The sections that the rewards of validations depend on."""
-    reward = config.finetuning.validation.reward or config.finetuning.reward_function
-    evaluators = {name: config.eval.evaluators[name].model_dump() for name in reward.names}
-    return [reward.model_dump(), evaluators]
+async def _num_optimizer_steps(model: art.TrainableModel) -> int:
+    """The optimizer steps of the newest checkpoint; 0 for the checkpoint of another program."""
+    return (await model.checkpoints())[-1].optimizer_steps or 0
+
+
+def _of_run(config: art.TrainConfig, state: State) -> art.TrainConfig:
+    """The configuration with warm-up and schedule from the run's beginning, unless the file says where they begin."""
+    if not state.schedule_begins or "schedule_begins" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"schedule_begins": state.schedule_begins})
+
+
+async def _check_fresh(config: Config, backend: art.Backend) -> None:
+    """Checks that a fresh run begins from the base model.
+
+    Raises:
+        WrongInput: the model was trained already.
+    """
+    model = await _register(config, backend)
+    if step := await model.get_step():
+        name = model.get_inference_name()
+        raise WrongInput(
+            [f"--fresh begins from the base model, and {name} is at step {step}: {_from_the_base(config)}"]
+        )
+
+
+def _from_the_base(config: Config) -> str:
+    """How a run begins from the base model, in words."""
+    adapter, name = config.finetuning.trainer_adapter, config.adapter.backend.name
+    return f"to begin from the base model, set another trainer_adapters.{adapter}.backend.name (without a file: --name {name}-2)"
+
+
+def _digests(loaded_file: Loaded) -> dict[str, Any]:
+    """The digests of what a run is trained and validated on, as fields of `Asked`."""
+    evaluators, finetuning, code = loaded_file.config.eval.evaluators, loaded_file.config.finetuning, loaded_file.code
+
+    def sources_of(reward: RewardFunction) -> dict[str, str]:
+        functions = {evaluators[name].type: code.evaluators[name] for name in reward.names}
+        sources = {kind: components.source_of(function) for kind, function in functions.items() if function is not None}
+        return {kind: digest([], source) for kind, source in sources.items() if source}
+
+    reward = finetuning.validation.reward or finetuning.reward_function
+    sections = {name: evaluators[name].model_dump() for name in reward.names}
+    source = "" if code.workflow is None else components.source_of(code.workflow)
+    return {
+        "rows": digest(loaded_file.rows),
+        "validation": digest(loaded_file.validation_rows, reward.model_dump(), sections, sources_of(reward)),
+        "workflow": digest([], source) if source else "",
+        "rewards": sources_of(finetuning.reward_function),
+    }
 
 
 def _summarise(run: Run) -> None:
@@ -253,7 +306,11 @@ async def check(file: str | Path | Mapping[str, Any], overrides: Overrides = ())
     async with loaded(prepare(file, overrides)) as loaded_file, connected(loaded_file) as connection:
         session, seed = f"check-{uuid.uuid4().hex[:8]}", connection.config.finetuning.seed or 0
         row = connection.rows[0]
-        played = await connection.agent.play_with_reasons(connection.model, row, session, seed)
+        try:
+            played = await connection.agent.play_with_reasons(connection.model, row, session, seed)
+        except RolloutFailed as error:
+            say(text_of(error))
+            raise
         print(_describe(played, connection.agent.reward.judge_prompts(row, played.output)))
 
 
@@ -274,5 +331,6 @@ def _describe(played: Played, judge_prompts: Mapping[str, str]) -> str:
     lines.append(f"reward: {trajectory.reward:g}")
     lines += [f"reason of {name}: {reason}" for name, reason in reasons.items()]
     lines += [f"{name}: {value:g}" for name, value in trajectory.metrics.items()]
-    lines.append(f"{num_answers(trajectory)} answers would be trained")
+    count = num_answers(trajectory)
+    lines.append(f"{count} {'answer' if count == 1 else 'answers'} would be trained")
     return "\n".join([*lines, *trajectory.logs])

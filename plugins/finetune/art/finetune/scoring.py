@@ -15,11 +15,15 @@ import art
 from art.finetune import components, workflows
 from art.finetune.errors import RolloutFailed
 from art.finetune.limits import TimeUp, limited
+from art.finetune.programs import run_program, words_of
 from art.finetune.reading import described
 from art.finetune.rows import DatasetRow
 from art.finetune.sections import Config, RewardFunction
 
 SCORE_FIELDS = frozenset({"score", "turn_rewards", "metrics", "reason"})
+
+WITHOUT_ANSWER = ("command", "judge", "ruler")
+"""Built-in evaluators that need no answer of the row."""
 
 MAX_PROBLEMS = 5
 """Rows that an error lists."""
@@ -42,11 +46,15 @@ class Reward:
         self._evaluators: dict[str, Evaluator] = {}
         self._ruler = ""
         self._judges: dict[str, dict[str, Any]] = {}
+        self._num_containing = 0
+        """Outputs without a reward that contain the row's answer, since the last `take_hint`."""
         self._timeout_seconds = config.eval.general.rollout_timeout_seconds
         for name in reward.names:
             section = config.eval.evaluators[name]
             if section.type == "ruler":
                 self._ruler, self._ruler_options = name, section.fields()
+            elif section.type == "command":
+                self._evaluators[name] = program_of(section.fields()["command"])
             elif section.type == "judge":
                 self._judges[name] = section.fields()
                 self._evaluators[name] = judge_of(section.fields())
@@ -84,7 +92,18 @@ class Reward:
             if fields.get("reason") is not None:
                 reasons[name] = str(fields["reason"])
         self._set(trajectory, parts)
+        self._num_containing += trajectory.reward == 0.0 and _contains_answer(output, row.answer)
         return reasons
+
+    def take_hint(self, rewards: Sequence[float | None]) -> str | None:
+        """What is wrong if the rewards since the last call are all 0, and outputs contain the row's answer; else None."""
+        num_containing, self._num_containing = self._num_containing, 0
+        if not num_containing or any(rewards):
+            return None
+        return (
+            f"every reward is 0, and {num_containing} outputs contain the row's answer: exact_match and regex_match compare the "
+            "whole output; the evaluator `contains` does not"
+        )
 
     def judge_prompts(self, row: DatasetRow, output: Any) -> dict[str, str]:
         """The prompts of the judges for an output, by evaluator."""
@@ -101,7 +120,7 @@ class Reward:
             Exception: the judge failed.
         """
         options = dict(self._ruler_options)
-        judge = judge_address(options)
+        judge = judge_address(options) | _body_of(options)
         options = {name: value for name, value in options.items() if name not in judge}
         with art.no_capture():
             judging = art.rewards.ruler_score_group(group, extra_litellm_params=judge, **options)
@@ -154,16 +173,54 @@ def evaluator_of(user_function: Callable[..., Any]) -> Evaluator:
     return evaluate
 
 
+def program_of(command: str | list[str]) -> Evaluator:
+    """The evaluator that is a program. The program gets `row` and `output` as JSON on standard input, and prints a number, or JSON
+    with the fields that a function returns."""
+    words = words_of(command)
+
+    async def evaluate(row: DatasetRow, output: Any, trajectory: art.Trajectory) -> Any:
+        asked = {"row": row.columns, "output": output}
+        printed = await run_program(words, asked, workflows.environment_of_user())
+        try:
+            return json.loads(printed)
+        except ValueError as error:
+            raise RolloutFailed(
+                f"{words[0]} printed {printed[:80]!r}: an evaluator prints a number, or JSON such as "
+                '{"score": 0.5, "reason": "..."}'
+            ) from error
+
+    return evaluate
+
+
 def judge_of(options: Mapping[str, Any]) -> Evaluator:
     """The evaluator that asks a judge for the score of each output."""
-    limits = {"timeout": options.get("timeout_seconds", JUDGE_SECONDS), "max_retries": JUDGE_RETRIES}
+    seconds = options.get("timeout_seconds", JUDGE_SECONDS)
+    params = {"timeout": seconds, "max_retries": JUDGE_RETRIES} | _body_of(options)
 
     async def evaluate(row: DatasetRow, output: Any, trajectory: art.Trajectory) -> dict[str, Any]:
         model, address = options.get("judge_model", JUDGE_MODEL), judge_address(options)
-        verdict = await art.rewards.grade_answer(*_graded(row, output, options), model, {**address, **limits})
+        try:
+            verdict = await art.rewards.grade_answer(*_graded(row, output, options), model, {**address, **params})
+        except art.rewards.JudgeTimeoutError as error:
+            remedy = f"raise timeout_seconds of the evaluator ({seconds:g}), or use a faster judge"
+            raise art.rewards.JudgeTimeoutError(f"{error}: {remedy}", retryable=True) from error
         return {"score": verdict.score, "reason": verdict.explanation}
 
     return evaluate
+
+
+def _body_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an evaluator that are sent to the judge as they are."""
+    return {name: options[name] for name in ("max_tokens",) if name in options}
+
+
+def check_judge(options: Mapping[str, Any]) -> None:
+    """Checks that the judge of an evaluator can be asked. Nothing is sent.
+
+    Raises:
+        ValueError: the judge has no key, or an address that cannot be used.
+    """
+    art.rewards.Judge(options.get("judge_model", JUDGE_MODEL), **judge_address(options))
 
 
 def _graded(row: DatasetRow, output: Any, options: Mapping[str, Any]) -> tuple[Any, Any, Any, str]:
@@ -213,10 +270,17 @@ def _judge(kind: str, options: dict[str, Any], output: Any, answer: Any) -> floa
         return check(text, _number(answer), **options)
     if isinstance(answer, str):
         return check(text, answer, **options)
+    if kind == "contains":
+        return check(text, json.dumps(answer, ensure_ascii=False, default=str), **options)
     if kind == "regex_match":
         # In a number a point is no wildcard.
         return check(text, re.escape(str(answer)) if isinstance(answer, int | float) else str(answer))
     return float(_is_equal_json(output, answer, **options))
+
+
+def _contains_answer(output: Any, answer: Any) -> bool:
+    wanted = (_text(answer) or "").strip().casefold()
+    return bool(wanted) and wanted in (_text(output) or "").casefold()
 
 
 def _text(output: Any) -> str | None:
@@ -267,7 +331,7 @@ def rows_that_cannot_be_judged(
     problems: list[str] = []
     for name in reward.names:
         section = config.eval.evaluators[name]
-        if section.type not in components.BUILT_IN["evaluator"] or section.type in ("ruler", "judge"):
+        if section.type not in components.BUILT_IN["evaluator"] or section.type in WITHOUT_ANSWER:
             continue
         for row in rows:
             try:

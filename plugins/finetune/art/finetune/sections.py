@@ -4,16 +4,27 @@ The rules for a single section are here; `checking` has the rules for several se
 `nat.data_models.finetuning`, `nat.data_models.evaluate_config` and the plugin `nvidia-nat-openpipe-art`, all of version 1.9.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 import art
 from art.finetune import components
-from art.finetune.reading import dataset_of_text, typed
+from art.finetune.reading import dataset_of_file, typed
 from art_protocol.sampling import PARAMETERS
 from art_protocol.tracking import check_tracker_name
+from art_protocol.wire import NAME_PATTERN, NAME_RULE
 
 Percentile: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Typed: TypeAlias = Annotated[Any, BeforeValidator(typed)]
@@ -129,6 +140,10 @@ class DatasetSection(Section):
     """The kind of file, hub for a data set of the Hugging Face hub, or custom for a function."""
     file_path: Path | None = None
     """The file, relative to the current directory."""
+    delimiter: str | None = Field(default=None, max_length=1, pattern=r'[^"\r\n]')
+    """For csv: the character between columns. Default: the comma, semicolon or tab of the first line."""
+    encoding: str | None = None
+    """For csv: the encoding, such as cp1252. Default: UTF-8, else Windows-1252."""
     id_key: str = "id"
     """The column with the row's id. The id of a row without this column is the row's number."""
     structure: Structure = Structure()
@@ -249,13 +264,24 @@ class LoRA(art.LoRAConfig):
         """Raises pydantic's errors, of which each has the location of a value in the file."""
         BaseModel.__init__(self, **fields)
 
+    @classmethod
+    def _accepted(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Leaves unknown fields to pydantic, which has an error for each."""
+        known = {*cls.model_fields, *cls._renamed, *(cls._left_out or ())}
+        unknown = {name: value for name, value in fields.items() if name not in known}
+        return super()._accepted({name: fields[name] for name in fields if name in known}) | unknown
+
+
+URL = "^https?://"
+"""The pattern of a server's address."""
+
 
 class BackendSection(Section):
     ip: str | None = None
     """The server's address; 0.0.0.0 is this machine."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """The server's port; default 7623."""
-    url: str | None = Field(default=None, pattern="^https?://")
+    url: str | None = Field(default=None, pattern=URL)
     """In place of `ip` and `port`. Without an address: ART_SERVER_URL, else a server that this program starts."""
     name: str = "trainer_run"
     """The model's name."""
@@ -277,14 +303,19 @@ class BackendSection(Section):
     server_config: Unused = None
 
     @model_validator(mode="after")
-    def _has_address_and_names(self) -> Self:
+    def _has_address(self) -> Self:
         if self.url is not None and (self.ip is not None or self.port is not None):
             raise ValueError("url stands in place of ip and port: leave one of the two out")
         if self.port is not None and self.ip is None:
             raise ValueError("ip is missing: add the address of the server, such as localhost")
-        # Raises for names that the server would refuse.
-        art.TrainableModel(name=self.name, project=self.project, base_model=self.base_model)
         return self
+
+    @field_validator("name", "project")
+    @classmethod
+    def _becomes_a_folder(cls, name: str) -> str:
+        if not re.fullmatch(NAME_PATTERN, name):
+            raise ValueError(f"{name!r} becomes a folder: {NAME_RULE}")
+        return name
 
     @property
     def own_key(self) -> str | None:
@@ -334,12 +365,24 @@ class Curriculum(Section):
     """on_expansion: samples all rows only in epoch 0 and at expansions, and between them the rows that were selected."""
 
 
+def _validation_dataset(value: Any) -> Any:
+    try:
+        if isinstance(value, float):
+            raise ValueError("is a number")
+        return dataset_of_file(value)
+    except ValueError as error:
+        share = "a share of the training rows is finetuning.validation.share (--validation_share)"
+        raise ValueError(f"{error}; {share}") from error
+
+
 class Validation(Section):
     dataset: Annotated[
-        DatasetSection | None, BeforeValidator(dataset_of_text, json_schema_input_type=str | DatasetSection | None)
+        DatasetSection | None, BeforeValidator(_validation_dataset, json_schema_input_type=str | DatasetSection | None)
     ] = None
     """A data set, its file, or its id as hub:OWNER/NAME[/SUBSET][:SPLIT]. `id_key`, `structure` and `filter` default to the values
     of the training data set."""
+    share: float | None = Field(default=None, gt=0, lt=1)
+    """In place of `dataset`: the share of the training rows that is held out, and not trained. The seed chooses the rows."""
     interval: float = Field(default=5, gt=0)
     """Epochs between two validations; with `rows_per_step` also a part of an epoch, such as 0.1."""
     patience: int | None = Field(default=None, ge=1)
@@ -348,6 +391,17 @@ class Validation(Section):
     """Rollouts of each row."""
     reward: RewardFunction | None = None
     """Default: the reward of training."""
+
+    @model_validator(mode="after")
+    def _is_choice(self) -> Self:
+        if self.dataset is not None and self.share is not None:
+            raise ValueError("share stands in place of dataset: leave one of the two out")
+        return self
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the file has validations."""
+        return self.dataset is not None or self.share is not None
 
 
 def _must_be_true(value: bool) -> bool:

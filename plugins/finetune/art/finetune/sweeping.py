@@ -23,7 +23,7 @@ from art.finetune import runs
 from art.finetune.errors import FinetuneError, WrongInput
 from art.finetune.folder import STATE_FILE
 from art.finetune.interfaces import CheckedFile, say
-from art.finetune.run_record import State
+from art.finetune.run_record import EpochRow, State
 from art.finetune.sections import BuilderSection, Config, Finetuning
 
 TABLE_FILE, PLOT_FILE = "sweep.md", "sweep.png"
@@ -229,12 +229,20 @@ def _row(label: str, state: State | None, code: int) -> str:
     return f"| {' | '.join([label, *_cells(state), f'exit code {code}' if code else ''])} |"
 
 
+def _trained(epochs: Sequence[EpochRow]) -> str:
+    """The number of steps that were trained: `"2 epochs"`, `"1 step, 3 without signal"`, `"no signal"`."""
+    num_trained, unit = sum(1 for row in epochs if row.filtered_groups), "epoch" if epochs[-1].batch is None else "step"
+    if not num_trained:
+        return "no signal"
+    trained = f"{num_trained} {unit}" if num_trained == 1 else f"{num_trained} {unit}s"
+    return trained if num_trained == len(epochs) else f"{trained}, {len(epochs) - num_trained} without signal"
+
+
 def _cells(state: State | None) -> Iterator[str]:
     if state is None or not state.epochs:
         yield from ("", "", "", "", "")
         return
-    count, unit = len(state.epochs), "epoch" if state.epochs[-1].batch is None else "step"
-    yield f"{count} {unit}" if count == 1 else f"{count} {unit}s"
+    yield _trained(state.epochs)
     for reward in (state.epochs[0].avg_reward, _last_reward(state)):
         yield "" if reward is None else f"{reward:.4f}"
     validated = [row for row in state.validations if row.avg_reward is not None]

@@ -208,6 +208,8 @@ class ArtTrainer(Part):
         figures = {**metrics, "epoch": row.epoch, "epoch/reward": row.avg_reward}
         self.log_progress(row.epoch, figures, str(run.folder.path))
         say(_batch_line(run.batches, row, run.config.finetuning.num_epochs, result))
+        if hint := run.agent.reward.take_hint([trajectory.reward for group in batch.groups for trajectory in group]):
+            say(hint)
         if row.share_cut > MOST_CUT and not self._has_named_remedy:
             self._has_named_remedy = True
             say(CUT_REMEDY)
@@ -257,7 +259,10 @@ class ArtTrainer(Part):
             row = validation_row(position, evaluation)
         report_lost(run)
         run.folder.save(validations=[*run.folder.state.validations, row])
-        say(f"validation before {run.batches.title(number)}: {row.error or f'reward {row.avg_reward:.4f}'}")
+        when = f"after {run.batches.title(number - 1)}" if number else f"before {run.batches.title(0)}"
+        say(f"validation {when}: {row.error or f'reward {row.avg_reward:.4f}'}")
+        if hint := run.validation_agent.reward.take_hint([row.min_reward, row.max_reward]):
+            say(hint)
 
 
 class ArtTrainerAdapter(Part):

@@ -5,13 +5,9 @@ The requests of a function are captured in this process, whichever HTTP client s
 captured by the rollout's address. A function can pass this address to a service.
 """
 
-import asyncio
 import contextlib
 import inspect
-import json
 import os
-import shlex
-import signal
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,12 +15,12 @@ from typing import Any, TypeAlias
 
 import art
 from art.finetune import components
+from art.finetune.programs import run_program, words_of
 from art.finetune.rows import DatasetRow
 from art.finetune.sections import LLM
 
 WORKFLOW = "<workflow>"
 """The function name of requests outside of all functions."""
-ERROR_CHARACTERS = 2000
 
 current_function: ContextVar[str] = ContextVar("current_function", default=WORKFLOW)
 
@@ -84,6 +80,11 @@ def set_variables(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def environment_of_user() -> dict[str, str]:
+    """The environment with the user's own values of the variables that a run sets."""
+    return {name: value for name, value in (os.environ | of_user).items() if value or name not in of_user}
+
+
 def openai_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
     """The environment variables in which an agent finds its model."""
     return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
@@ -127,33 +128,12 @@ def of_command(command: str | list[str]) -> Workflow:
     """The workflow of a program. The program gets the row as JSON on standard input, and OPENAI_BASE_URL, OPENAI_API_KEY,
     OPENAI_MODEL and ART_SEED in its environment. The output is the text that the program prints. A program that takes too long is
     killed with all its children."""
-    arguments = shlex.split(command) if isinstance(command, str) else command
+    words = words_of(command)
 
     async def play(call: Call) -> str:
         rollout = call.rollout
         variables = openai_variables(rollout.base_url, rollout.api_key, rollout.model.get_inference_name())
-        starting = asyncio.create_task(
-            asyncio.create_subprocess_exec(
-                *arguments,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=os.environ | variables | {"ART_SEED": str(call.seed)},
-                start_new_session=True,
-            )
-        )
-        try:
-            process = await asyncio.shield(starting)
-            row_json = json.dumps(call.row.columns, ensure_ascii=False, default=str).encode()
-            output, errors = await process.communicate(row_json)
-        finally:  # also if this call was cancelled while the program started
-            process = await starting
-            with contextlib.suppress(ProcessLookupError):  # the program and all its children have ended
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        if process.returncode:
-            end = errors.decode(errors="replace").strip()[-ERROR_CHARACTERS:]
-            raise RuntimeError(f"{arguments[0]} ended with exit code {process.returncode}: {end}")
-        return output.decode(errors="replace").strip()
+        environment = os.environ | variables | {"ART_SEED": str(call.seed)}
+        return await run_program(words, call.row.columns, environment)
 
     return play

@@ -23,6 +23,20 @@ def exact_match(answer: str | None, expected: str, *, ignore_case: bool = False)
     return 1.0 if text == wanted else 0.0
 
 
+def contains(answer: str | None, expected: str, *, ignore_case: bool = False) -> float:
+    """1.0 if `expected` is anywhere in the answer: "5" is in "15". `expected` counts without white space at both ends.
+
+    Raises:
+        ValueError: `expected` is empty.
+    """
+    text, wanted = answer or "", expected.strip()
+    if not wanted:
+        raise ValueError("is empty: each answer contains it")
+    if ignore_case:
+        text, wanted = text.casefold(), wanted.casefold()
+    return 1.0 if wanted in text else 0.0
+
+
 def number_match(answer: str | None, expected: float | str, *, absolute: float = 1e-9, relative: float = 1e-6) -> float:
     """1.0 if the last number of the answer is within the tolerances of `expected`, a number or a text whose last number
     counts.

@@ -4,6 +4,7 @@ Answers are requested as JSON of a schema, or as plain text where the endpoint r
 """
 
 import asyncio
+import functools
 import hashlib
 import json
 import math
@@ -43,12 +44,20 @@ ALIASES = {"api_base": "base_url", "num_retries": "max_retries"}
 """Keys of `extra_litellm_params` that are not fields of the request's body."""
 MAX_SHOWN, MAX_REPEATED = 300, 4_000
 """Number of characters that are kept of an endpoint's error message, and of an unusable answer in the second request."""
+SECONDS, CONNECT_SECONDS = 600.0, 5.0
+"""The default limits of a request and of its connection, which are openai's."""
+WAITING_SECONDS = 15.0
+"""A line says that a judge takes so long, once for each number of tries."""
 MAX_JUDGES = 64
 """Number of judges that are kept for later calls with the same model and options."""
 
 
 class JudgeError(ArtError):
     """A judge gave no usable answer, or none at all."""
+
+
+class JudgeTimeoutError(JudgeError):
+    """A judge took too long, in each of its tries."""
 
 
 class _RefusedError(JudgeError):
@@ -105,6 +114,7 @@ class Judge:
         self._takes_schema = "response_format" not in self.options
         self._slots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
         self._next_start = 0.0
+        self._reported: set[str] = set()
         self._cache = AnswerCache(self.cache_dir)
 
     @property
@@ -154,7 +164,8 @@ class Judge:
                 if not getattr(self.model, "trainable", False):
                     await self._cache.put(digest, text)
                 return verdicts
-        remedy = "Use a stronger judge, mode='pairwise', or a larger max_tokens"
+        pairwise = "mode='pairwise', " if len(call.ids) > 2 else ""
+        remedy = f"Use a stronger judge, {pairwise}or a larger max_tokens"
         raise self._error(f"gave two unusable answers. The second: {problem}. {remedy}")
 
     async def _send(self, call: _Call, messages: Messages) -> str:
@@ -176,17 +187,19 @@ class Judge:
 
     async def _post(self, call: _Call, endpoint: Model, messages: Messages, form: dict[str, Any]) -> str:
         # Imported here, because importing openai takes most of a second.
-        from openai import APIStatusError, OpenAIError
+        from openai import APIStatusError, OpenAIError, Timeout
 
-        limits = {"timeout": self.timeout, "max_retries": self.max_retries}
-        options: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
-        chat: Any = endpoint.openai_client().with_options(**options).chat.completions
+        retries: dict[str, Any] = {} if self.max_retries is None else {"max_retries": self.max_retries}
+        client: Any = endpoint.openai_client().with_options(timeout=Timeout(None, connect=CONNECT_SECONDS), **retries)
+        chat, limit = client.chat.completions, SECONDS if self.timeout is None else self.timeout
+        num_tries = 1 + client.max_retries
         name, body = endpoint.inference_model_name, form | dict(self.options)
         try:
             async with self._turn():
                 create = chat.with_raw_response.create  # raw, because openai does not validate the answer
                 # `create` has no parameters for the fields of other endpoints. It adds `extra_body` to the request as it is.
-                answer = await create(model=name, messages=messages, extra_body=body)
+                request = functools.partial(create, model=name, messages=messages, extra_body=body)
+                answer = await self._try(request, limit, num_tries)
             completion = json.loads(answer.http_response.content)
         except APIStatusError as error:
             kind = _RefusedError if error.status_code in (400, 422) else JudgeError
@@ -203,6 +216,32 @@ class Judge:
             call.tokens[kind] += number if isinstance(number, int) else 0
         text = get(completion, "choices", 0, "message", "content")
         return text if isinstance(text, str) else ""
+
+    async def _try(self, request: Callable[[], Awaitable[Any]], limit: float, num_tries: int) -> Any:
+        """The answer to a request, which is sent again if it takes longer than `limit` seconds. openai sends a request again after
+        other failures.
+
+        Raises:
+            JudgeTimeoutError: each try took too long.
+        """
+        for number in range(1, num_tries + 1):
+            line = f"waiting for judge {self.name}: try {number} of {num_tries}, of at most {limit:g} s"
+            timer = asyncio.get_running_loop().call_later(WAITING_SECONDS, self._report, line)
+            try:
+                async with asyncio.timeout(limit):
+                    return await request()
+            except TimeoutError:
+                continue
+            finally:
+                timer.cancel()
+        tries = "one try" if num_tries == 1 else f"{num_tries} tries"
+        raise self._error(f"did not answer within {limit:g} s, in {tries}", JudgeTimeoutError, retryable=True) from None
+
+    def _report(self, line: str) -> None:
+        """Prints a line, once."""
+        if line not in self._reported:
+            self._reported.add(line)
+            tqdm.write(self._without_key(line), file=sys.stderr)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncGenerator[None, None]:

@@ -1,4 +1,4 @@
-// Agents of four JavaScript libraries: `node clients.mjs CLIENT`. Each line of the input is a question with the model's
+// Agents of JavaScript libraries: `node clients.mjs CLIENT`. Each line of the input is a question with the model's
 // address and the tools, and a line of the output answers it. Tools run where the questions come from: a call is a POST to
 // `tools`.
 
@@ -29,16 +29,37 @@ async function openai(ask) {
   return "";
 }
 
-async function vercel(ask) {
-  const { generateText, jsonSchema, stepCountIs, tool } = await import("ai");
-  const { createOpenAICompatible } = await import("@ai-sdk/openai-compatible");
-  const provider = createOpenAICompatible({ name: "art", baseURL: ask.base_url, apiKey: ask.api_key });
-  const tools = Object.fromEntries(ask.schemas.map(({ name, description, parameters }) =>
+async function vercelTools(ask) {
+  const { jsonSchema, tool } = await import("ai");
+  return Object.fromEntries(ask.schemas.map(({ name, description, parameters }) =>
     [name, tool({ description, inputSchema: jsonSchema(parameters), execute: (args) => callTool(ask, name, args) })]));
+}
+
+async function generate(ask, model) {
+  const { generateText, stepCountIs } = await import("ai");
   const { text } = await generateText({
-    model: provider(ask.model), prompt: ask.question, tools, stopWhen: stepCountIs(MAX_TURNS), maxOutputTokens: ask.max_tokens,
+    model, prompt: ask.question, tools: await vercelTools(ask), stopWhen: stepCountIs(MAX_TURNS), maxOutputTokens: ask.max_tokens,
   });
   return text;
+}
+
+async function vercel(ask) {
+  const { createOpenAICompatible } = await import("@ai-sdk/openai-compatible");
+  return generate(ask, createOpenAICompatible({ name: "art", baseURL: ask.base_url, apiKey: ask.api_key })(ask.model));
+}
+
+async function vercelResponses(ask) {
+  const { createOpenAI } = await import("@ai-sdk/openai");
+  return generate(ask, createOpenAI({ baseURL: ask.base_url, apiKey: ask.api_key })(ask.model));
+}
+
+async function mastra(ask) {
+  const { Agent } = await import("@mastra/core/agent");
+  const { createOpenAI } = await import("@ai-sdk/openai");
+  const model = createOpenAI({ baseURL: ask.base_url, apiKey: ask.api_key }).chat(ask.model);
+  const agent = new Agent({ id: "agent", name: "agent", instructions: "", model, tools: await vercelTools(ask) });
+  const options = { maxSteps: MAX_TURNS, modelSettings: { maxOutputTokens: ask.max_tokens } };
+  return (await agent.generate(ask.question, options)).text;
 }
 
 async function langchain(ask) {
@@ -64,7 +85,8 @@ async function agents(ask) {
   return (await runner.run(agent, ask.question, { maxTurns: MAX_TURNS })).finalOutput;
 }
 
-const run = { openai, vercel, langchain, agents }[process.argv[2]];
+const clients = { openai, vercel, "vercel-responses": vercelResponses, mastra, langchain, agents };
+const run = clients[process.argv[2]];
 for await (const line of createInterface({ input: process.stdin })) {
   const ask = JSON.parse(line);
   run(ask).then((text) => ({ text }), (error) => ({ error: String(error) }))

@@ -83,6 +83,7 @@ async def test_a_name_in_two_projects_is_asked_once(tmp_path: Path) -> None:
     ("path", "said"),
     [
         ("/chat/completions", "lacks /v1, http://127.0.0.1:7623/v1"),
+        ("/s/abc/chat/completions", "lacks /v1, http://127.0.0.1:7623/s/abc/v1"),
         ("/v1/v1/messages", "too often"),
         ("/v1/embeddings", "this server has no embeddings"),
         ("/v1/nonsense", "openapi.json"),
@@ -93,3 +94,11 @@ async def test_a_base_url_without_v1_is_named(path: str, said: str, tmp_path: Pa
     async with client(app) as http:
         answer = await http.post(path, json={})
     assert answer.status_code == 404 and said in answer.json()["error"]["message"]
+
+
+async def test_another_method_is_answered_with_the_method_that_is_meant(tmp_path: Path) -> None:
+    app, _ = make(tmp_path)
+    async with client(app) as http:
+        answer = await http.get("/v1/chat/completions")
+    assert answer.status_code == 405
+    assert answer.json()["error"]["message"] == "this route does not answer GET: use POST"

@@ -216,16 +216,16 @@ def test_a_template_that_marks_generated_text_is_rendered() -> None:
     ("template", "told"),
     [
         ("", ["no chat template"]),
-        (ASK, ["renders no tools"]),
+        (ASK, []),  # renders no tools: a request with tools is refused
         (ASK + "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}", []),
         (
             "{% for m in messages %}{% if m.role != ['user', 'assistant'][loop.index0 % 2] %}"
             "{{ raise_exception('turns') }}{% endif %}{{ m.content }}{% endfor %}",
-            ["in turns", "refuses system messages", "renders no tools"],
+            ["in turns", "refuses system messages"],
         ),
         (
             "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
-            ["leaves system messages out", "renders no tools"],
+            ["leaves system messages out"],
         ),
     ],
 )

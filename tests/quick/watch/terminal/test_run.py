@@ -187,6 +187,22 @@ def test_numbers_that_json_cannot_hold_are_null(run: Run, tmp_path: Path) -> Non
     assert run("runs", "--path", tmp_path).code == 0
 
 
+def test_a_model_with_supervised_steps_only_is_shown_by_its_loss(run: Run, tmp_path: Path) -> None:
+    record = ModelRecord(name="a", project="p", base_model="b", lora=LoRAConfig())
+    model = ModelFolder(tmp_path, "p", "a")
+    model.create(record, tmp_path / "engine.log")
+    for step, loss in ((1, 2.5), (2, 0.00125)):
+        log(model, step, {"loss/train": loss, "loss/token_accuracy": 0.5, "train/reward": 0.0})
+    status = run("status", "--path", tmp_path).out
+    assert "loss 0.00125" in status and "0.000" not in status
+    plotted = run("plot", "a", "--path", tmp_path).out
+    assert "p/a loss/train" in plotted and "train/reward" not in plotted
+    assert "last 0.00125, highest 2.500 at step 1" in plotted
+    log(model, 3, {"loss/train": 0.1, "train/reward": 0.5})
+    assert "0.500" in run("status", "--path", tmp_path).out
+    assert "train/reward" in run("plot", "a", "--path", tmp_path).out
+
+
 # --- where it reads ---
 
 
@@ -229,7 +245,11 @@ def test_a_key_is_sent_and_never_printed(run: Run, tmp_path: Path, monkeypatch: 
             ("good", 0, ""),
             ("", 2, "no API key"),
             ("wrong-key", 2, "unknown API key"),
-            ("infer", 2, "this key lacks the scope 'train' (the key is read from ART_API_KEY)"),
+            (
+                "infer",
+                2,
+                "this key lacks the scope 'train': ask the server's owner for one with this scope (the key is read from ART_API_KEY)",
+            ),
             ("two\nlines-key", 2, "characters that no key has"),
             ("schlüssel-key", 2, "characters that no key has"),
         ):

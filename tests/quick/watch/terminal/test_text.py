@@ -28,8 +28,8 @@ def test_letters_of_all_scripts_and_joined_pictures_stay() -> None:
 
 
 def test_numbers_fit_their_column() -> None:
-    shown = [number(value) for value in (None, 0.5, -2.0, 123456.0, float("nan"))]
-    assert shown == ["-", "0.500", "-2.000", "1.23e+05", "nan"]
+    shown = [number(value) for value in (None, 0.0, 0.5, -2.0, 123456.0, 4.9e-4, -5.99e-6, float("nan"))]
+    assert shown == ["-", "0.000", "0.500", "-2.000", "1.23e+05", "0.00049", "-5.99e-06", "nan"]
     assert [age(seconds) for seconds in (None, -3.0, 59.0, 3600.0, 200_000.0)] == ["-", "0 s", "59 s", "1 h", "2 d"]
     assert size(3 * 2**29) == "1.5 GiB"
 
