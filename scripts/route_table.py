@@ -37,7 +37,7 @@ def routes_of(app: FastAPI) -> Iterator[tuple[str, str, str]]:
 def limit_of(route: APIRoute, method: str) -> str:
     if method == "PUT" and route.body_field is None:
         return "8 GiB"
-    if route.body_field is not None or FEEDBACK.fullmatch(route.path):
+    if route.body_field is not None or (method == "POST" and FEEDBACK.fullmatch(route.path)):
         return f"{SMALL_MB} MB"
     return TRAJECTORIES if route.openapi_extra else "none"
 

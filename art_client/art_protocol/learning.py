@@ -122,6 +122,11 @@ class Policy(Body):
     config: TrainConfig = Field(default_factory=default_config)
 
 
+class LearningAction(Body):
+    action: Literal["pause", "resume", "train"]
+    """train: the scores that wait, also if they are fewer than a batch."""
+
+
 class LearningInfo(Reply):
     """How a model learns at this moment."""
 

@@ -8,7 +8,16 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
-from art_protocol.learning import MAX_LINES, Feedback, LearningInfo, Policy, Score, ScoreList, ScoreState
+from art_protocol.learning import (
+    MAX_LINES,
+    Feedback,
+    LearningAction,
+    LearningInfo,
+    Policy,
+    Score,
+    ScoreList,
+    ScoreState,
+)
 from art_protocol.wire import NDJSON, ErrorBody
 from art_server.api.auth import TheCaller
 from art_server.api.bodies import SMALL_MB, SmallBodies, described_body, read_body
@@ -136,23 +145,16 @@ async def show_learning(model: PathModel, collector: TheCollector) -> LearningIn
     return await collector.info(model)
 
 
-@router.post("/learning/pause")
-async def pause(model: PathModel, policies: ThePolicies, collector: TheCollector) -> LearningInfo:
-    await asyncio.to_thread(policies.set_state, model.number, "paused")
-    return await collector.info(model)
-
-
-@router.post("/learning/resume")
-async def resume(model: PathModel, policies: ThePolicies, collector: TheCollector) -> LearningInfo:
-    await asyncio.to_thread(policies.set_state, model.number, "on")
-    collector.wake()
-    return await collector.info(model)
-
-
-@router.post("/learning/train")
-async def train_now(model: PathModel, collector: TheCollector) -> LearningInfo:
-    """Trains the scores that wait, also if they are fewer than a batch."""
-    await collector.collect_now(model)
+@router.post("/learning")
+async def change_learning(
+    model: PathModel, body: LearningAction, policies: ThePolicies, collector: TheCollector
+) -> LearningInfo:
+    """Pauses or resumes the learning, or trains the scores that wait, also if they are fewer than a batch."""
+    if body.action == "train":
+        await collector.collect_now(model)
+    else:
+        await asyncio.to_thread(policies.set_state, model.number, "paused" if body.action == "pause" else "on")
+        collector.wake()
     return await collector.info(model)
 
 

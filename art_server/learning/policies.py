@@ -49,7 +49,7 @@ class Policies:
         if self.of(model.number).state == "on":
             raise Conflict(
                 f"'{model.id}' learns from scores, and its steps are the server's: pause that first (`art learn {model.id} --pause`, or "
-                "POST .../learning/pause)",
+                "POST .../learning)",
                 code="learning_is_on",
                 param="name",
             )

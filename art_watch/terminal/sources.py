@@ -131,7 +131,7 @@ class HttpSource:
         """Pauses or resumes a model's learning, trains what waits ("train"), or turns the learning off."""
         if action == "off":
             return self._call("DELETE", f"/api/models/{model}/learning")
-        return self._call("POST", f"/api/models/{model}/learning/{action}")
+        return self._call("POST", f"/api/models/{model}/learning", json={"action": action})
 
     def give_feedback(self, model: str, lines: Sequence[bytes]) -> list[Row]:
         """Sends scores, and returns a row for each line: the score, or its error."""

@@ -58,7 +58,7 @@ async def test_programs_do_not_train_a_model_that_learns(tmp_path: Path) -> None
         body = {"groups": []}
         refused = await shop.http.post(f"{ROUTES}/train", json=body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "learning_is_on")
-        await shop.http.post(f"{ROUTES}/learning/pause")
+        await shop.http.post(f"{ROUTES}/learning", json={"action": "pause"})
         assert (await shop.http.post(f"{ROUTES}/train", json=body)).status_code == 422
 
 
@@ -119,7 +119,7 @@ async def test_a_failed_job_gives_its_scores_back_and_pauses(tmp_path: Path) -> 
         while (info := await shop.info())["state"] != "paused":  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         assert info["counts"] == {"scored": 4} and "failed or was cancelled" in info["reason"]
-        await shop.http.post(f"{ROUTES}/learning/resume")
+        await shop.http.post(f"{ROUTES}/learning", json={"action": "resume"})
         assert (await shop.trained(1))["counts"] == {"trained": 4}
 
 
@@ -150,10 +150,10 @@ async def test_a_score_of_an_undone_step_is_kept_and_not_trained(tmp_path: Path)
 async def test_what_is_asked_for_trains_a_part_of_a_batch(tmp_path: Path) -> None:
     async with crowd(tmp_path) as shop:
         await shop.learn(**FOUR)
-        refused = await shop.http.post(f"{ROUTES}/learning/train")
+        refused = await shop.http.post(f"{ROUTES}/learning", json={"action": "train"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "nothing_to_learn")
         await give(shop, [1, 0])
-        assert (await shop.http.post(f"{ROUTES}/learning/train")).status_code == 200
+        assert (await shop.http.post(f"{ROUTES}/learning", json={"action": "train"})).status_code == 200
         assert (await shop.trained(1))["counts"] == {"trained": 2}
 
 
