@@ -47,7 +47,7 @@ def _sentence(kind: type[Strict], error: ValidationError, fields: Mapping[str, A
                 what = f"it must be {_either(_values(typing.get_args(field.annotation)[1], ()))}"
             reasons[name] = f"{name}[{key!r}] is {Short(entries[key])!r}: {what}"
         else:
-            reasons[name] = f"{name} is {Short(value)!r}: it must be {allowed(field)}"
+            reasons[name] = f"{name} is {Short(cast('object', value))!r}: it must be {allowed(field)}"
     text = "; ".join(reasons.values())
     return text if text.startswith(kind.__name__) else f"{kind.__name__}: {text}"
 

@@ -351,10 +351,10 @@ def to_trajectory(result: object) -> Trajectory:
         raise TypeError(
             f"a rollout returned the coroutine of {name}, not art.Trajectory: write `return await {name}(...)`"
         )
-    remedy = ": end it with `return art.Trajectory(...)`"
-    if isinstance(result, tuple | list | dict):
+    remedy, kind = ": end it with `return art.Trajectory(...)`", type(result)
+    if issubclass(kind, tuple | list | dict):
         remedy = ". A rollout of several models has a trajectory for each: make groups for each model (docs/agents.md, Several models)"
-    raise TypeError(f"a rollout returned {type(result).__name__}, not art.Trajectory{remedy}")
+    raise TypeError(f"a rollout returned {kind.__name__}, not art.Trajectory{remedy}")
 
 
 def get_messages(messages_and_choices: MessagesAndChoices) -> Messages:

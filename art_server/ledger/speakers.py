@@ -24,7 +24,7 @@ the server is seen being asked.
 
 import bisect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from art_server.ledger import conversation
@@ -146,7 +146,7 @@ class Speakers:
 def heard(turns: Sequence[SessionTurn]) -> Iterator[Heard]:
     """The messages of the turns' requests, each message once for each model, in the order of the first requests that contain
     the messages."""
-    known: dict[tuple[int | None, int], Heard] = {}
+    known: dict[tuple[Hashable, int], Heard] = {}
     for turn in turns:
         for beginning in turn.conversation or ():
             name = (turn.speaker, id(beginning))
