@@ -17,7 +17,6 @@ import httpx
 from program import flag_parser, make_backend, make_model, plot
 from yes_no_maybe import PROMPTS
 
-import art
 from art_protocol.learning import Policy, default_config
 
 LIKED = {"yes": 0.0, "no": 0.2, "maybe": 0.4}

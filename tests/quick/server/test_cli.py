@@ -71,7 +71,7 @@ def test_a_key_file_gives_names_and_expiry(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("SECRET admin", "scopes: Input should be 'infer', 'train' or 'host'"),
+        ("SECRET admin", "scopes: Input should be 'infer', 'train', 'host' or 'feedback'"),
         ("SECRET infer p q", "too many fields"),
         ("SECRET name=a name=b", "too many fields"),
         ("SECRET expires=soon", "expires: Input should be a valid datetime"),
