@@ -170,6 +170,45 @@ def test_the_gate_is_the_lower_end_of_the_interval(
         assert "the reward of demo/agent@1" in printed.err and "--at_least" in printed.err
 
 
+SILENT = """
+    async def silent(question):
+        return "yes"
+"""
+
+
+@pytest.mark.parametrize("step", [None, "0", "base"])
+async def test_an_evaluation_that_asks_no_model_fails(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, step: str | None
+) -> None:
+    file = make_file(SILENT, workflow___type="agent.py:silent")
+    with pytest.raises(FinetuneError, match=r"the session has no answer of .*: the workflow's requests went elsewhere"):
+        await art.finetune.evaluate(file, step=step)
+    assert not policy.logged and all(
+        record["reward"] is None for record in lines(folder / "out" / "eval_results.jsonl")
+    )
+
+
+async def test_an_evaluation_of_the_base_model_has_answers_of_the_base_model(
+    policy: PolicyServer, make_file: MakeFile
+) -> None:
+    policy.num_base_answers = 1
+    evaluation = await art.finetune.evaluate(make_file(SILENT, workflow___type="agent.py:silent"), step="base")
+    assert (evaluation.name, evaluation.reward.mean) == ("art/tiny", 1.0)
+
+
+async def test_an_evaluation_counts_answers_to_functions_that_are_not_trained(
+    policy: PolicyServer, make_file: MakeFile
+) -> None:
+    code = """
+        import art.finetune
+        async def planned(question):
+            with art.finetune.function("worker"):
+                return await answer(question)
+    """
+    file = make_file(code, workflow___type="agent.py:planned", finetuning__target_functions=["<workflow>"])
+    assert (await art.finetune.evaluate(file)).num_failed == 0
+
+
 # --- differences --------------------------------------------------------------------------------------------------
 
 
