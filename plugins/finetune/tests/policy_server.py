@@ -17,6 +17,7 @@ class PolicyServer(FakeArt):
 
     def __init__(self) -> None:
         super().__init__()
+        self.steps = {"demo/agent": 0}
         self.answer: Callable[[str, int], str] = lambda question, number: ("yes", "no")[number % 2]
         """Of a question, and how often it was asked before."""
         self.sessions: dict[str, list[dict[str, Any]]] = {}

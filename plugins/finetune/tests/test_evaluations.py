@@ -209,6 +209,25 @@ async def test_an_evaluation_counts_answers_to_functions_that_are_not_trained(
     assert (await art.finetune.evaluate(file)).num_failed == 0
 
 
+NAME = "trainer_adapters.a.backend.name"
+
+
+async def test_an_evaluation_of_an_unknown_model_is_refused_and_registers_nothing(
+    policy: PolicyServer, make_file: MakeFile
+) -> None:
+    for step, baseline in ((None, None), ("0", None), ("best", "base"), ("base", "0")):
+        with pytest.raises(WrongInput, match="no model demo/nosuch; known: demo/agent"):
+            await art.finetune.evaluate(make_file(), {NAME: "nosuch"}, step=step, baseline=baseline)
+    assert set(policy.steps) == {"demo/agent"} and not policy.asked
+
+
+async def test_an_evaluation_of_the_base_model_leaves_no_model(policy: PolicyServer, make_file: MakeFile) -> None:
+    evaluation = await art.finetune.evaluate(make_file(), {NAME: "nosuch"}, step="base", limit=1)
+    assert evaluation.name == "art/tiny" and set(policy.steps) == {"demo/agent"}
+    await art.finetune.evaluate(make_file(), step="base", limit=1)
+    assert set(policy.steps) == {"demo/agent"}, "a model that was there stays"
+
+
 # --- differences --------------------------------------------------------------------------------------------------
 
 

@@ -119,6 +119,7 @@ async def test_each_command_of_the_page_works(file: dict[str, Any]) -> None:
 
 
 async def test_a_gate_has_its_exit_code(file: dict[str, Any]) -> None:
+    await art.finetune.check(file)  # registers the model
     code, text = await run(file, "eval", "finetune.yml", "--at_least", "0.99")
     assert code == 5 and "is below --at_least 0.99" in text.splitlines()[-1], text
     rewards = [record["reward"] for record in results()]
@@ -171,6 +172,8 @@ async def test_the_policys_sampling_wins_in_each_workflow(file: dict[str, Any], 
     file["workflow"] = WORKFLOWS[workflow]
     file["llms"] = {"policy": {"_type": "openai", "model_name": file["trainer_adapters"]["a"]["backend"]["name"]}}
     file["finetuning"]["seed"] = None
+    if step != "base":
+        await art.finetune.check(file)  # registers the model
     greedy = {"llms.policy.temperature": 0, "llms.policy.max_tokens": 1}
     evaluation = await art.finetune.evaluate(file, greedy, step=step, reps=4, ids=["city-0"])
     assert evaluation.num_rollouts == 4 and evaluation.num_failed == 0

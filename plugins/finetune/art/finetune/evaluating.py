@@ -51,7 +51,7 @@ async def evaluate(
     (`compare`), `eval.html` shows the differences.
 
     Raises:
-        WrongInput: the file is wrong, or there is no such step or row.
+        WrongInput: the file is wrong, or there is no such model, step or row.
         NoServer: no server answers.
         FinetuneError: too many rollouts failed.
     """
@@ -67,7 +67,8 @@ async def evaluate(
             rows = select(loaded_file.validation_rows or loaded_file.rows, ids, limit)
         except ValueError as error:
             raise WrongInput([str(error)]) from error
-        async with connected(loaded_file) as connection:
+        is_of_base = step == "base" and baseline in (None, "base")
+        async with connected(loaded_file, unknown="delete" if is_of_base else "refuse") as connection:
             number, other = await _step(connection.model, step), await _step(connection.model, baseline)
             recorder = Recorder(connection.validation_agent, f"eval-{uuid.uuid4().hex[:12]}", finetuning.seed or 0)
             try:

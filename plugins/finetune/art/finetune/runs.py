@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import art
 from art.contained import contained
@@ -24,6 +24,10 @@ from art.finetune.scoring import Reward, evaluator_of
 from art.finetune.sections import Config, RewardFunction
 from art.finetune.workflows import of_command, of_function, unused_llm_fields
 
+Unknown = Literal["create", "refuse", "delete"]
+"""What happens to a model that the server does not know: a new model is created, or refused, or created and deleted at the end."""
+MAX_NAMED = 10
+"""The models that a message names."""
 Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
 
@@ -80,17 +84,19 @@ async def loaded(checked_file: CheckedFile) -> AsyncGenerator[Loaded]:
 
 
 @contextlib.asynccontextmanager
-async def connected(loaded_file: Loaded) -> AsyncGenerator[Connected]:
-    """Registers the model, and builds workflow and rewards.
+async def connected(loaded_file: Loaded, *, unknown: Unknown = "create") -> AsyncGenerator[Connected]:
+    """Registers the model, and builds workflow and rewards. `unknown` is what happens to a model that the server does not know.
 
     Raises:
-        WrongInput: NVIDIA's toolkit refuses a section.
+        WrongInput: NVIDIA's toolkit refuses a section, or the server does not know the model.
         NoServer: no server answers, or the server was lost in the block.
         FinetuneError: the server refuses the model, or the block raised any other error.
     """
     config, policy, finetuning = loaded_file.config, loaded_file.policy, loaded_file.config.finetuning
-    model = await _register(config, loaded_file.backend)
+    model, is_new = await _register(config, loaded_file.backend, unknown)
     async with contextlib.AsyncExitStack() as opened:
+        if is_new and unknown == "delete":
+            opened.push_async_callback(_delete, model)
         try:
             workflow, evaluators = await opened.enter_async_context(toolkit.building(config, policy, model))
         except ValueError as error:
@@ -130,10 +136,13 @@ async def connected(loaded_file: Loaded) -> AsyncGenerator[Connected]:
             raise FinetuneError(f"rollouts failed: {reason_of(error)}{notes}{place_of(error)}") from error
 
 
-async def _register(config: Config, backend: art.Backend) -> art.TrainableModel:
-    """The file's model, which the server knows.
+async def _register(
+    config: Config, backend: art.Backend, unknown: Unknown = "create"
+) -> tuple[art.TrainableModel, bool]:
+    """The file's model, which the server knows, and whether the model is new. With "create" nobody asks, and it is False.
 
     Raises:
+        WrongInput: the server does not know the model, and a new one is refused.
         NoServer: no server answers, or no server can be started.
         FinetuneError: the server refuses the model.
     """
@@ -143,7 +152,13 @@ async def _register(config: Config, backend: art.Backend) -> art.TrainableModel:
     if section.init_args is not None and section.init_args.max_seq_length is not None:
         engine_args["max_seq_length"] = section.init_args.max_seq_length
     model = art.TrainableModel(**fields, lora=section.lora, engine_args=engine_args)
+    is_new = False
     try:
+        if unknown != "create":
+            known = await backend._list_models()  # pyright: ignore[reportPrivateUsage]
+            is_new = model.get_inference_name() not in known
+            if is_new and unknown == "refuse":
+                raise WrongInput([_no_model(config, known)])
         await model.register(backend)
     except art.ArtConnectionError as error:
         raise NoServer(
@@ -161,7 +176,27 @@ async def _register(config: Config, backend: art.Backend) -> art.TrainableModel:
         raise FinetuneError(f"the server refuses the model: {error}{remedy}") from error
     except art.ArtError as error:  # a server that this program starts has failed
         raise NoServer(str(error)) from error
-    return model
+    return model, is_new
+
+
+def _no_model(config: Config, known: Sequence[str]) -> str:
+    name = f"{config.adapter.backend.project}/{config.adapter.backend.name}"
+    shown = ", ".join(sorted(known)[:MAX_NAMED]) + (
+        f" and {len(known) - MAX_NAMED} more" if len(known) > MAX_NAMED else ""
+    )
+    return (
+        f"no model {name}; known: {shown or 'none'}. `art finetune` makes the file's model, and `art eval --step base` evaluates "
+        "the base model"
+    )
+
+
+async def _delete(model: art.TrainableModel) -> None:
+    """Deletes a model that was made for an evaluation of the base model, unless another program has trained it since."""
+    try:
+        if not await model.get_step():
+            await model.delete()
+    except art.ArtError as error:
+        say(f"{model.get_inference_name()}, which was made for this evaluation, stays on the server: {error}")
 
 
 def _backend(config: Config) -> art.Backend:
@@ -240,7 +275,7 @@ async def _check_fresh(config: Config, backend: art.Backend) -> None:
     Raises:
         WrongInput: the model was trained already.
     """
-    model = await _register(config, backend)
+    model, _ = await _register(config, backend)
     if step := await model.get_step():
         name = model.get_inference_name()
         raise WrongInput(
