@@ -209,6 +209,24 @@ async def test_an_evaluation_counts_answers_to_functions_that_are_not_trained(
     assert (await art.finetune.evaluate(file)).num_failed == 0
 
 
+CHANGES: list[dict[str, Any]] = [
+    {"overrides": {"eval.evaluators.reward": {"_type": "exact_match"}}},
+    {"overrides": [("finetuning.validation.share", None), ("finetuning.validation.dataset", "rows.json")]},
+    {"overrides": {"workflow._type": "agent.py:answer"}},
+    {"limit": 4},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+async def test_the_history_has_only_evaluations_of_the_whole_unchanged_file(
+    policy: PolicyServer, make_file: MakeFile, capfd: pytest.CaptureFixture[str], changes: dict[str, Any]
+) -> None:
+    await art.finetune.evaluate(make_file(), **changes)
+    assert not policy.logged and "not in the history" in capfd.readouterr().err
+    await art.finetune.evaluate(make_file(), {"eval.general.max_concurrency": 1}, reps=2)
+    assert len(policy.logged) == 1 and "not in the history" not in capfd.readouterr().err
+
+
 NAME = "trainer_adapters.a.backend.name"
 
 

@@ -28,6 +28,17 @@ FILE = "eval.json"
 RESULTS_FILE = "eval_results.jsonl"
 PAGE_FILE = "eval.html"
 AGREEMENT_FILE = "agreement.jsonl"
+COMPARED = (
+    "workflow",
+    "llms",
+    "eval.evaluators",
+    "eval.general.dataset",
+    "finetuning.reward_function",
+    "finetuning.validation",
+    "finetuning.target_functions",
+)
+"""The sections of a file that decide what an evaluation's mean is about. An evaluation with others is not in the history, where a
+later mean replaces an earlier one."""
 
 
 async def evaluate(
@@ -46,7 +57,7 @@ async def evaluate(
     `baseline` also the paired difference from that step. `ids` and `limit` choose rows.
 
     A step is a number, "best", "base", or None for the newest step. The best step has the highest val/reward, or the highest
-    train/reward without validations. `eval.json` in the output folder and eval/reward in the history have the figures,
+    train/reward without validations. `eval.json` in the output folder has the figures, and for all rows of an unchanged file also eval/reward in the history;
     `eval_results.jsonl` (or `results`) has the rollouts of the step. With `baseline`, or with the results of an earlier evaluation
     (`compare`), `eval.html` shows the differences.
 
@@ -70,6 +81,9 @@ async def evaluate(
         is_of_base = step == "base" and baseline in (None, "base")
         async with connected(loaded_file, unknown="delete" if is_of_base else "refuse") as connection:
             number, other = await _step(connection.model, step), await _step(connection.model, baseline)
+            reasons = (["some rows only"] if ids or limit is not None else []) + _changed(overrides)
+            if reasons and number != "base":
+                say(f"not in the history, which has evaluations of all rows of an unchanged file: {', '.join(reasons)}")
             recorder = Recorder(connection.validation_agent, f"eval-{uuid.uuid4().hex[:12]}", finetuning.seed or 0)
             try:
                 evaluation = await art.evaluate(
@@ -79,7 +93,7 @@ async def evaluate(
                     step=number,
                     baseline=other,
                     reps=reps or finetuning.validation.reps,
-                    log=limit is None and not ids,  # the history has means over all rows
+                    log=not reasons,
                     split="eval",  # not "val": these rows can differ from the run's, whose val/reward decides the best step
                     seed=finetuning.seed,
                     max_exceptions=finetuning.max_exceptions,
@@ -102,6 +116,16 @@ async def evaluate(
         later = [record for record in records if record.model == evaluation.name]
         say(f"{_write_differences(page, earlier, later)}; {page}")
     return evaluation
+
+
+def _changed(overrides: Overrides) -> list[str]:
+    """The overrides that change what an evaluation's mean is about (`COMPARED`)."""
+    names = list(overrides) if isinstance(overrides, Mapping) else [name for name, _ in overrides]
+    return [name for name in names if any(_is_within(name, part) or _is_within(part, name) for part in COMPARED)]
+
+
+def _is_within(name: str, section: str) -> bool:
+    return f"{name}.".startswith(f"{section}.")
 
 
 def _folder(file: str | Path | Mapping[str, Any], config: Config, overrides: Overrides) -> Path:
