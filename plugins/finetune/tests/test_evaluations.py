@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 import art
 import art.finetune
 from art.estimates import estimate
-from art.finetune import FinetuneError, WrongInput
+from art.finetune import FinetuneError, NoServer, WrongInput
 from art.finetune.agreement import cohens_kappa
 from art.finetune.differences import compare, write_page
 from art.finetune.results import ResultRecord, read_results
@@ -138,13 +138,42 @@ async def test_results_have_ids_answers_and_reasons(policy: PolicyServer, folder
     right, wrong, failed = records[0], records[2], records[6]
     assert (right["reward"], right["output"], right["reasons"]) == (1.0, "yes", {"reward": "it said yes"})
     assert (wrong["reward"], wrong["answer"], wrong["question"]) == (0.0, "yes", "question 1")
-    assert failed["reward"] is None and failed["error"] == "KeyError: 'no such city'"
+    assert failed["reward"] is None and re.fullmatch(r"KeyError: 'no such city' \(agent.py:\d+\)", failed["error"])
+    assert failed["output"] == "no", "what the workflow returned is kept"
+    assert failed["session"] and failed["seed"] != right["seed"]
 
 
-async def test_an_evaluation_that_fails_leaves_its_results(folder: Path, make_file: MakeFile) -> None:
-    with pytest.raises(FinetuneError, match="no such city"):
-        await art.finetune.evaluate(make_file(REASONED, finetuning__max_exceptions=0))
-    assert any("no such city" in (record["error"] or "") for record in lines(folder / "out" / "eval_results.jsonl"))
+async def test_an_evaluation_that_fails_finishes_all_rows_and_leaves_its_results(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    changes = {"finetuning__max_exceptions": 0, "eval__general__max_concurrency": 1}
+    words = r"1 of 4 rollouts failed; row 'row 3': KeyError: 'no such city' \(agent.py:\d+\)"
+    with pytest.raises(FinetuneError, match=words):
+        await art.finetune.evaluate(make_file(REASONED.replace('"row 3"', '"row 3"'), **changes))
+    records = lines(folder / "out" / "eval_results.jsonl")
+    assert len(records) == 4 and sum("no such city" in (record["error"] or "") for record in records) == 1
+    assert not policy.logged
+
+
+async def test_an_evaluation_in_which_all_rollouts_fail_names_a_row(make_file: MakeFile) -> None:
+    code = """
+        def score(row, output):
+            raise KeyError("no such city")
+    """
+    with pytest.raises(FinetuneError, match=r"no such city.*row 'row 0'.*\(agent.py:\d+\)"):
+        await art.finetune.evaluate(make_file(code), limit=1)
+
+
+async def test_an_evaluation_whose_server_is_lost_ends_soon(policy: PolicyServer, make_file: MakeFile) -> None:
+    code = """
+        def score(row, output):
+            raise KeyError("no such city")
+    """
+    healthy = Answer(body={"status": "ok"})
+    policy.on("GET", "/health", lambda request: Answer(hang_up=True) if policy.asked else healthy)
+    with pytest.raises(NoServer, match="does not answer"):
+        await art.finetune.evaluate(make_file(code, eval__general__max_concurrency=1))
+    assert len(policy.asked) == 1
 
 
 GATES = [(["--at_least", "0.2"], 0), (["--at-least", "0.6"], 5), (["--at_least", "1", "--limit", "1"], 5)]
@@ -451,6 +480,24 @@ async def test_a_judge_is_compared_with_labels(judge: JudgeServer, folder: Path,
     records = lines(folder / "out" / "agreement.jsonl")
     assert [(record["label"], record["reward"]) for record in records][2] == (False, 1.0)
     assert records[2]["reasons"] == {"reward": "it is good"}
+
+
+async def test_results_of_repetitions_are_labels_and_ask_no_server(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    file = make_file(eval__evaluators={"reward": {"_type": "exact_match"}})
+    policy.answer = lambda question, number: ("yes", "no")[number % 2]
+    await art.finetune.evaluate(file, reps=2, limit=2)
+    labelled = [record | {"label": 1} for record in lines(folder / "out" / "eval_results.jsonl")]
+    (folder / "labels.jsonl").write_text("".join(json.dumps(record) + "\n" for record in labelled))
+    await policy.stop()
+    measured = await art.finetune.measure_agreement(file, "labels.jsonl")
+    assert measured.share.mean == 0.5 and len(measured.records) == 4
+    assert {name.partition(" ")[0] for name in measured.differing} == {"row"} and len(measured.differing) == 2
+    assert any("(repetition 2)" in name for name in measured.differing)
+    (folder / "labels.jsonl").write_text((json.dumps(labelled[0]) + "\n") * 2)
+    with pytest.raises(WrongInput, match="line 2 has the id 'row 0' of line 1"):
+        await art.finetune.measure_agreement(file, "labels.jsonl")
 
 
 def test_kappa_of_a_known_table() -> None:

@@ -807,6 +807,28 @@ async def test_an_evaluation_compares_steps(policy: PolicyServer, folder: Path, 
         await art.finetune.evaluate(file, step="9")
 
 
+async def test_a_finished_run_says_that_its_model_was_rolled_back(
+    policy: PolicyServer, make_file: MakeFile, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = make_file()
+    await art.finetune.run(file)
+    await art.finetune.run(file)
+    assert "rollback" not in capfd.readouterr().err
+    policy.steps["demo/agent"] = 1
+    await art.finetune.run(file)
+    assert "the model is at step 1 since a rollback; --num_epochs 3 trains further from there" in capfd.readouterr().err
+    await art.finetune.run(file, {"finetuning.num_epochs": 3})
+    assert policy.steps["demo/agent"] == 2
+
+
+async def test_a_server_that_is_missing_is_named_by_its_variable(
+    folder: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ART_SERVER_URL", "http://127.0.0.1:1")
+    with pytest.raises(NoServer, match="check the address in ART_SERVER_URL"):
+        await art.finetune.evaluate(make_file(trainer_adapters__a__backend__url=None))
+
+
 async def test_results_are_beside_the_configuration_of_a_renamed_folder(
     policy: PolicyServer, folder: Path, make_file: MakeFile
 ) -> None:

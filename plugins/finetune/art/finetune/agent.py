@@ -73,10 +73,19 @@ class Agent:
         return trajectory, output
 
     async def play_with_reasons(self, model: art.TrainableModel, row: DatasetRow, session: str, seed: int) -> Played:
-        """A rollout with its reward. metrics["untrained_answers"] counts answers to other functions.
+        """A rollout with its reward; see `roll_out`."""
+        trajectory, output = await self.roll_out(model, row, session, seed)
+        reasons = await self.reward.score(row, output, trajectory)
+        return Played(trajectory, output, reasons)
+
+    async def roll_out(
+        self, model: art.TrainableModel, row: DatasetRow, session: str, seed: int
+    ) -> tuple[art.Trajectory, Any]:
+        """The trajectory of a rollout without its reward, and the workflow's output. metrics["untrained_answers"] counts answers to
+        other functions.
 
         Raises:
-            Exception: the workflow or an evaluator failed, took too long, or asked for no answer of the model (in training: none that can be
+            Exception: the workflow failed, took too long, or asked for no answer of the model (in training: none that can be
                 trained).
         """
         is_own = WORKFLOW in self.targets
@@ -111,8 +120,7 @@ class Agent:
         if is_empty:
             left_out = others if trajectory.metrics.get("untrained_answers") else set[str]()
             raise RolloutFailed(_why_empty(model, left_out, trajectory.logs, is_trained=step is None))
-        reasons = await self.reward.score(row, output, trajectory)
-        return Played(trajectory, output, reasons)
+        return trajectory, output
 
     def player(
         self, session: str, seed: int, kept: Kept | None = None

@@ -1,6 +1,7 @@
 """`art eval`: the validation rows at a step, the difference from another step or from earlier results, and how often the reward
 agrees with labels."""
 
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,18 +11,20 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 import art
+from art.evaluation import log_evaluation
 from art.files import write_whole
 from art.finetune.agreement import Agreement, agreement, label_of
 from art.finetune.differences import Comparison, write_page
 from art.finetune.differences import compare as compare_results
-from art.finetune.errors import WrongInput
+from art.finetune.errors import FinetuneError, WrongInput
 from art.finetune.folder import CONFIG_FILE, STATE_FILE
 from art.finetune.interfaces import say
+from art.finetune.losing import server_lost
 from art.finetune.reading import dataset_of_text
 from art.finetune.results import Recorder, ResultRecord, read_results, write_results
 from art.finetune.rows import load_rows, select
 from art.finetune.run_record import to_json
-from art.finetune.runs import Overrides, connected, loaded, prepare
+from art.finetune.runs import Overrides, connected, loaded, prepare, validation_reward
 from art.finetune.sections import Config, DatasetSection
 
 FILE = "eval.json"
@@ -93,16 +96,20 @@ async def evaluate(
                     step=number,
                     baseline=other,
                     reps=reps or finetuning.validation.reps,
-                    log=not reasons,
-                    split="eval",  # not "val": these rows can differ from the run's, whose val/reward decides the best step
+                    log=False,  # an evaluation in which too many rollouts failed is not logged
                     seed=finetuning.seed,
-                    max_exceptions=finetuning.max_exceptions,
+                    max_exceptions=math.inf,  # all rows are finished; `_check_failures` counts
                     max_concurrent_rollouts=checked_file.config.eval.general.max_concurrency,
                 )
             finally:  # an evaluation that failed has results too
                 records = sorted(recorder.records, key=lambda record: _is_of(other, record))
                 if records:
                     write_results(Path(results or folder / RESULTS_FILE), records, rows)
+            if recorder.lost is not None:
+                raise server_lost(connection.model, recorder.lost)
+            _check_failures(records, finetuning.max_exceptions)
+            if not reasons:
+                await _log(connection.model, evaluation)
             if hint := connection.validation_agent.reward.take_hint([record.reward for record in records]):
                 say(hint)
     _write_figures(folder / FILE, evaluation)
@@ -116,6 +123,30 @@ async def evaluate(
         later = [record for record in records if record.model == evaluation.name]
         say(f"{_write_differences(page, earlier, later)}; {page}")
     return evaluation
+
+
+async def _log(model: art.TrainableModel, evaluation: art.Evaluation) -> None:
+    """Writes an evaluation and its baseline to the history."""
+    for part in (evaluation, evaluation.baseline):
+        if part is not None and part.step is not None:
+            # not "val": these rows can differ from the run's, whose val/reward decides the best step
+            await log_evaluation(model, part, part.step, "eval")
+
+
+def _check_failures(records: Sequence[ResultRecord], max_exceptions: float) -> None:
+    """Prints how many rollouts failed, and why the first.
+
+    Raises:
+        FinetuneError: more rollouts failed than `max_exceptions`, a number or a share below 1.
+    """
+    failed = [record for record in records if record.error is not None]
+    if not failed:
+        return
+    line = f"{len(failed)} of {len(records)} rollouts failed; row {failed[0].id!r}: {failed[0].error}"
+    limit = max_exceptions * len(records) if max_exceptions < 1 else max_exceptions
+    if len(failed) > limit:
+        raise FinetuneError(f"{line}. finetuning.max_exceptions is {max_exceptions:g}")
+    say(line)
 
 
 def _changed(overrides: Overrides) -> list[str]:
@@ -177,22 +208,21 @@ async def measure_agreement(
 
     Raises:
         WrongInput: a file is wrong, or a row has no label.
-        NoServer: no server answers.
+        NoServer: no server answers, and an evaluator needs the server.
         FinetuneError: too many answers could not be scored.
     """
     checked_file = prepare(file, overrides)
     config = checked_file.config
     section = {"limit": limit, "ids": list(ids), **dataset_of_text(Path(labels))}
     try:
-        rows = load_rows(DatasetSection.model_validate(section)).rows
+        rows = load_rows(DatasetSection.model_validate(section), apart_by=("model", "repetition")).rows
         for row in rows:
             label_of(row)
     except ValidationError as error:
         raise WrongInput([f"{labels}: a file of labels ends in .jsonl, .json, .csv or .parquet"]) from error
     except ValueError as error:
         raise WrongInput([f"{labels}: {error}"]) from error
-    async with loaded(checked_file) as loaded_file, connected(loaded_file) as connection:
-        reward = connection.validation_agent.reward
+    async with validation_reward(checked_file) as reward:
         limits = {"max_exceptions": config.finetuning.max_exceptions}
         measured = await agreement(reward, rows, **limits, max_concurrency=config.eval.general.max_concurrency)
     write_results(_folder(file, config, overrides) / AGREEMENT_FILE, measured.records, rows)

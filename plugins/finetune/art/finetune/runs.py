@@ -16,11 +16,11 @@ from art.contained import contained
 from art.finetune import checking, components, folder, loading, other_harnesses, reading, stopping, toolkit
 from art.finetune.agent import Agent, Played, num_answers, place_of, reason_of, text_of
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, RolloutFailed, WrongInput
-from art.finetune.interfaces import CheckedFile, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
+from art.finetune.interfaces import CheckedFile, Code, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rows import digest
 from art.finetune.run_record import State
-from art.finetune.scoring import Reward, evaluator_of
+from art.finetune.scoring import Evaluator, Reward, evaluator_of
 from art.finetune.sections import Config, RewardFunction
 from art.finetune.workflows import of_command, of_function, unused_llm_fields
 
@@ -84,6 +84,23 @@ async def loaded(checked_file: CheckedFile) -> AsyncGenerator[Loaded]:
 
 
 @contextlib.asynccontextmanager
+async def validation_reward(checked_file: CheckedFile) -> AsyncGenerator[Reward]:
+    """The reward of validations. Only evaluators of NVIDIA's toolkit, which are built with the model, need a server.
+
+    Raises:
+        WrongInput, NoServer, FinetuneError: as `loaded` and `connected`.
+    """
+    config = checked_file.config
+    reward = config.finetuning.validation.reward or config.finetuning.reward_function
+    if any(components.is_of_toolkit("evaluator", config.eval.evaluators[name].type) for name in reward.names):
+        async with loaded(checked_file) as loaded_file, connected(loaded_file, unknown="refuse") as connection:
+            yield connection.validation_agent.reward
+    else:
+        async with art.Backend(_address(config)) as backend:  # gets no request
+            yield Reward(config, reward, _functions(loading.load(checked_file, backend).code))
+
+
+@contextlib.asynccontextmanager
 async def connected(loaded_file: Loaded, *, unknown: Unknown = "create") -> AsyncGenerator[Connected]:
     """Registers the model, and builds workflow and rewards. `unknown` is what happens to a model that the server does not know.
 
@@ -109,8 +126,7 @@ async def connected(loaded_file: Loaded, *, unknown: Unknown = "create") -> Asyn
                     f"without effect here: {', '.join(unused)}: the workflow asks OPENAI_MODEL with its own parameters; a "
                     "function with a parameter `llms` gets them"
                 )
-        functions = loaded_file.code.evaluators.items()
-        evaluators |= {name: evaluator_of(function) for name, function in functions if function is not None}
+        evaluators |= _functions(loaded_file.code)
         agent = Agent(
             workflow=workflow,
             reward=Reward(config, finetuning.reward_function, evaluators),
@@ -134,6 +150,11 @@ async def connected(loaded_file: Loaded, *, unknown: Unknown = "create") -> Asyn
                 raise server_lost(model, error) from error
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
             raise FinetuneError(f"rollouts failed: {reason_of(error)}{notes}{place_of(error)}") from error
+
+
+def _functions(code: Code) -> dict[str, Evaluator]:
+    """The evaluators that are functions of the user, by name."""
+    return {name: evaluator_of(function) for name, function in code.evaluators.items() if function is not None}
 
 
 async def _register(
@@ -161,9 +182,9 @@ async def _register(
                 raise WrongInput([_no_model(config, known)])
         await model.register(backend)
     except art.ArtConnectionError as error:
+        where = "ART_SERVER_URL" if section.url is None and section.ip is None else "the adapter's backend"
         raise NoServer(
-            f"Failed to connect to ART backend: {error}. Start `art-server`, or check the address in the adapter's "
-            f"backend: `curl {backend.base_url}/health` shows whether it answers"
+            f"Failed to connect to ART backend: {error}. Start `art-server`, or check the address in {where}: `curl {backend.base_url}/health` shows whether it answers"
         ) from error
     except art.ArtStatusError as error:
         remedy = ""
@@ -199,12 +220,18 @@ async def _delete(model: art.TrainableModel) -> None:
         say(f"{model.get_inference_name()}, which was made for this evaluation, stays on the server: {error}")
 
 
+def _address(config: Config) -> str | None:
+    """The server's address in the file."""
+    section = config.adapter.backend
+    if section.ip is None:
+        return section.url
+    host = "127.0.0.1" if section.ip == "0.0.0.0" else section.ip
+    return f"http://{host}:{section.port or 7623}"
+
+
 def _backend(config: Config) -> art.Backend:
     section, trackers = config.adapter.backend, config.finetuning.trackers
-    url = section.url
-    if section.ip is not None:
-        host = "127.0.0.1" if section.ip == "0.0.0.0" else section.ip
-        url = f"http://{host}:{section.port or 7623}"
+    url = _address(config)
     if url is None and not os.environ.get("ART_SERVER_URL"):
         return art.LocalBackend(trackers=trackers)
     return art.Backend(url, section.own_key, trackers=trackers)
@@ -235,6 +262,8 @@ async def run(
                 say(f"the code of {config.workflow.type} has changed: the run continues with the new code")
             if len(output.state.epochs) >= finetuning.num_epochs * loaded_file.batches.per_epoch:
                 say(f"{output.path}: all {finetuning.num_epochs} epochs are trained already")
+                if rolled_back := await _rolled_back(loaded_file, output.state):
+                    say(rolled_back)
                 return []
             async with connected(loaded_file) as connection:
                 name = connection.model.get_inference_name()
@@ -255,6 +284,19 @@ async def run(
                 if best := await stopping.best_step(run.model, output.state.validations):
                     say(best)
                 return statuses
+
+
+async def _rolled_back(loaded_file: Loaded, state: State) -> str | None:
+    """How a finished run continues whose model was rolled back since, in words; None if it was not, or if no server answers."""
+    try:
+        model, _ = await _register(loaded_file.config, loaded_file.backend, "refuse")
+        step = await model.get_step()
+    except (FinetuneError, art.ArtError):
+        return None
+    if not state.epochs or step >= state.epochs[-1].step:
+        return None
+    num_epochs = loaded_file.config.finetuning.num_epochs
+    return f"the model is at step {step} since a rollback; --num_epochs {num_epochs + 1} trains further from there"
 
 
 async def _num_optimizer_steps(model: art.TrainableModel) -> int:
