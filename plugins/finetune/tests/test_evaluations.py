@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,11 +14,12 @@ from ruamel.yaml import YAML
 import art
 import art.finetune
 from art.estimates import estimate
-from art.finetune import FinetuneError, NoServer, WrongInput
+from art.finetune import BelowTarget, FinetuneError, NoServer, WrongInput
 from art.finetune.agreement import cohens_kappa
 from art.finetune.differences import compare, write_page
+from art.finetune.evaluating import Compared
 from art.finetune.results import ResultRecord, read_results
-from art_finetune.commands import run_eval
+from art_finetune.commands import evaluate_flags, run_eval
 from plugins.finetune.tests.commands import parsed
 from plugins.finetune.tests.policy_server import PolicyServer
 from tests.fakes.server import Answer, FakeServer, Request
@@ -185,9 +187,10 @@ def test_the_gate_is_the_lower_end_of_the_interval(
 ) -> None:
     async def evaluate(*_: Any, limit: int | None, **__: Any) -> Any:
         rewards = [0.0, 1.0] * 20 if limit is None else [1.0]
-        return art.Evaluation("demo/agent@1", 1, estimate(rewards), tuple(rewards), len(rewards), 0, {}, [])
+        evaluation = art.Evaluation("demo/agent@1", 1, estimate(rewards), tuple(rewards), len(rewards), 0, {}, [])
+        return Compared(evaluation, [], None, Path("eval.html"))
 
-    monkeypatch.setattr("art.finetune.evaluating.evaluate", evaluate)
+    monkeypatch.setattr("art.finetune.evaluating.evaluate_and_compare", evaluate)
     ended = 0
     try:
         run_eval(parsed("eval", "f.yml", *arguments))
@@ -321,8 +324,11 @@ async def test_an_evaluation_is_compared_with_earlier_results(
     await art.finetune.evaluate(file, compare="before.jsonl")
     assert "difference 1 (95% 1 to 1, n=4); rows: 0 worse, 4 better" in capfd.readouterr().err
     assert "4 better" in (folder / "out" / "eval.html").read_text()
+    everything = (folder / "out" / "eval_results.jsonl").read_text()
     await art.finetune.evaluate(file, compare="before.jsonl", ids=["row 2"])
     assert "rows: 0 worse, 1 better, 0 equal, 0 in one only" in capfd.readouterr().err
+    assert (folder / "out" / "eval_results.jsonl").read_text() == everything
+    assert len(lines(folder / "out" / "eval_chosen_results.jsonl")) == 1
 
 
 def test_two_files_are_compared_without_a_server(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,6 +340,82 @@ def test_two_files_are_compared_without_a_server(folder: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit) as ended:
         run_eval(parsed("eval", "after.jsonl", "--compare", "before.jsonl", "--at_least", "0.9"))
     assert ended.value.code == 5
+
+
+RESULTS_ALONE = [([], 2), (["--at_least", "0.2"], 5), (["--at_least", "-9"], 0)]
+
+
+@pytest.mark.parametrize(("arguments", "code"), RESULTS_ALONE)
+def test_results_alone_are_gated_or_name_the_flag(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int
+) -> None:
+    (folder / "before.jsonl").write_text("".join(record.model_dump_json() + "\n" for record in BEFORE))
+    ended = 0
+    try:
+        run_eval(parsed("eval", "before.jsonl", *arguments))
+    except SystemExit as error:
+        ended = error.code
+    printed = capsys.readouterr()
+    assert ended == code
+    assert "add --compare FILE, or --at_least X" in printed.err if code == 2 else "reward 0.75 (95%" in printed.out
+
+
+@pytest.mark.parametrize(("least", "is_below"), [("-0.5", False), ("0.5", True)])
+async def test_the_difference_is_gated_and_printed_with_its_page(
+    policy: PolicyServer,
+    folder: Path,
+    make_file: MakeFile,
+    capsys: pytest.CaptureFixture[str],
+    least: str,
+    is_below: bool,
+) -> None:
+    (folder / "f.yml").write_text(json.dumps(make_file()))
+    await art.finetune.evaluate("f.yml", results="before.jsonl")
+    policy.answer = lambda question, number: "yes"
+    flags = parsed("eval", "f.yml", "--compare", "before.jsonl", "--at_least_difference", least)
+    if is_below:
+        with pytest.raises(BelowTarget, match=r"the difference 0 .* is below --at_least_difference 0\.5"):
+            await evaluate_flags(flags)
+    else:
+        await evaluate_flags(flags)
+    assert re.search(r"difference 0 \(95%.*; out/eval.html", capsys.readouterr().out)
+    with pytest.raises(WrongInput, match="--at_least_difference needs --baseline K or --compare FILE"):
+        await evaluate_flags(parsed("eval", "f.yml", "--at_least_difference", "0"))
+
+
+async def test_a_chosen_row_is_printed_with_its_output_and_reason(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "f.yml").write_text(json.dumps(make_file(REASONED)))
+    await evaluate_flags(parsed("eval", "f.yml", "--id", "row 1"))
+    printed = capsys.readouterr().out
+    assert "no interval from 1 row" in printed and "row 'row 1', repetition 1: reward 1" in printed
+    assert "output: yes" in printed and "reason of reward: it said yes" in printed
+
+
+async def test_the_evaluations_of_the_page_run_in_ci(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_file()
+    monkeypatch.setenv("ART_SERVER_URL", policy.url)
+    section = DOCS.partition("### Evaluations in CI")[2].partition("In a program:")[0]
+    (folder / "evaluate.yml").write_text(section.partition("```yaml\n")[2].partition("```")[0])
+    rows = json.loads((folder / "rows.json").read_text())
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with_file, without_file = re.findall(r"^art (eval .*)$", section, re.MULTILINE)
+    policy.steps["ci/words"] = 0
+    policy.answer = lambda question, number: "yes"
+    await art.finetune.evaluate("evaluate.yml", results="main.jsonl")
+    await evaluate_flags(parsed(*shlex.split(with_file)))
+    known = set(policy.steps)
+    await evaluate_flags(parsed(*shlex.split(without_file)))
+    assert set(policy.steps) == known and policy.asked[-1]["step"] == "base"
+    with pytest.raises(WrongInput, match="no model finetune/nosuch; known: "):
+        await evaluate_flags(parsed(*shlex.split(without_file), "--name", "nosuch"))
+    with pytest.raises(WrongInput, match="--step needs --name NAME"):
+        await evaluate_flags(parsed(*shlex.split(without_file), "--step", "2"))
+    with pytest.raises(WrongInput, match="without a file needs --dataset, --reward"):
+        await evaluate_flags(parsed("eval", "agent.py:answer", "--base_model", "art/tiny"))
 
 
 async def test_the_results_of_a_baseline_are_compared_too(folder: Path, make_file: MakeFile) -> None:
@@ -488,7 +570,7 @@ async def test_results_of_repetitions_are_labels_and_ask_no_server(
     file = make_file(eval__evaluators={"reward": {"_type": "exact_match"}})
     policy.answer = lambda question, number: ("yes", "no")[number % 2]
     await art.finetune.evaluate(file, reps=2, limit=2)
-    labelled = [record | {"label": 1} for record in lines(folder / "out" / "eval_results.jsonl")]
+    labelled = [record | {"label": 1} for record in lines(folder / "out" / "eval_chosen_results.jsonl")]
     (folder / "labels.jsonl").write_text("".join(json.dumps(record) + "\n" for record in labelled))
     await policy.stop()
     measured = await art.finetune.measure_agreement(file, "labels.jsonl")

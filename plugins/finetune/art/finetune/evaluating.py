@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -27,9 +27,18 @@ from art.finetune.run_record import to_json
 from art.finetune.runs import Overrides, connected, loaded, prepare, validation_reward
 from art.finetune.sections import Config, DatasetSection
 
-FILE = "eval.json"
-RESULTS_FILE = "eval_results.jsonl"
-PAGE_FILE = "eval.html"
+
+class Names(NamedTuple):
+    """The files of an evaluation in the output folder."""
+
+    figures: str
+    results: str
+    page: str
+
+
+ALL_ROWS = Names("eval.json", "eval_results.jsonl", "eval.html")
+CHOSEN_ROWS = Names("eval_chosen.json", "eval_chosen_results.jsonl", "eval_chosen.html")
+"""With `ids` or `limit`: the files of all rows stay as they are."""
 AGREEMENT_FILE = "agreement.jsonl"
 COMPARED = (
     "workflow",
@@ -69,12 +78,53 @@ async def evaluate(
         NoServer: no server answers.
         FinetuneError: too many rollouts failed.
     """
+    compared = await evaluate_and_compare(
+        file,
+        overrides,
+        step=step,
+        baseline=baseline,
+        reps=reps,
+        limit=limit,
+        ids=ids,
+        results=results,
+        compare=compare,
+    )
+    if compared.comparison is not None:
+        say(f"{compared.comparison}; {compared.page}")
+    return compared.evaluation
+
+
+class Compared(NamedTuple):
+    """An evaluation with its comparison, if it has a baseline or earlier results."""
+
+    evaluation: art.Evaluation
+    records: list[ResultRecord]
+    """The rollouts, those of the baseline last."""
+    comparison: Comparison | None
+    page: Path
+
+
+async def evaluate_and_compare(
+    file: str | Path | Mapping[str, Any],
+    overrides: Overrides = (),
+    *,
+    step: str | None = None,
+    baseline: str | None = None,
+    reps: int | None = None,
+    limit: int | None = None,
+    ids: Sequence[str] = (),
+    results: str | Path | None = None,
+    compare: str | Path | None = None,
+) -> Compared:
+    """An evaluation as `evaluate` makes it, with its rollouts and its comparison."""
     if reps is not None and reps < 1:
         raise WrongInput([f"--reps must be at least 1, not {reps}"])
     checked_file = prepare(file, overrides)
     finetuning, folder = checked_file.config.finetuning, _folder(file, checked_file.config, overrides)
     if not finetuning.validation.has_rows:
         say("the file has no finetuning.validation.dataset or share: the rows of training are evaluated")
+    names = ALL_ROWS if limit is None and not ids else CHOSEN_ROWS
+    page, comparison = folder / names.page, None
     earlier = None if compare is None else read_results(Path(compare))
     async with loaded(checked_file) as loaded_file:
         try:
@@ -104,7 +154,7 @@ async def evaluate(
             finally:  # an evaluation that failed has results too
                 records = sorted(recorder.records, key=lambda record: _is_of(other, record))
                 if records:
-                    write_results(Path(results or folder / RESULTS_FILE), records, rows)
+                    write_results(Path(results or folder / names.results), records, rows)
             if recorder.lost is not None:
                 raise server_lost(connection.model, recorder.lost)
             _check_failures(records, finetuning.max_exceptions)
@@ -112,17 +162,16 @@ async def evaluate(
                 await _log(connection.model, evaluation)
             if hint := connection.validation_agent.reward.take_hint([record.reward for record in records]):
                 say(hint)
-    _write_figures(folder / FILE, evaluation)
+    _write_figures(folder / names.figures, evaluation)
     if earlier is None and baseline is not None:
         earlier = [record for record in records if _is_of(other, record)]
     if earlier is not None:
         if ids or limit is not None:
             chosen = {row.id for row in rows}
             earlier = [record for record in earlier if record.id in chosen]
-        page = folder / PAGE_FILE
         later = [record for record in records if record.model == evaluation.name]
-        say(f"{_write_differences(page, earlier, later)}; {page}")
-    return evaluation
+        comparison = _write_differences(page, earlier, later)
+    return Compared(evaluation, records, comparison, page)
 
 
 async def _log(model: art.TrainableModel, evaluation: art.Evaluation) -> None:
@@ -184,6 +233,11 @@ def _write_differences(page: Path, earlier: list[ResultRecord], later: list[Resu
     return comparison
 
 
+def page_of(results: str | Path) -> Path:
+    """The page that `compare_files` writes beside the later results."""
+    return Path(results).with_suffix(".html")
+
+
 def compare_files(before: str | Path, after: str | Path) -> Comparison:
     """The differences between the results of two evaluations. Writes the page beside `after`, with the ending .html. No server is
     asked.
@@ -191,7 +245,7 @@ def compare_files(before: str | Path, after: str | Path) -> Comparison:
     Raises:
         WrongInput: a file has no results, or the two have no row in common.
     """
-    return _write_differences(Path(after).with_suffix(".html"), read_results(Path(before)), read_results(Path(after)))
+    return _write_differences(page_of(after), read_results(Path(before)), read_results(Path(after)))
 
 
 async def measure_agreement(

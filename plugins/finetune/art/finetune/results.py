@@ -161,7 +161,21 @@ def mean_reward(records: Sequence[ResultRecord]) -> Estimate:
     return estimate(known)
 
 
-def check_at_least(what: str, measured: Estimate, at_least: float | None) -> None:
+def shown(records: Sequence[ResultRecord]) -> str:
+    """The outputs, rewards and reasons of rollouts as text."""
+    lines: list[str] = []
+    for record in records:
+        reward = "failed" if record.reward is None else f"reward {record.reward:g}"
+        lines.append(f"{record.model}, row {record.id!r}, repetition {record.repetition}: {reward}")
+        if record.error is None or record.output is not None:
+            lines.append(f"  output: {record.output}")
+        if record.error is not None:
+            lines.append(f"  error: {record.error}")
+        lines += [f"  reason of {name}: {reason}" for name, reason in record.reasons.items()]
+    return "\n".join(lines)
+
+
+def check_at_least(what: str, measured: Estimate, at_least: float | None, flag: str = "--at_least") -> None:
     """Checks that a mean is surely at least a number.
 
     Raises:
@@ -169,9 +183,9 @@ def check_at_least(what: str, measured: Estimate, at_least: float | None) -> Non
     """
     if at_least is None or measured.interval[0] >= at_least:
         return
-    reason = f"the lower end of its interval, {measured.interval[0]:.4g}, is below --at_least {at_least:g}"
+    reason = f"the lower end of its interval, {measured.interval[0]:.4g}, is below {flag} {at_least:g}"
     if measured.num_scenarios == 1:
-        reason = f"one row has no interval, and --at_least {at_least:g} needs two or more"
+        reason = f"one row has no interval, and {flag} {at_least:g} needs two or more"
     elif measured.mean >= at_least:
         reason += ". The mean is not: more rows make the interval narrower"
     raise BelowTarget(f"{what} {measured}: {reason}")
