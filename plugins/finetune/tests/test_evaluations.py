@@ -259,6 +259,18 @@ async def test_the_history_has_only_evaluations_of_the_whole_unchanged_file(
     assert len(policy.logged) == 1 and "not in the history" not in capfd.readouterr().err
 
 
+async def test_logged_rollouts_have_the_ids_of_their_rows(policy: PolicyServer, make_file: MakeFile) -> None:
+    file = make_file(finetuning__num_epochs=1, finetuning__validation={"dataset": "rows.json", "interval": 1})
+    await art.finetune.run(file)
+    await art.finetune.evaluate(file)
+    assert [body["split"] for body in policy.logged if body["groups"]][-1] == "eval"
+    logged = [body for body in policy.logged if body["split"] in ("val", "eval")]
+    assert {body["split"] for body in logged} == {"val", "eval"}
+    for body in logged:
+        for number, group in enumerate(body["groups"]):
+            assert [trajectory["metadata"]["row"] for trajectory in group["trajectories"]] == [f"row {number}"]
+
+
 NAME = "trainer_adapters.a.backend.name"
 
 
