@@ -1,6 +1,7 @@
 """Runs, against a server that keeps sessions and trains nothing."""
 
 import asyncio
+import fcntl
 import functools
 import json
 import re
@@ -819,6 +820,19 @@ async def test_a_finished_run_says_that_its_model_was_rolled_back(
     assert "the model is at step 1 since a rollback; --num_epochs 3 trains further from there" in capfd.readouterr().err
     await art.finetune.run(file, {"finetuning.num_epochs": 3})
     assert policy.steps["demo/agent"] == 2
+
+
+async def test_a_server_that_runs_in_the_folder_is_used(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = make_file(trainer_adapters__a__backend__url=None)
+    server_dir = folder / ".art" / ".server"
+    server_dir.mkdir(parents=True)
+    (server_dir / "address.json").write_text(json.dumps({"url": policy.url, "pid": 1}))
+    with (server_dir / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        await art.finetune.evaluate(file)
+    assert len(policy.asked) == 4 and f"the server that runs in .art is used: {policy.url}" in capfd.readouterr().err
 
 
 async def test_a_server_that_is_missing_is_named_by_its_variable(

@@ -23,6 +23,7 @@ from art.finetune.run_record import State
 from art.finetune.scoring import Evaluator, Reward, evaluator_of
 from art.finetune.sections import Config, RewardFunction
 from art.finetune.workflows import of_command, of_function, unused_llm_fields
+from art_protocol.running_server import running_address
 
 Unknown = Literal["create", "refuse", "delete"]
 """What happens to a model that the server does not know: a new model is created, or refused, or created and deleted at the end."""
@@ -57,7 +58,8 @@ def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
 
 @contextlib.asynccontextmanager
 async def serving(config: Config) -> AsyncGenerator[art.Backend]:
-    """The backend of the file's server. Starts a server if the file names none.
+    """The backend of the file's server. If neither the file nor ART_SERVER_URL names one: the server that runs in `.art`, or else
+    a server that is started.
 
     Raises:
         NoServer: no server can be started.
@@ -182,7 +184,8 @@ async def _register(
                 raise WrongInput([_no_model(config, known)])
         await model.register(backend)
     except art.ArtConnectionError as error:
-        where = "ART_SERVER_URL" if section.url is None and section.ip is None else "the adapter's backend"
+        is_in_file = _address(config) is not None or not os.environ.get("ART_SERVER_URL")
+        where = "the adapter's backend" if is_in_file else "ART_SERVER_URL"
         raise NoServer(
             f"Failed to connect to ART backend: {error}. Start `art-server`, or check the address in {where}: `curl {backend.base_url}/health` shows whether it answers"
         ) from error
@@ -233,7 +236,10 @@ def _backend(config: Config) -> art.Backend:
     section, trackers = config.adapter.backend, config.finetuning.trackers
     url = _address(config)
     if url is None and not os.environ.get("ART_SERVER_URL"):
-        return art.LocalBackend(trackers=trackers)
+        url = running_address(Path(".art"))
+        if url is None:
+            return art.LocalBackend(trackers=trackers)
+        say(f"the server that runs in .art is used: {url}")
     return art.Backend(url, section.own_key, trackers=trackers)
 
 
