@@ -21,6 +21,8 @@ class Estimate:
 
     def __str__(self) -> str:
         low, high = self.interval
+        if self.num_scenarios == 1:
+            return f"{self.mean:.4g} (no interval from 1 row)"
         return f"{self.mean:.4g} (95% {low:.4g} to {high:.4g}, n={self.num_scenarios})"
 
 

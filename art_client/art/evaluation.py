@@ -130,7 +130,7 @@ async def evaluate(
     # In this order: the first log call also writes what rollouts counted themselves, such as costs.
     for name, result in (("result", evaluation), ("result.baseline", evaluation.baseline)):
         if log and result is not None and result.step is not None:
-            await _log(model, result, result.step, split, name)
+            await log_evaluation(model, result, result.step, split, name)
     return evaluation
 
 
@@ -139,7 +139,9 @@ def _to_number(step: Step) -> int | None:
     return None if step == "base" else step
 
 
-async def _log(model: TrainableModel, evaluation: Evaluation, step: int, split: str, name: str) -> None:
+async def log_evaluation(
+    model: TrainableModel, evaluation: Evaluation, step: int, split: str, name: str = "result"
+) -> None:
     """Writes an evaluation to the history. A failure is a warning, so that the rollouts are not lost. `name` is the name of
     the evaluation in the caller's program."""
     try:

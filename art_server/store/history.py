@@ -215,7 +215,7 @@ class MetricHistory:
     # --- the best step ---
 
     def means(self, metric: str) -> dict[int, float]:
-        """The mean of a metric for each step that earned it: the highest mean first, and of equal means the later step first.
+        """The mean of a metric for each step that earned it: the highest mean first, and of equal means the earlier step first.
         A reward of training belongs to the step that sampled, where the row names this step."""
         query, values = means_of(self._model, metric)
         return dict(self._table.select(query, *values))
@@ -238,7 +238,7 @@ def means_of(model: int, metric: str) -> tuple[str, tuple[object, ...]]:
         FROM metrics LEFT JOIN metrics AS sampled
         ON sampled.model = metrics.model AND sampled.step = metrics.step AND sampled.name = ?
         WHERE metrics.model = ? AND metrics.name = ? AND metrics.value IS NOT NULL
-        GROUP BY earned_by ORDER BY mean DESC, earned_by DESC
+        GROUP BY earned_by ORDER BY mean DESC, earned_by
     """
     sampled = "sampled_step" if metric.startswith("train/") else None
     return query, (sampled, model, metric)

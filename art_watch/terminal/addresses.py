@@ -1,12 +1,11 @@
 """What the words of a command line name: a source, a model, a step, a job."""
 
-import contextlib
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from art_protocol.running_server import running_address
 from art_server.errors import NotFound, ServerError, Unavailable, UsageError
 from art_server.store.registry import known_models
 from art_watch.terminal.sources import FolderSource, HttpSource, Row, Source
@@ -67,25 +66,6 @@ def _default_server(path: Path) -> Source:
         f"{missing}: name the folder of a server with --path, or a server with --url",
         code="unknown_folder",
     )
-
-
-def running_address(path: Path) -> str | None:
-    """The address of the server that works in a folder; None if no server does. The lock of the folder proves that a server
-    of this machine works there, so that an address in a copied folder never gets the key."""
-    if sys.platform != "linux":  # a server runs on Linux only
-        return None
-    import fcntl  # which other systems lack
-
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        descriptor = os.open(path / ".server" / "lock", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            # Shared: two commands that look at the same time do not take each other for a server, which locks exclusively.
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return str(json.loads((path / ".server" / "address.json").read_bytes())["url"])
-        finally:
-            os.close(descriptor)
-    return None
 
 
 def need_server(source: Source) -> HttpSource:

@@ -161,6 +161,8 @@ class FakeArt(FakeServer):
     def _answer(self, request: Request) -> Answer:
         if request.path.endswith("/chat/completions"):
             return Answer(body=self._completion(request))
+        if (request.method, request.path) == ("GET", "/api/models"):
+            return Answer(body={"models": [self._info(model) for model in self.steps]})
         if request.path == "/api/models":
             body = request.json()
             return Answer(body=self._info(f"{body['project']}/{body['name']}"))
@@ -168,6 +170,10 @@ class FakeArt(FakeServer):
             return Answer(lines=[self.ended[request.path.split("/")[3]]])
         match = MODEL.match(request.path)
         assert match is not None, request.path
+        if request.method == "DELETE":
+            info = self._info(match[1])
+            del self.steps[match[1]]
+            return Answer(body=info)
         if request.path.endswith("/train"):
             return self.train(request, match[1])
         if "/sessions/" in request.path:

@@ -43,6 +43,7 @@ from art_protocol.wire import (
     JobReport,
     LogReply,
     ModelInfo,
+    ModelList,
     RollbackRequest,
     SessionReply,
     TrainConfig,
@@ -246,6 +247,12 @@ class Backend:
         """The base URL and API key for inference on the model."""
         # `openai` makes no client without a key.
         return f"{self.base_url}/v1", self._connection.api_key or "default"
+
+    async def _list_models(self) -> list[str]:
+        """The names of the models that the key may see: "PROJECT/NAME". A wrong address fails at once."""
+        await self._connection.request("GET", "/health", reconnect_seconds=0)
+        models = (await self._call(ModelList, "GET", "/api/models")).models
+        return [f"{model.project}/{model.name}" for model in models]
 
     async def _get_step(self, model: Model) -> int:
         return (await self._call(ModelInfo, "GET", _model_path(model))).step

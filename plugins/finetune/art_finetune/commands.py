@@ -13,13 +13,15 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Coroutine, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 EXIT_CODES = """\
 exit codes: 0 trained, or complete already; 1 rollouts or training failed; 2 wrong file, data or flag; 3 no epoch had a group
-with signal; 4 no server; 5 below --at_least; 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP"""
+with signal; 4 no server; 5 below --at_least or
+--at_least_difference; 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP"""
 SIGNALLED = 128
 """The exit code of a stopped command is this number plus the signal's number, as in shells."""
 LEAVE_SECONDS = 5.0
@@ -81,28 +83,12 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     finetune.add_argument("target", nargs="?", metavar="FILE", help="a YAML file, or path/file.py:function")
     _add_flag(finetune, "config_file", metavar="FILE", help="the same as FILE")
     _add_flag(
-        finetune,
-        "dataset",
-        type=Path,
-        metavar="FILE",
-        help="rows to train on: json, jsonl, csv, parquet, or hub:OWNER/NAME[/SUBSET][:SPLIT]",
-    )
-    _add_flag(finetune, "question_key", metavar="COLUMN", help="the column with the question (question)")
-    _add_flag(finetune, "answer_key", metavar="COLUMN", help="the column with the right answer (answer)")
-    _add_flag(
         finetune, "validation_share", metavar="X", type=float, help="share of the rows that is held out, such as 0.2"
     )
     _add_flag(finetune, "patience", metavar="N", type=int, help="end after N validations without a better one")
     _add_flag(finetune, "validation_interval", metavar="EPOCHS", type=float, help="epochs between two validations (5)")
     _add_flag(finetune, "num_epochs", metavar="N", type=int, help="passes over the rows (a function: 10)")
     _add_flag(finetune, "rows_per_step", metavar="N", type=int, help="rows that a step trains (all)")
-    _add_flag(finetune, "output_dir", type=Path, metavar="DIR", help="folder of the run, which a run continues")
-    _add_flag(finetune, "reward", metavar="TYPE", help="of a function: its evaluator, such as agent.py:score")
-    _add_flag(finetune, "judge_model", metavar="NAME", help="of a function whose reward is judge: the judge")
-    _add_flag(finetune, "base_model", metavar="NAME", help="of a function: the base model of the trained adapter")
-    _add_flag(
-        finetune, "name", metavar="NAME", help="of a function: the trained model (from function and output folder)"
-    )
     _add_flag(finetune, "num_generations", metavar="N", type=int, help="of a function: rollouts of each row (8)")
     _add_flag(finetune, "learning_rate", metavar="RATE", type=float, help="of a function")
     finetune.add_argument("--check", action="store_true", help="check all, roll out and score one row; train nothing")
@@ -119,7 +105,9 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
         _add_flag(finetune, name, action=_Refuse, nargs="?", help=argparse.SUPPRESS)
     finetune.set_defaults(run=run_finetune)
     evaluate = commands.add_parser("eval", help="evaluate a finetuned workflow", epilog=EXIT_CODES)
-    evaluate.add_argument("target", metavar="FILE", help="the file of `art finetune`, or results to --compare")
+    evaluate.add_argument(
+        "target", metavar="FILE", help="the file of `art finetune`, path/file.py:function, or results to --compare"
+    )
     evaluate.add_argument("--step", metavar="K", help="a number, best or base (default: the newest)")
     evaluate.add_argument("--baseline", metavar="K", help="compare with this step, in pairs")
     evaluate.add_argument("--reps", metavar="N", type=int, help="rollouts of each row")
@@ -130,11 +118,37 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
         type=float,
         help="fail unless the lower end of the 95%% interval is at least X",
     )
+    _add_flag(
+        evaluate,
+        "at_least_difference",
+        metavar="X",
+        type=float,
+        help="the same for the difference from --baseline or --compare",
+    )
     evaluate.add_argument("--results", metavar="FILE", help="rollouts as JSONL (default: eval_results.jsonl)")
     evaluate.add_argument("--compare", metavar="FILE", help="show the differences from these results in eval.html")
     evaluate.add_argument("--labels", metavar="FILE", help="compare the reward with labels of given answers")
-    evaluate.set_defaults(run=run_eval)
+    evaluate.set_defaults(run=run_eval, config_file=None, sweep=[], check=False, fresh=False)
     for parser in (finetune, evaluate):
+        _add_flag(
+            parser,
+            "dataset",
+            type=Path,
+            metavar="FILE",
+            help="rows of the file, or of a function: json, jsonl, csv, parquet, or hub:OWNER/NAME[/SUBSET][:SPLIT]",
+        )
+        _add_flag(parser, "question_key", metavar="COLUMN", help="the column with the question (question)")
+        _add_flag(parser, "answer_key", metavar="COLUMN", help="the column with the right answer (answer)")
+        _add_flag(parser, "output_dir", type=Path, metavar="DIR", help="folder of the run, which a run continues")
+        _add_flag(parser, "reward", metavar="TYPE", help="of a function: its evaluator, such as agent.py:score")
+        _add_flag(parser, "judge_model", metavar="NAME", help="of a function whose reward is judge: the judge")
+        _add_flag(parser, "base_model", metavar="NAME", help="of a function: the base model of the trained adapter")
+        _add_flag(
+            parser,
+            "name",
+            metavar="NAME",
+            help="of a function: the trained model (`finetune`: from function and folder; `eval`: the base)",
+        )
         _add_flag(parser, "validation_dataset", type=Path, metavar="FILE", help="rows to evaluate on")
         parser.add_argument("--limit", metavar="N", type=int, help="only the first N rows")
         parser.add_argument(
@@ -207,34 +221,82 @@ def _is_set(flags: argparse.Namespace, name: str) -> bool:
 def run_eval(flags: argparse.Namespace) -> None:
     """Runs `art eval`. Ends the process unless the evaluation succeeds, and is not below `--at_least`."""
 
-    _end(_evaluate(flags), is_continued=False)
+    _end(evaluate_flags(flags), is_continued=False)
 
 
-async def _evaluate(flags: argparse.Namespace) -> None:
+async def evaluate_flags(flags: argparse.Namespace) -> None:
+    """Runs `art eval`.
+
+    Raises:
+        FinetuneError: the evaluation failed, or is below `--at_least` or `--at_least_difference`.
+    """
     from art.finetune import evaluating, results
     from art.finetune.errors import WrongInput
 
     if flags.labels is not None and (unused := [name for name in OF_ROLLOUTS if getattr(flags, name) is not None]):
         raise WrongInput([f"--labels asks no policy: leave out {', '.join(f'--{name}' for name in unused)}"])
-    overrides = [*_overrides_from(flags, {"validation_dataset": OF_FILES["validation_dataset"]}), *flags.override]
+    if flags.at_least_difference is not None and flags.baseline is None and flags.compare is None:
+        raise WrongInput(["--at_least_difference needs --baseline K or --compare FILE"])
+    if flags.target.endswith(".jsonl"):
+        return _evaluate_results(flags)
+    step = flags.step
+    if _is_function(flags.target) and flags.name is None:
+        if unused := [name for name in ("step", "baseline") if getattr(flags, name) not in (None, "base")]:
+            raise WrongInput(
+                [f"--{unused[0]} needs --name NAME, the trained model: without a name the base model is evaluated"]
+            )
+        step = "base"
+    file, overrides = _input(flags)
+    if step == "base" and flags.name is None and _is_function(flags.target):
+        overrides = [(OF_FUNCTIONS["name"], f"base-{uuid.uuid4().hex[:12]}"), *overrides]  # deleted at the end
     if flags.validation_dataset is not None:  # also in place of a share of the training rows
         overrides = [(OF_FILES["validation_share"], None), *overrides]
-    if flags.compare is not None and flags.target.endswith(".jsonl"):
-        comparison = evaluating.compare_files(flags.compare, flags.target)
-        print(comparison)
-        return results.check_at_least("the reward", comparison.rewards[1], flags.at_least)
     rows: dict[str, Any] = {"limit": flags.limit, "ids": flags.id or []}
     if flags.labels is not None:
-        agreement = await evaluating.measure_agreement(flags.target, flags.labels, overrides, **rows)
-        printed, measured, what = agreement, agreement.share, "the agreement"
+        agreement = await evaluating.measure_agreement(file, flags.labels, overrides, **rows)
+        print(agreement)
+        results.check_at_least("the agreement", agreement.share, flags.at_least)
     else:
-        steps: dict[str, Any] = {"step": flags.step, "baseline": flags.baseline, "reps": flags.reps}
+        steps: dict[str, Any] = {"step": step, "baseline": flags.baseline, "reps": flags.reps}
         files: dict[str, Any] = {"results": flags.results, "compare": flags.compare}
         with _typed_flags(flags):
-            evaluation = await evaluating.evaluate(flags.target, overrides, **steps, **rows, **files)
-        printed, measured, what = evaluation, evaluation.reward, f"the reward of {evaluation.name}"
-    print(printed)
-    results.check_at_least(what, measured, flags.at_least)
+            compared = await evaluating.evaluate_and_compare(file, overrides, **steps, **rows, **files)
+        evaluation = compared.evaluation
+        print(evaluation)
+        if flags.id:
+            print(results.shown(compared.records))
+        if compared.comparison is not None:
+            print(f"{compared.comparison}; {compared.page}")
+        results.check_at_least(f"the reward of {evaluation.name}", evaluation.reward, flags.at_least)
+        _check_difference(compared.comparison, flags)
+
+
+def _evaluate_results(flags: argparse.Namespace) -> None:
+    """Compares or gates the results of an earlier evaluation. No server is asked."""
+    from art.finetune import evaluating, results
+    from art.finetune.errors import WrongInput
+
+    if flags.compare is not None:
+        compared = evaluating.compare_files(flags.compare, flags.target)
+        print(f"{compared}; {evaluating.page_of(flags.target)}")
+        results.check_at_least("the reward", compared.rewards[1], flags.at_least)
+        return _check_difference(compared, flags)
+    if flags.at_least is None:
+        raise WrongInput([f"{flags.target}: these are results of an evaluation; add --compare FILE, or --at_least X"])
+    reward = results.mean_reward(results.read_results(Path(flags.target)))
+    print(f"reward {reward}")
+    results.check_at_least("the reward", reward, flags.at_least)
+
+
+def _check_difference(comparison: Any, flags: argparse.Namespace) -> None:
+    from art.finetune import results
+    from art.finetune.errors import BelowTarget
+
+    if comparison is None or flags.at_least_difference is None:
+        return
+    if comparison.difference is None:
+        raise BelowTarget("no row has a reward in both evaluations, so there is no difference")
+    results.check_at_least("the difference", comparison.difference, flags.at_least_difference, "--at_least_difference")
 
 
 def _end(call: Coroutine[Any, Any, None], *, is_continued: bool) -> None:
@@ -356,8 +418,11 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
                 f"{target!r} is a command line, which a file names (`_type: command`): docs/howto/javascript.md has a whole file"
             ]
         )
-    overrides = [*_dataset(flags), *_overrides_from(flags, OF_FILES), *flags.override]
-    if ":" not in target or Path(target).exists():
+    of_files = {
+        name: field for name, field in OF_FILES.items() if flags.command != "eval" or name not in ("limit", "id")
+    }
+    overrides = [*_dataset(flags), *_overrides_from(flags, of_files), *flags.override]
+    if not _is_function(target):
         if misplaced := [f"--{name}" for name in OF_FUNCTIONS if _is_set(flags, name)]:
             raise WrongInput(
                 [f"{', '.join(misplaced)} belong to a function without a file: set them with -o KEY VALUE"]
@@ -398,6 +463,11 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
         },
     }
     return file, [*_overrides_from(flags, OF_FUNCTIONS), *overrides]
+
+
+def _is_function(target: str) -> bool:
+    """Whether a command has a function in place of a file."""
+    return ":" in target and not Path(target).exists()
 
 
 def _model_name(agent_name: str, flags: argparse.Namespace) -> str:

@@ -17,6 +17,7 @@ class PolicyServer(FakeArt):
 
     def __init__(self) -> None:
         super().__init__()
+        self.steps = {"demo/agent": 0}
         self.answer: Callable[[str, int], str] = lambda question, number: ("yes", "no")[number % 2]
         """Of a question, and how often it was asked before."""
         self.sessions: dict[str, list[dict[str, Any]]] = {}
@@ -34,6 +35,8 @@ class PolicyServer(FakeArt):
         self.logged: list[dict[str, Any]] = []
         self.num_base_answers = 0
         """Of sessions without answers of the policy."""
+        self.best_step: int | None = None
+        """None: the newest."""
         self.optimizer_steps = 0
         """Of the newest checkpoint."""
         self.num_unnamed = 0
@@ -42,9 +45,12 @@ class PolicyServer(FakeArt):
 
     def _answer(self, request: Request) -> Answer:
         if request.path.endswith("/checkpoints"):
-            kept = [{"step": step, "created_at": 0.0, "size_bytes": 1} for step in range(max(self.steps.values()) + 1)]
-            newest = {"is_best": True, "optimizer_steps": self.optimizer_steps}
-            return Answer(body={"checkpoints": [*kept[:-1], kept[-1] | newest]})
+            kept: list[dict[str, Any]] = [
+                {"step": step, "created_at": 0.0, "size_bytes": 1} for step in range(max(self.steps.values()) + 1)
+            ]
+            kept[-1]["optimizer_steps"] = self.optimizer_steps
+            kept[-1 if self.best_step is None else self.best_step]["is_best"] = True
+            return Answer(body={"checkpoints": kept})
         if "/sessions/" in request.path:
             histories = self.sessions.get(request.path.rpartition("/")[2], [])
             reply: dict[str, Any] = {"histories": histories, "num_choices": len(histories)}

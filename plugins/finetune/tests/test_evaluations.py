@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,11 +14,12 @@ from ruamel.yaml import YAML
 import art
 import art.finetune
 from art.estimates import estimate
-from art.finetune import FinetuneError, WrongInput
+from art.finetune import BelowTarget, FinetuneError, NoServer, WrongInput
 from art.finetune.agreement import cohens_kappa
 from art.finetune.differences import compare, write_page
+from art.finetune.evaluating import Compared
 from art.finetune.results import ResultRecord, read_results
-from art_finetune.commands import run_eval
+from art_finetune.commands import evaluate_flags, run_eval
 from plugins.finetune.tests.commands import parsed
 from plugins.finetune.tests.policy_server import PolicyServer
 from tests.fakes.server import Answer, FakeServer, Request
@@ -138,13 +140,42 @@ async def test_results_have_ids_answers_and_reasons(policy: PolicyServer, folder
     right, wrong, failed = records[0], records[2], records[6]
     assert (right["reward"], right["output"], right["reasons"]) == (1.0, "yes", {"reward": "it said yes"})
     assert (wrong["reward"], wrong["answer"], wrong["question"]) == (0.0, "yes", "question 1")
-    assert failed["reward"] is None and failed["error"] == "KeyError: 'no such city'"
+    assert failed["reward"] is None and re.fullmatch(r"KeyError: 'no such city' \(agent.py:\d+\)", failed["error"])
+    assert failed["output"] == "no", "what the workflow returned is kept"
+    assert failed["session"] and failed["seed"] != right["seed"]
 
 
-async def test_an_evaluation_that_fails_leaves_its_results(folder: Path, make_file: MakeFile) -> None:
-    with pytest.raises(FinetuneError, match="no such city"):
-        await art.finetune.evaluate(make_file(REASONED, finetuning__max_exceptions=0))
-    assert any("no such city" in (record["error"] or "") for record in lines(folder / "out" / "eval_results.jsonl"))
+async def test_an_evaluation_that_fails_finishes_all_rows_and_leaves_its_results(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    changes = {"finetuning__max_exceptions": 0, "eval__general__max_concurrency": 1}
+    words = r"1 of 4 rollouts failed; row 'row 3': KeyError: 'no such city' \(agent.py:\d+\)"
+    with pytest.raises(FinetuneError, match=words):
+        await art.finetune.evaluate(make_file(REASONED.replace('"row 3"', '"row 3"'), **changes))
+    records = lines(folder / "out" / "eval_results.jsonl")
+    assert len(records) == 4 and sum("no such city" in (record["error"] or "") for record in records) == 1
+    assert not policy.logged
+
+
+async def test_an_evaluation_in_which_all_rollouts_fail_names_a_row(make_file: MakeFile) -> None:
+    code = """
+        def score(row, output):
+            raise KeyError("no such city")
+    """
+    with pytest.raises(FinetuneError, match=r"no such city.*row 'row 0'.*\(agent.py:\d+\)"):
+        await art.finetune.evaluate(make_file(code), limit=1)
+
+
+async def test_an_evaluation_whose_server_is_lost_ends_soon(policy: PolicyServer, make_file: MakeFile) -> None:
+    code = """
+        def score(row, output):
+            raise KeyError("no such city")
+    """
+    healthy = Answer(body={"status": "ok"})
+    policy.on("GET", "/health", lambda request: Answer(hang_up=True) if policy.asked else healthy)
+    with pytest.raises(NoServer, match="does not answer"):
+        await art.finetune.evaluate(make_file(code, eval__general__max_concurrency=1))
+    assert len(policy.asked) == 1
 
 
 GATES = [(["--at_least", "0.2"], 0), (["--at-least", "0.6"], 5), (["--at_least", "1", "--limit", "1"], 5)]
@@ -156,9 +187,10 @@ def test_the_gate_is_the_lower_end_of_the_interval(
 ) -> None:
     async def evaluate(*_: Any, limit: int | None, **__: Any) -> Any:
         rewards = [0.0, 1.0] * 20 if limit is None else [1.0]
-        return art.Evaluation("demo/agent@1", 1, estimate(rewards), tuple(rewards), len(rewards), 0, {}, [])
+        evaluation = art.Evaluation("demo/agent@1", 1, estimate(rewards), tuple(rewards), len(rewards), 0, {}, [])
+        return Compared(evaluation, [], None, Path("eval.html"))
 
-    monkeypatch.setattr("art.finetune.evaluating.evaluate", evaluate)
+    monkeypatch.setattr("art.finetune.evaluating.evaluate_and_compare", evaluate)
     ended = 0
     try:
         run_eval(parsed("eval", "f.yml", *arguments))
@@ -168,6 +200,94 @@ def test_the_gate_is_the_lower_end_of_the_interval(
     assert ended == code and "Evaluation(demo/agent@1: reward" in printed.out
     if code:
         assert "the reward of demo/agent@1" in printed.err and "--at_least" in printed.err
+
+
+SILENT = """
+    async def silent(question):
+        return "yes"
+"""
+
+
+@pytest.mark.parametrize("step", [None, "0", "base"])
+async def test_an_evaluation_that_asks_no_model_fails(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, step: str | None
+) -> None:
+    file = make_file(SILENT, workflow___type="agent.py:silent")
+    with pytest.raises(FinetuneError, match=r"the session has no answer of .*: the workflow's requests went elsewhere"):
+        await art.finetune.evaluate(file, step=step)
+    assert not policy.logged and all(
+        record["reward"] is None for record in lines(folder / "out" / "eval_results.jsonl")
+    )
+
+
+async def test_an_evaluation_of_the_base_model_has_answers_of_the_base_model(
+    policy: PolicyServer, make_file: MakeFile
+) -> None:
+    policy.num_base_answers = 1
+    evaluation = await art.finetune.evaluate(make_file(SILENT, workflow___type="agent.py:silent"), step="base")
+    assert (evaluation.name, evaluation.reward.mean) == ("art/tiny", 1.0)
+
+
+async def test_an_evaluation_counts_answers_to_functions_that_are_not_trained(
+    policy: PolicyServer, make_file: MakeFile
+) -> None:
+    code = """
+        import art.finetune
+        async def planned(question):
+            with art.finetune.function("worker"):
+                return await answer(question)
+    """
+    file = make_file(code, workflow___type="agent.py:planned", finetuning__target_functions=["<workflow>"])
+    assert (await art.finetune.evaluate(file)).num_failed == 0
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"overrides": {"eval.evaluators.reward": {"_type": "exact_match"}}},
+    {"overrides": [("finetuning.validation.share", None), ("finetuning.validation.dataset", "rows.json")]},
+    {"overrides": {"workflow._type": "agent.py:answer"}},
+    {"limit": 4},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+async def test_the_history_has_only_evaluations_of_the_whole_unchanged_file(
+    policy: PolicyServer, make_file: MakeFile, capfd: pytest.CaptureFixture[str], changes: dict[str, Any]
+) -> None:
+    await art.finetune.evaluate(make_file(), **changes)
+    assert not policy.logged and "not in the history" in capfd.readouterr().err
+    await art.finetune.evaluate(make_file(), {"eval.general.max_concurrency": 1}, reps=2)
+    assert len(policy.logged) == 1 and "not in the history" not in capfd.readouterr().err
+
+
+async def test_logged_rollouts_have_the_ids_of_their_rows(policy: PolicyServer, make_file: MakeFile) -> None:
+    file = make_file(finetuning__num_epochs=1, finetuning__validation={"dataset": "rows.json", "interval": 1})
+    await art.finetune.run(file)
+    await art.finetune.evaluate(file)
+    assert [body["split"] for body in policy.logged if body["groups"]][-1] == "eval"
+    logged = [body for body in policy.logged if body["split"] in ("val", "eval")]
+    assert {body["split"] for body in logged} == {"val", "eval"}
+    for body in logged:
+        for number, group in enumerate(body["groups"]):
+            assert [trajectory["metadata"]["row"] for trajectory in group["trajectories"]] == [f"row {number}"]
+
+
+NAME = "trainer_adapters.a.backend.name"
+
+
+async def test_an_evaluation_of_an_unknown_model_is_refused_and_registers_nothing(
+    policy: PolicyServer, make_file: MakeFile
+) -> None:
+    for step, baseline in ((None, None), ("0", None), ("best", "base"), ("base", "0")):
+        with pytest.raises(WrongInput, match="no model demo/nosuch; known: demo/agent"):
+            await art.finetune.evaluate(make_file(), {NAME: "nosuch"}, step=step, baseline=baseline)
+    assert set(policy.steps) == {"demo/agent"} and not policy.asked
+
+
+async def test_an_evaluation_of_the_base_model_leaves_no_model(policy: PolicyServer, make_file: MakeFile) -> None:
+    evaluation = await art.finetune.evaluate(make_file(), {NAME: "nosuch"}, step="base", limit=1)
+    assert evaluation.name == "art/tiny" and set(policy.steps) == {"demo/agent"}
+    await art.finetune.evaluate(make_file(), step="base", limit=1)
+    assert set(policy.steps) == {"demo/agent"}, "a model that was there stays"
 
 
 # --- differences --------------------------------------------------------------------------------------------------
@@ -216,8 +336,11 @@ async def test_an_evaluation_is_compared_with_earlier_results(
     await art.finetune.evaluate(file, compare="before.jsonl")
     assert "difference 1 (95% 1 to 1, n=4); rows: 0 worse, 4 better" in capfd.readouterr().err
     assert "4 better" in (folder / "out" / "eval.html").read_text()
+    everything = (folder / "out" / "eval_results.jsonl").read_text()
     await art.finetune.evaluate(file, compare="before.jsonl", ids=["row 2"])
     assert "rows: 0 worse, 1 better, 0 equal, 0 in one only" in capfd.readouterr().err
+    assert (folder / "out" / "eval_results.jsonl").read_text() == everything
+    assert len(lines(folder / "out" / "eval_chosen_results.jsonl")) == 1
 
 
 def test_two_files_are_compared_without_a_server(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,6 +352,82 @@ def test_two_files_are_compared_without_a_server(folder: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit) as ended:
         run_eval(parsed("eval", "after.jsonl", "--compare", "before.jsonl", "--at_least", "0.9"))
     assert ended.value.code == 5
+
+
+RESULTS_ALONE = [([], 2), (["--at_least", "0.2"], 5), (["--at_least", "-9"], 0)]
+
+
+@pytest.mark.parametrize(("arguments", "code"), RESULTS_ALONE)
+def test_results_alone_are_gated_or_name_the_flag(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int
+) -> None:
+    (folder / "before.jsonl").write_text("".join(record.model_dump_json() + "\n" for record in BEFORE))
+    ended = 0
+    try:
+        run_eval(parsed("eval", "before.jsonl", *arguments))
+    except SystemExit as error:
+        ended = error.code
+    printed = capsys.readouterr()
+    assert ended == code
+    assert "add --compare FILE, or --at_least X" in printed.err if code == 2 else "reward 0.75 (95%" in printed.out
+
+
+@pytest.mark.parametrize(("least", "is_below"), [("-0.5", False), ("0.5", True)])
+async def test_the_difference_is_gated_and_printed_with_its_page(
+    policy: PolicyServer,
+    folder: Path,
+    make_file: MakeFile,
+    capsys: pytest.CaptureFixture[str],
+    least: str,
+    is_below: bool,
+) -> None:
+    (folder / "f.yml").write_text(json.dumps(make_file()))
+    await art.finetune.evaluate("f.yml", results="before.jsonl")
+    policy.answer = lambda question, number: "yes"
+    flags = parsed("eval", "f.yml", "--compare", "before.jsonl", "--at_least_difference", least)
+    if is_below:
+        with pytest.raises(BelowTarget, match=r"the difference 0 .* is below --at_least_difference 0\.5"):
+            await evaluate_flags(flags)
+    else:
+        await evaluate_flags(flags)
+    assert re.search(r"difference 0 \(95%.*; out/eval.html", capsys.readouterr().out)
+    with pytest.raises(WrongInput, match="--at_least_difference needs --baseline K or --compare FILE"):
+        await evaluate_flags(parsed("eval", "f.yml", "--at_least_difference", "0"))
+
+
+async def test_a_chosen_row_is_printed_with_its_output_and_reason(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "f.yml").write_text(json.dumps(make_file(REASONED)))
+    await evaluate_flags(parsed("eval", "f.yml", "--id", "row 1"))
+    printed = capsys.readouterr().out
+    assert "no interval from 1 row" in printed and "row 'row 1', repetition 1: reward 1" in printed
+    assert "output: yes" in printed and "reason of reward: it said yes" in printed
+
+
+async def test_the_evaluations_of_the_page_run_in_ci(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_file()
+    monkeypatch.setenv("ART_SERVER_URL", policy.url)
+    section = DOCS.partition("### Evaluations in CI")[2].partition("In a program:")[0]
+    (folder / "evaluate.yml").write_text(section.partition("```yaml\n")[2].partition("```")[0])
+    rows = json.loads((folder / "rows.json").read_text())
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with_file, without_file = re.findall(r"^art (eval .*)$", section, re.MULTILINE)
+    policy.steps["ci/words"] = 0
+    policy.answer = lambda question, number: "yes"
+    await art.finetune.evaluate("evaluate.yml", results="main.jsonl")
+    await evaluate_flags(parsed(*shlex.split(with_file)))
+    known = set(policy.steps)
+    await evaluate_flags(parsed(*shlex.split(without_file)))
+    assert set(policy.steps) == known and policy.asked[-1]["step"] == "base"
+    with pytest.raises(WrongInput, match="no model finetune/nosuch; known: "):
+        await evaluate_flags(parsed(*shlex.split(without_file), "--name", "nosuch"))
+    with pytest.raises(WrongInput, match="--step needs --name NAME"):
+        await evaluate_flags(parsed(*shlex.split(without_file), "--step", "2"))
+    with pytest.raises(WrongInput, match="without a file needs --dataset, --reward"):
+        await evaluate_flags(parsed("eval", "agent.py:answer", "--base_model", "art/tiny"))
 
 
 async def test_the_results_of_a_baseline_are_compared_too(folder: Path, make_file: MakeFile) -> None:
@@ -375,6 +574,24 @@ async def test_a_judge_is_compared_with_labels(judge: JudgeServer, folder: Path,
     records = lines(folder / "out" / "agreement.jsonl")
     assert [(record["label"], record["reward"]) for record in records][2] == (False, 1.0)
     assert records[2]["reasons"] == {"reward": "it is good"}
+
+
+async def test_results_of_repetitions_are_labels_and_ask_no_server(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    file = make_file(eval__evaluators={"reward": {"_type": "exact_match"}})
+    policy.answer = lambda question, number: ("yes", "no")[number % 2]
+    await art.finetune.evaluate(file, reps=2, limit=2)
+    labelled = [record | {"label": 1} for record in lines(folder / "out" / "eval_chosen_results.jsonl")]
+    (folder / "labels.jsonl").write_text("".join(json.dumps(record) + "\n" for record in labelled))
+    await policy.stop()
+    measured = await art.finetune.measure_agreement(file, "labels.jsonl")
+    assert measured.share.mean == 0.5 and len(measured.records) == 4
+    assert {name.partition(" ")[0] for name in measured.differing} == {"row"} and len(measured.differing) == 2
+    assert any("(repetition 2)" in name for name in measured.differing)
+    (folder / "labels.jsonl").write_text((json.dumps(labelled[0]) + "\n") * 2)
+    with pytest.raises(WrongInput, match="line 2 has the id 'row 0' of line 1"):
+        await art.finetune.measure_agreement(file, "labels.jsonl")
 
 
 def test_kappa_of_a_known_table() -> None:

@@ -1,6 +1,7 @@
 """Runs, against a server that keeps sessions and trains nothing."""
 
 import asyncio
+import fcntl
 import functools
 import json
 import re
@@ -805,6 +806,41 @@ async def test_an_evaluation_compares_steps(policy: PolicyServer, folder: Path, 
     assert figures["step"] == 2 and len(figures["difference"]["interval"]) == 2
     with pytest.raises(WrongInput, match="no step 9"):
         await art.finetune.evaluate(file, step="9")
+
+
+async def test_a_finished_run_says_that_its_model_was_rolled_back(
+    policy: PolicyServer, make_file: MakeFile, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = make_file()
+    await art.finetune.run(file)
+    await art.finetune.run(file)
+    assert "rollback" not in capfd.readouterr().err
+    policy.steps["demo/agent"] = 1
+    await art.finetune.run(file)
+    assert "the model is at step 1 since a rollback; --num_epochs 3 trains further from there" in capfd.readouterr().err
+    await art.finetune.run(file, {"finetuning.num_epochs": 3})
+    assert policy.steps["demo/agent"] == 2
+
+
+async def test_a_server_that_runs_in_the_folder_is_used(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = make_file(trainer_adapters__a__backend__url=None)
+    server_dir = folder / ".art" / ".server"
+    server_dir.mkdir(parents=True)
+    (server_dir / "address.json").write_text(json.dumps({"url": policy.url, "pid": 1}))
+    with (server_dir / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        await art.finetune.evaluate(file)
+    assert len(policy.asked) == 4 and f"the server that runs in .art is used: {policy.url}" in capfd.readouterr().err
+
+
+async def test_a_server_that_is_missing_is_named_by_its_variable(
+    folder: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ART_SERVER_URL", "http://127.0.0.1:1")
+    with pytest.raises(NoServer, match="check the address in ART_SERVER_URL"):
+        await art.finetune.evaluate(make_file(trainer_adapters__a__backend__url=None))
 
 
 async def test_results_are_beside_the_configuration_of_a_renamed_folder(

@@ -10,7 +10,7 @@ FROM_WHERE = "without --url: the folder of a server (%(default)s)"
 def add_commands(commands: Any) -> None:  # Any: argparse's class for it is private
     """Adds the three parsers."""
     export = commands.add_parser("export", help="write an adapter as a PEFT folder, or the merged model")
-    export.add_argument("model", metavar="MODEL[@k]", help="[PROJECT/]NAME; @k selects an earlier step")
+    export.add_argument("model", metavar="MODEL[@k]", help="[PROJECT/]NAME; @k, @best or @latest selects a step")
     export.add_argument("dir", type=Path, metavar="DIR", help="a folder that does not exist, or is empty")
     export.add_argument(
         "--merge",

@@ -10,7 +10,7 @@ import httpx
 from pydantic import ValidationError
 
 from art_protocol.proxies import fault_of_address
-from art_protocol.wire import ErrorBody, ModelInfo, ModelList, Reply
+from art_protocol.wire import CheckpointList, ErrorBody, ModelInfo, ModelList, Reply
 from art_server.errors import InvalidInput, Unavailable
 from art_server.store.archive import Description, read_tar, write_tar
 from art_watch.remote import open_client
@@ -40,15 +40,16 @@ class TransferClient:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def download(self, project: str, name: str, step: int | None, content: Path) -> Description:
-        """Downloads a model's step (None: the serving step) into a new folder and returns its description.
+    def download(self, project: str, name: str, step: str, content: Path) -> Description:
+        """Downloads a model's step (a number or "best"; empty: the serving step) into a new folder and returns its description.
 
         Raises:
             InvalidInput: there is no such model or step, or the received checkpoint is invalid.
             Unavailable: all attempts failed.
         """
         info = self._find(project, name)
-        path = checkpoint_path(info.project, info.name, info.step if step is None else step)
+        number = self._best_step(info) if step == "best" else int(step or info.step)
+        path = checkpoint_path(info.project, info.name, number)
         tar = content.with_suffix(".tar")
 
         def fetch() -> None:
@@ -80,6 +81,14 @@ class TransferClient:
 
             repeat(send)
 
+    def _best_step(self, info: ModelInfo) -> int:
+        path = f"/api/models/{info.project}/{info.name}/checkpoints"
+        kept = repeat(lambda: read_reply(CheckpointList, self._http.get(path))).checkpoints
+        best = next((checkpoint.step for checkpoint in kept if checkpoint.is_best), None)
+        if best is None:
+            raise InvalidInput(no_best_step(info.inference_name), code="unknown_step")
+        return best
+
     def _find(self, project: str, name: str) -> ModelInfo:
         models = repeat(lambda: read_reply(ModelList, self._http.get("/api/models"))).models
         matches = [model for model in models if model.name == name and project in ("", model.project)]
@@ -91,6 +100,11 @@ class TransferClient:
                 code="unknown_model",
             )
         return matches[0]
+
+
+def no_best_step(model: str) -> str:
+    """The refusal of "@best"."""
+    return f"{model} has no best step: no kept step has val/reward or train/reward in the history. Write {model}@NUMBER"
 
 
 def checkpoint_path(project: str, name: str, step: int) -> str:

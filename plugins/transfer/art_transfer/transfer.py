@@ -44,7 +44,8 @@ from art_server.store.model_folder import (
 )
 from art_server.store.registry import check_case, check_name
 from art_transfer.export import push_folder, write_adapter, write_merged
-from art_transfer.http_transfer import TransferClient
+from art_transfer.http_transfer import TransferClient, no_best_step
+from art_watch.runs import Runs
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 """Schemes without folders. fsspec would create a missing bucket like a missing folder."""
@@ -170,25 +171,30 @@ def copy_checkpoint(flags: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def opened_model(flags: argparse.Namespace, text: str) -> Iterator[tuple[Path, Description]]:
-    """Yields folder and description of the checkpoint [PROJECT/]NAME[@k], from a running server or from a server's folder.
+    """Yields folder and description of the checkpoint [PROJECT/]NAME[@k] (k is a number, best or
+    latest), from a running server or from a server's folder.
 
     Raises:
         InvalidInput: there is no such model, or its files are damaged.
     """
     path, _, step = text.partition("@")
     project, _, name = path.rpartition("/")
-    if step and not (step.isascii() and step.isdecimal()):
-        raise InvalidInput(f"'{step}' is not a step: write {path}@NUMBER", code="unknown_step")
+    if step not in ("", "best", "latest") and not (step.isascii() and step.isdecimal()):
+        raise InvalidInput(f"'{step}' is not a step: write {path}@NUMBER, @best or @latest", code="unknown_step")
+    step = "" if step == "latest" else step
     if flags.url is not None:
         with TransferClient(flags.url) as server, tempfile.TemporaryDirectory() as temporary:
             content = Path(temporary) / "content"
-            yield content, server.download(project, name, int(step) if step else None, content)
+            yield content, server.download(project, name, step, content)
         return
     folder = find_model_folder(flags.path, project, name)
-    if step:
-        number = int(step)
+    if step == "best":
+        best = Runs(flags.path).history(folder).best_step()
+        if best is None:
+            raise InvalidInput(no_best_step(path), code="unknown_step")
+        number = best
     else:
-        number = folder.newest_step() or 0
+        number = int(step) if step else folder.newest_step() or 0
     description = describe_step(folder, folder.read(), number)
     check_content(folder.checkpoint_dir(number), description)
     yield folder.checkpoint_dir(number), description

@@ -298,6 +298,24 @@ def test_a_folder_in_which_a_server_works_is_left_alone(
     assert "an art-server works in" in said and "--url" in said
 
 
+def test_the_best_and_the_newest_step_are_named_by_words(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model(path, "a", "p").history_file.unlink()
+    assert "p/a has no best step" in refused(capsys, "export", "p/a@best", tmp_path / "no", "--path", path)
+    rewards = [{"step": step, "val/reward": reward} for step, reward in enumerate((0.1, 0.7, 0.7))]
+    model(path, "a", "p").history_file.write_text("".join(json.dumps(row) + "\n" for row in rewards))
+    run("export", "a@best", tmp_path / "best", "--path", path)
+    run("copy", "p/a@latest", f"file://{tmp_path}/latest", "--path", path)
+    with serving(path) as (url, _):
+        run("export", "a@best", tmp_path / "served", "--url", url)
+    checkpoints = path / "p/models/a/checkpoints"
+    for folder, step in (("best", "0001"), ("served", "0001"), ("latest", "0002")):
+        assert same_weights(tmp_path / folder, checkpoints / step), folder
+    said = refused(capsys, "export", "a@newest", tmp_path / "no", "--path", path)
+    assert "'newest' is not a step: write a@NUMBER, @best or @latest" in said
+
+
 # --- a server -----------------------------------------------------------------------------------------------------
 
 

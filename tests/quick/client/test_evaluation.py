@@ -282,7 +282,7 @@ async def test_a_result_reads_in_one_line(model):
         )
     )
     alone = await evaluate(model, rollout, [0.0], log=False)
-    assert repr(alone) == "Evaluation(demo/agent@3: reward 0.75 (95% -inf to inf, n=1))"
+    assert repr(alone) == "Evaluation(demo/agent@3: reward 0.75 (no interval from 1 row))"
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

@@ -194,6 +194,12 @@ def test_a_flag_that_does_not_exist(
     assert f"there is no flag {wrong_flag}: did you mean {meant}? (`" in sentence(capsys, command, *words)
 
 
+@pytest.mark.parametrize("word", ["--seed", "--verbose", "--provider"])
+def test_a_flag_that_is_like_none_has_no_suggestion(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = sentence(capsys, cli.main, "eval", "x.yml", word, "5")
+    assert f"there is no flag {word} (`" in said
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -244,7 +244,7 @@ def expected_ranking(rows: list[dict[str, Any]]) -> tuple[str | None, list[int]]
                 earned[int(sampled)].append(row[metric])
         if earned:
             means = {step: statistics.fmean(rewards) for step, rewards in earned.items()}
-            return metric, sorted(means, key=lambda step: (means[step], step), reverse=True)
+            return metric, sorted(means, key=lambda step: (-means[step], step))
     return None, []
 
 

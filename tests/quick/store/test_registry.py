@@ -196,10 +196,10 @@ def test_best_is_a_kept_step_that_is_not_being_deleted(tmp_path: Path) -> None:
     model = registry.get("p", "a")
     for step, reward in ((0, 0.1), (1, 0.4), (2, 0.4), (3, 0.2), (9, 1.0)):
         model.history.add(step, {"val/reward": reward})
-    assert best(registry) == model.history.best_step() == 2, "of equal ones the later"
-    model.deleting.add(2)
-    assert best(registry) == 1
-    folder.remove_steps([1])
+    assert best(registry) == model.history.best_step() == 1, "of equal ones the earlier"
+    model.deleting.add(1)
+    assert best(registry) == 2
+    folder.remove_steps([2])
     assert best(registry) == 3
 
 

@@ -73,10 +73,20 @@ class Agent:
         return trajectory, output
 
     async def play_with_reasons(self, model: art.TrainableModel, row: DatasetRow, session: str, seed: int) -> Played:
-        """A rollout with its reward. metrics["untrained_answers"] counts answers to other functions.
+        """A rollout with its reward; see `roll_out`."""
+        trajectory, output = await self.roll_out(model, row, session, seed)
+        reasons = await self.reward.score(row, output, trajectory)
+        return Played(trajectory, output, reasons)
+
+    async def roll_out(
+        self, model: art.TrainableModel, row: DatasetRow, session: str, seed: int
+    ) -> tuple[art.Trajectory, Any]:
+        """The trajectory of a rollout without its reward, and the workflow's output. metrics["untrained_answers"] counts answers to
+        other functions.
 
         Raises:
-            Exception: the workflow or an evaluator failed, took too long, or asked for no answer that can be trained.
+            Exception: the workflow failed, took too long, or asked for no answer of the model (in training: none that can be
+                trained).
         """
         is_own = WORKFLOW in self.targets
         others: set[str] = set() if is_own else {WORKFLOW}
@@ -101,14 +111,16 @@ class Agent:
                 raise RolloutFailed(f"the rollout took {error}: raise eval.general.rollout_timeout_seconds") from error
         trained = rollout if is_own else art.rollout(model, session)
         trajectory = await trained.trajectory(metadata={"row": row.id})
+        sessions = [trajectory]
         if others:
-            other = await art.rollout(model, session + OTHER).trajectory()
-            trajectory.metrics["untrained_answers"] = num_answers(other)
-        if step is None and not num_answers(trajectory):
+            sessions.append(await art.rollout(model, session + OTHER).trajectory())
+            trajectory.metrics["untrained_answers"] = num_answers(sessions[-1])
+        # An evaluation needs an answer, training needs an answer that can be trained.
+        is_empty = not num_answers(trajectory) if step is None else not any(_is_answered(own, step) for own in sessions)
+        if is_empty:
             left_out = others if trajectory.metrics.get("untrained_answers") else set[str]()
-            raise RolloutFailed(_why_empty(model, left_out, trajectory.logs))
-        reasons = await self.reward.score(row, output, trajectory)
-        return Played(trajectory, output, reasons)
+            raise RolloutFailed(_why_empty(model, left_out, trajectory.logs, is_trained=step is None))
+        return trajectory, output
 
     def player(
         self, session: str, seed: int, kept: Kept | None = None
@@ -133,7 +145,14 @@ class Agent:
         return play
 
 
-def _why_empty(model: art.TrainableModel, others: set[str], logs: list[str]) -> str:
+def _is_answered(trajectory: art.Trajectory, step: str) -> bool:
+    """Whether the session of an evaluation has an answer of the evaluated model. Answers of the base model are in no trajectory:
+    without them the trajectory's `logs` have a reason."""
+    has_base_answers = step == "base" and not trajectory.logs
+    return bool(num_answers(trajectory) or trajectory.metrics.get("unused_choices")) or has_base_answers
+
+
+def _why_empty(model: art.TrainableModel, others: set[str], logs: list[str], *, is_trained: bool) -> str:
     """Why a trajectory has no answer. The trajectory's `logs` say whose answers its session has."""
     name = model.get_inference_name()
     if others:
@@ -141,8 +160,9 @@ def _why_empty(model: art.TrainableModel, others: set[str], logs: list[str]) -> 
         return f"all answers came from {left_out}, which finetuning.target_functions leaves out: add it there"
     if logs and NO_REQUEST not in logs[-1]:
         return logs[-1]
+    fact = f"no answer of {name} can be trained" if is_trained else f"the session has no answer of {name}"
     return (
-        f"no answer of {name} can be trained: the workflow's requests went elsewhere. It has to ask "
+        f"{fact}: the workflow's requests went elsewhere. It has to ask "
         f"OPENAI_BASE_URL={model.inference_base_url} for OPENAI_MODEL={name}"
     )
 

@@ -84,14 +84,26 @@ async def agreement(
             labels.append(label_of(row) >= GOOD)
             scores.append(record.reward >= GOOD)
             if labels[-1] != scores[-1]:
-                differing.append(row.id)
+                differing.append(row.id if record.repetition == 1 else f"{row.id} (repetition {record.repetition})")
     share = estimate([float(label == score) for label, score in zip(labels, scores, strict=True)])
     return Agreement(share, cohens_kappa(labels, scores), differing, len(failed), records)
 
 
+def _repetition_of(row: DatasetRow) -> int:
+    text = str(row.columns.get("repetition"))
+    return int(text) if text.isdecimal() else 1
+
+
 async def _scored(reward: Reward, row: DatasetRow, slots: asyncio.Semaphore) -> ResultRecord:
     output = row.columns.get("output")
-    record = ResultRecord(model="", id=row.id, question=row.question, answer=row.answer, output=output)
+    record = ResultRecord(
+        model=str(row.columns.get("model") or ""),
+        id=row.id,
+        repetition=_repetition_of(row),
+        question=row.question,
+        answer=row.answer,
+        output=output,
+    )
     message: Any = {"role": "assistant", "content": str(output)}
     trajectory = art.Trajectory(messages_and_choices=[{"role": "user", "content": row.question}, message])
     label = {"label": row.columns.get("label")}

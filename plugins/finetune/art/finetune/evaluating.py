@@ -1,33 +1,56 @@
 """`art eval`: the validation rows at a step, the difference from another step or from earlier results, and how often the reward
 agrees with labels."""
 
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
 import art
+from art.evaluation import log_evaluation
 from art.files import write_whole
 from art.finetune.agreement import Agreement, agreement, label_of
 from art.finetune.differences import Comparison, write_page
 from art.finetune.differences import compare as compare_results
-from art.finetune.errors import WrongInput
+from art.finetune.errors import FinetuneError, WrongInput
 from art.finetune.folder import CONFIG_FILE, STATE_FILE
 from art.finetune.interfaces import say
+from art.finetune.losing import server_lost
 from art.finetune.reading import dataset_of_text
 from art.finetune.results import Recorder, ResultRecord, read_results, write_results
 from art.finetune.rows import load_rows, select
 from art.finetune.run_record import to_json
-from art.finetune.runs import Overrides, connected, loaded, prepare
+from art.finetune.runs import Overrides, connected, loaded, prepare, validation_reward
 from art.finetune.sections import Config, DatasetSection
 
-FILE = "eval.json"
-RESULTS_FILE = "eval_results.jsonl"
-PAGE_FILE = "eval.html"
+
+class Names(NamedTuple):
+    """The files of an evaluation in the output folder."""
+
+    figures: str
+    results: str
+    page: str
+
+
+ALL_ROWS = Names("eval.json", "eval_results.jsonl", "eval.html")
+CHOSEN_ROWS = Names("eval_chosen.json", "eval_chosen_results.jsonl", "eval_chosen.html")
+"""With `ids` or `limit`: the files of all rows stay as they are."""
 AGREEMENT_FILE = "agreement.jsonl"
+COMPARED = (
+    "workflow",
+    "llms",
+    "eval.evaluators",
+    "eval.general.dataset",
+    "finetuning.reward_function",
+    "finetuning.validation",
+    "finetuning.target_functions",
+)
+"""The sections of a file that decide what an evaluation's mean is about. An evaluation with others is not in the history, where a
+later mean replaces an earlier one."""
 
 
 async def evaluate(
@@ -46,29 +69,74 @@ async def evaluate(
     `baseline` also the paired difference from that step. `ids` and `limit` choose rows.
 
     A step is a number, "best", "base", or None for the newest step. The best step has the highest val/reward, or the highest
-    train/reward without validations. `eval.json` in the output folder and eval/reward in the history have the figures,
+    train/reward without validations. `eval.json` in the output folder has the figures, and for all rows of an unchanged file also eval/reward in the history;
     `eval_results.jsonl` (or `results`) has the rollouts of the step. With `baseline`, or with the results of an earlier evaluation
     (`compare`), `eval.html` shows the differences.
 
     Raises:
-        WrongInput: the file is wrong, or there is no such step or row.
+        WrongInput: the file is wrong, or there is no such model, step or row.
         NoServer: no server answers.
         FinetuneError: too many rollouts failed.
     """
+    compared = await evaluate_and_compare(
+        file,
+        overrides,
+        step=step,
+        baseline=baseline,
+        reps=reps,
+        limit=limit,
+        ids=ids,
+        results=results,
+        compare=compare,
+    )
+    if compared.comparison is not None:
+        say(f"{compared.comparison}; {compared.page}")
+    return compared.evaluation
+
+
+class Compared(NamedTuple):
+    """An evaluation with its comparison, if it has a baseline or earlier results."""
+
+    evaluation: art.Evaluation
+    records: list[ResultRecord]
+    """The rollouts, those of the baseline last."""
+    comparison: Comparison | None
+    page: Path
+
+
+async def evaluate_and_compare(
+    file: str | Path | Mapping[str, Any],
+    overrides: Overrides = (),
+    *,
+    step: str | None = None,
+    baseline: str | None = None,
+    reps: int | None = None,
+    limit: int | None = None,
+    ids: Sequence[str] = (),
+    results: str | Path | None = None,
+    compare: str | Path | None = None,
+) -> Compared:
+    """An evaluation as `evaluate` makes it, with its rollouts and its comparison."""
     if reps is not None and reps < 1:
         raise WrongInput([f"--reps must be at least 1, not {reps}"])
     checked_file = prepare(file, overrides)
     finetuning, folder = checked_file.config.finetuning, _folder(file, checked_file.config, overrides)
     if not finetuning.validation.has_rows:
         say("the file has no finetuning.validation.dataset or share: the rows of training are evaluated")
+    names = ALL_ROWS if limit is None and not ids else CHOSEN_ROWS
+    page, comparison = folder / names.page, None
     earlier = None if compare is None else read_results(Path(compare))
     async with loaded(checked_file) as loaded_file:
         try:
             rows = select(loaded_file.validation_rows or loaded_file.rows, ids, limit)
         except ValueError as error:
             raise WrongInput([str(error)]) from error
-        async with connected(loaded_file) as connection:
+        is_of_base = step == "base" and baseline in (None, "base")
+        async with connected(loaded_file, unknown="delete" if is_of_base else "refuse") as connection:
             number, other = await _step(connection.model, step), await _step(connection.model, baseline)
+            reasons = (["some rows only"] if ids or limit is not None else []) + _changed(overrides)
+            if reasons and number != "base":
+                say(f"not in the history, which has evaluations of all rows of an unchanged file: {', '.join(reasons)}")
             recorder = Recorder(connection.validation_agent, f"eval-{uuid.uuid4().hex[:12]}", finetuning.seed or 0)
             try:
                 evaluation = await art.evaluate(
@@ -78,29 +146,66 @@ async def evaluate(
                     step=number,
                     baseline=other,
                     reps=reps or finetuning.validation.reps,
-                    log=limit is None and not ids,  # the history has means over all rows
-                    split="eval",  # not "val": these rows can differ from the run's, whose val/reward decides the best step
+                    log=False,  # an evaluation in which too many rollouts failed is not logged
                     seed=finetuning.seed,
-                    max_exceptions=finetuning.max_exceptions,
+                    max_exceptions=math.inf,  # all rows are finished; `_check_failures` counts
                     max_concurrent_rollouts=checked_file.config.eval.general.max_concurrency,
                 )
             finally:  # an evaluation that failed has results too
                 records = sorted(recorder.records, key=lambda record: _is_of(other, record))
                 if records:
-                    write_results(Path(results or folder / RESULTS_FILE), records, rows)
+                    write_results(Path(results or folder / names.results), records, rows)
+            if recorder.lost is not None:
+                raise server_lost(connection.model, recorder.lost)
+            _check_failures(records, finetuning.max_exceptions)
+            if not reasons:
+                await _log(connection.model, evaluation)
             if hint := connection.validation_agent.reward.take_hint([record.reward for record in records]):
                 say(hint)
-    _write_figures(folder / FILE, evaluation)
+    _write_figures(folder / names.figures, evaluation)
     if earlier is None and baseline is not None:
         earlier = [record for record in records if _is_of(other, record)]
     if earlier is not None:
         if ids or limit is not None:
             chosen = {row.id for row in rows}
             earlier = [record for record in earlier if record.id in chosen]
-        page = folder / PAGE_FILE
         later = [record for record in records if record.model == evaluation.name]
-        say(f"{_write_differences(page, earlier, later)}; {page}")
-    return evaluation
+        comparison = _write_differences(page, earlier, later)
+    return Compared(evaluation, records, comparison, page)
+
+
+async def _log(model: art.TrainableModel, evaluation: art.Evaluation) -> None:
+    """Writes an evaluation and its baseline to the history."""
+    for part in (evaluation, evaluation.baseline):
+        if part is not None and part.step is not None:
+            # not "val": these rows can differ from the run's, whose val/reward decides the best step
+            await log_evaluation(model, part, part.step, "eval")
+
+
+def _check_failures(records: Sequence[ResultRecord], max_exceptions: float) -> None:
+    """Prints how many rollouts failed, and why the first.
+
+    Raises:
+        FinetuneError: more rollouts failed than `max_exceptions`, a number or a share below 1.
+    """
+    failed = [record for record in records if record.error is not None]
+    if not failed:
+        return
+    line = f"{len(failed)} of {len(records)} rollouts failed; row {failed[0].id!r}: {failed[0].error}"
+    limit = max_exceptions * len(records) if max_exceptions < 1 else max_exceptions
+    if len(failed) > limit:
+        raise FinetuneError(f"{line}. finetuning.max_exceptions is {max_exceptions:g}")
+    say(line)
+
+
+def _changed(overrides: Overrides) -> list[str]:
+    """The overrides that change what an evaluation's mean is about (`COMPARED`)."""
+    names = list(overrides) if isinstance(overrides, Mapping) else [name for name, _ in overrides]
+    return [name for name in names if any(_is_within(name, part) or _is_within(part, name) for part in COMPARED)]
+
+
+def _is_within(name: str, section: str) -> bool:
+    return f"{name}.".startswith(f"{section}.")
 
 
 def _folder(file: str | Path | Mapping[str, Any], config: Config, overrides: Overrides) -> Path:
@@ -128,6 +233,11 @@ def _write_differences(page: Path, earlier: list[ResultRecord], later: list[Resu
     return comparison
 
 
+def page_of(results: str | Path) -> Path:
+    """The page that `compare_files` writes beside the later results."""
+    return Path(results).with_suffix(".html")
+
+
 def compare_files(before: str | Path, after: str | Path) -> Comparison:
     """The differences between the results of two evaluations. Writes the page beside `after`, with the ending .html. No server is
     asked.
@@ -135,7 +245,7 @@ def compare_files(before: str | Path, after: str | Path) -> Comparison:
     Raises:
         WrongInput: a file has no results, or the two have no row in common.
     """
-    return _write_differences(Path(after).with_suffix(".html"), read_results(Path(before)), read_results(Path(after)))
+    return _write_differences(page_of(after), read_results(Path(before)), read_results(Path(after)))
 
 
 async def measure_agreement(
@@ -152,22 +262,21 @@ async def measure_agreement(
 
     Raises:
         WrongInput: a file is wrong, or a row has no label.
-        NoServer: no server answers.
+        NoServer: no server answers, and an evaluator needs the server.
         FinetuneError: too many answers could not be scored.
     """
     checked_file = prepare(file, overrides)
     config = checked_file.config
     section = {"limit": limit, "ids": list(ids), **dataset_of_text(Path(labels))}
     try:
-        rows = load_rows(DatasetSection.model_validate(section)).rows
+        rows = load_rows(DatasetSection.model_validate(section), apart_by=("model", "repetition")).rows
         for row in rows:
             label_of(row)
     except ValidationError as error:
         raise WrongInput([f"{labels}: a file of labels ends in .jsonl, .json, .csv or .parquet"]) from error
     except ValueError as error:
         raise WrongInput([f"{labels}: {error}"]) from error
-    async with loaded(checked_file) as loaded_file, connected(loaded_file) as connection:
-        reward = connection.validation_agent.reward
+    async with validation_reward(checked_file) as reward:
         limits = {"max_exceptions": config.finetuning.max_exceptions}
         measured = await agreement(reward, rows, **limits, max_concurrency=config.eval.general.max_concurrency)
     write_results(_folder(file, config, overrides) / AGREEMENT_FILE, measured.records, rows)

@@ -14,8 +14,9 @@ import art
 from art.contained import contained
 from art.estimates import Estimate, estimate
 from art.files import write_whole
-from art.finetune.agent import Agent, reason_of, seed_of
+from art.finetune.agent import Agent, place_of, reason_of, seed_of
 from art.finetune.errors import BelowTarget, WrongInput
+from art.finetune.losing import is_lost
 from art.finetune.reading import read_text
 from art.finetune.rows import DatasetRow
 
@@ -30,6 +31,10 @@ class ResultRecord(BaseModel):
     id: str
     """The id of the row."""
     repetition: int = 1
+    session: str = ""
+    """The rollout's session on the server: `art show MODEL --session SESSION` shows the requests."""
+    seed: int | None = None
+    """The seed of the rollout, which a workflow gets as `seed`."""
     question: str = ""
     answer: Any = None
     """The row's right answer, if the row has one."""
@@ -41,7 +46,7 @@ class ResultRecord(BaseModel):
     reasons: dict[str, str] = {}
     """Why evaluators gave their scores, by evaluator."""
     error: str | None = None
-    """Why the rollout failed."""
+    """Why the rollout failed, with the line of the user's code that raised."""
 
 
 class Recorder:
@@ -52,18 +57,36 @@ class Recorder:
         self._agent, self._session, self._seed = agent, session, seed
         self._counts = Counter[tuple[str, str]]()
         self.records: list[ResultRecord] = []
+        self.lost: Exception | None = None
+        """The first failure after which the server did not answer. Later rollouts end with this failure at once."""
 
     async def play(self, model: art.TrainableModel, row: DatasetRow) -> art.Trajectory:
         case = model.get_inference_name(), row.id
         self._counts[case] += 1
         number, name = self._counts[case], case[0]
         session, seed = f"{self._session}-{uuid.uuid4().hex[:12]}", seed_of(self._seed, "val", row.id, number)
-        record = ResultRecord(model=name, id=row.id, repetition=number, question=row.question, answer=row.answer)
+        record = ResultRecord(
+            model=name,
+            id=row.id,
+            repetition=number,
+            session=session,
+            seed=seed,
+            question=row.question,
+            answer=row.answer,
+        )
+        output = None
+        if self.lost is not None:
+            raise self.lost
         try:
             with contained("the rollout"):
-                trajectory, output, reasons = await self._agent.play_with_reasons(model, row, session, seed)
+                trajectory, output = await self._agent.roll_out(model, row, session, seed)
+                reasons = await self._agent.reward.score(row, output, trajectory)
         except Exception as error:  # of any kind: it is the user's code
-            self.records.append(record.model_copy(update={"error": reason_of(error)}))
+            reason = f"{reason_of(error)}{place_of(error)}"
+            self.records.append(record.model_copy(update={"output": output, "error": reason}))
+            if await is_lost(model):
+                self.lost = error
+            error.add_note(f"row {row.id!r}")
             raise
         fields = {"output": output, "reward": trajectory.reward, "metrics": trajectory.metrics, "reasons": reasons}
         self.records.append(record.model_copy(update=fields))
@@ -138,7 +161,21 @@ def mean_reward(records: Sequence[ResultRecord]) -> Estimate:
     return estimate(known)
 
 
-def check_at_least(what: str, measured: Estimate, at_least: float | None) -> None:
+def shown(records: Sequence[ResultRecord]) -> str:
+    """The outputs, rewards and reasons of rollouts as text."""
+    lines: list[str] = []
+    for record in records:
+        reward = "failed" if record.reward is None else f"reward {record.reward:g}"
+        lines.append(f"{record.model}, row {record.id!r}, repetition {record.repetition}: {reward}")
+        if record.error is None or record.output is not None:
+            lines.append(f"  output: {record.output}")
+        if record.error is not None:
+            lines.append(f"  error: {record.error}")
+        lines += [f"  reason of {name}: {reason}" for name, reason in record.reasons.items()]
+    return "\n".join(lines)
+
+
+def check_at_least(what: str, measured: Estimate, at_least: float | None, flag: str = "--at_least") -> None:
     """Checks that a mean is surely at least a number.
 
     Raises:
@@ -146,9 +183,9 @@ def check_at_least(what: str, measured: Estimate, at_least: float | None) -> Non
     """
     if at_least is None or measured.interval[0] >= at_least:
         return
-    reason = f"the lower end of its interval, {measured.interval[0]:.4g}, is below --at_least {at_least:g}"
+    reason = f"the lower end of its interval, {measured.interval[0]:.4g}, is below {flag} {at_least:g}"
     if measured.num_scenarios == 1:
-        reason = f"one row has no interval, and --at_least {at_least:g} needs two or more"
+        reason = f"one row has no interval, and {flag} {at_least:g} needs two or more"
     elif measured.mean >= at_least:
         reason += ". The mean is not: more rows make the interval narrower"
     raise BelowTarget(f"{what} {measured}: {reason}")

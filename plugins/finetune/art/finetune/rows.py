@@ -86,10 +86,14 @@ def _stable(value: Any) -> Any:
 
 
 def load_rows(
-    dataset: DatasetSection, section: str = "eval.general.dataset", question_parameter: str | None = None
+    dataset: DatasetSection,
+    section: str = "eval.general.dataset",
+    question_parameter: str | None = None,
+    apart_by: Sequence[str] = (),
 ) -> Rows:
     """The rows of a data set that its filter keeps, without rows that have no question. `section` is the section's name in the
-    file, for errors. `question_parameter` is a column of the question, if the data set names none.
+    file, for errors. `question_parameter` is a column of the question, if the data set names none. Rows may repeat an id if a
+    column of `apart_by` differs.
 
     Raises:
         WrongInput: the data set cannot be read, has no rows, or repeats an id. The message has the file and the line.
@@ -99,7 +103,7 @@ def load_rows(
         located_rows, read_as = _read(dataset, section)
         if not located_rows:
             raise ValueError('has no rows: a row is an object with columns, such as {"question": "..."}')
-        return replace(_select(dataset, located_rows, section, question_parameter), read_as=read_as)
+        return replace(_select(dataset, located_rows, section, question_parameter, apart_by), read_as=read_as)
     except ValueError as error:
         raise WrongInput([f"{name}: {error}"]) from error
 
@@ -139,7 +143,11 @@ def hold_out(rows: Sequence[DatasetRow], share: float, seed: int | None) -> tupl
 
 
 def _select(
-    dataset: DatasetSection, located_rows: Sequence[LocatedRow], section: str, question_parameter: str | None
+    dataset: DatasetSection,
+    located_rows: Sequence[LocatedRow],
+    section: str,
+    question_parameter: str | None,
+    apart_by: Sequence[str],
 ) -> Rows:
     columns = list(dict.fromkeys(column for _, row in located_rows for column in row))
     is_structured, question_key = not dataset.structure.disable, _question_column(dataset, columns, question_parameter)
@@ -155,7 +163,7 @@ def _select(
     if not kept:
         raise ValueError(f"the filter leaves none of {len(located_rows)} rows: widen allowlist or denylist")
     rows: list[DatasetRow] = []
-    first: dict[str, str] = {}
+    first: dict[tuple[str, ...], str] = {}
     for number, location, row in kept:
         value, answer = row.get(question_key), row.get(dataset.structure.answer_key)
         messages = list[dict[str, Any]]()
@@ -168,11 +176,12 @@ def _select(
         if not question.strip():
             continue
         key = str(number) if row.get(dataset.id_key) in (None, "") else str(row[dataset.id_key])
-        if key in first:
+        names = key, *(str(row.get(column)) for column in apart_by)
+        if names in first:
             raise ValueError(
-                f"{location} has the id {key!r} of {first[key]}: make the values of {dataset.id_key!r} different"
+                f"{location} has the id {key!r} of {first[names]}: make the values of {dataset.id_key!r} different"
             )
-        first[key] = location
+        first[names] = location
         rows.append(DatasetRow(key, question, answer, row, location, messages))
     if not rows:
         raise ValueError(f"all {len(kept)} rows have an empty question: fill the column {question_key!r}")

@@ -9,21 +9,26 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import art
 from art.contained import contained
 from art.finetune import checking, components, folder, loading, other_harnesses, reading, stopping, toolkit
 from art.finetune.agent import Agent, Played, num_answers, place_of, reason_of, text_of
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, RolloutFailed, WrongInput
-from art.finetune.interfaces import CheckedFile, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
+from art.finetune.interfaces import CheckedFile, Code, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rows import digest
 from art.finetune.run_record import State
-from art.finetune.scoring import Reward, evaluator_of
+from art.finetune.scoring import Evaluator, Reward, evaluator_of
 from art.finetune.sections import Config, RewardFunction
 from art.finetune.workflows import of_command, of_function, unused_llm_fields
+from art_protocol.running_server import running_address
 
+Unknown = Literal["create", "refuse", "delete"]
+"""What happens to a model that the server does not know: a new model is created, or refused, or created and deleted at the end."""
+MAX_NAMED = 10
+"""The models that a message names."""
 Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
 
@@ -53,7 +58,8 @@ def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
 
 @contextlib.asynccontextmanager
 async def serving(config: Config) -> AsyncGenerator[art.Backend]:
-    """The backend of the file's server. Starts a server if the file names none.
+    """The backend of the file's server. If neither the file nor ART_SERVER_URL names one: the server that runs in `.art`, or else
+    a server that is started.
 
     Raises:
         NoServer: no server can be started.
@@ -80,17 +86,36 @@ async def loaded(checked_file: CheckedFile) -> AsyncGenerator[Loaded]:
 
 
 @contextlib.asynccontextmanager
-async def connected(loaded_file: Loaded) -> AsyncGenerator[Connected]:
-    """Registers the model, and builds workflow and rewards.
+async def validation_reward(checked_file: CheckedFile) -> AsyncGenerator[Reward]:
+    """The reward of validations. Only evaluators of NVIDIA's toolkit, which are built with the model, need a server.
 
     Raises:
-        WrongInput: NVIDIA's toolkit refuses a section.
+        WrongInput, NoServer, FinetuneError: as `loaded` and `connected`.
+    """
+    config = checked_file.config
+    reward = config.finetuning.validation.reward or config.finetuning.reward_function
+    if any(components.is_of_toolkit("evaluator", config.eval.evaluators[name].type) for name in reward.names):
+        async with loaded(checked_file) as loaded_file, connected(loaded_file, unknown="refuse") as connection:
+            yield connection.validation_agent.reward
+    else:
+        async with art.Backend(_address(config)) as backend:  # gets no request
+            yield Reward(config, reward, _functions(loading.load(checked_file, backend).code))
+
+
+@contextlib.asynccontextmanager
+async def connected(loaded_file: Loaded, *, unknown: Unknown = "create") -> AsyncGenerator[Connected]:
+    """Registers the model, and builds workflow and rewards. `unknown` is what happens to a model that the server does not know.
+
+    Raises:
+        WrongInput: NVIDIA's toolkit refuses a section, or the server does not know the model.
         NoServer: no server answers, or the server was lost in the block.
         FinetuneError: the server refuses the model, or the block raised any other error.
     """
     config, policy, finetuning = loaded_file.config, loaded_file.policy, loaded_file.config.finetuning
-    model = await _register(config, loaded_file.backend)
+    model, is_new = await _register(config, loaded_file.backend, unknown)
     async with contextlib.AsyncExitStack() as opened:
+        if is_new and unknown == "delete":
+            opened.push_async_callback(_delete, model)
         try:
             workflow, evaluators = await opened.enter_async_context(toolkit.building(config, policy, model))
         except ValueError as error:
@@ -103,8 +128,7 @@ async def connected(loaded_file: Loaded) -> AsyncGenerator[Connected]:
                     f"without effect here: {', '.join(unused)}: the workflow asks OPENAI_MODEL with its own parameters; a "
                     "function with a parameter `llms` gets them"
                 )
-        functions = loaded_file.code.evaluators.items()
-        evaluators |= {name: evaluator_of(function) for name, function in functions if function is not None}
+        evaluators |= _functions(loaded_file.code)
         agent = Agent(
             workflow=workflow,
             reward=Reward(config, finetuning.reward_function, evaluators),
@@ -130,10 +154,18 @@ async def connected(loaded_file: Loaded) -> AsyncGenerator[Connected]:
             raise FinetuneError(f"rollouts failed: {reason_of(error)}{notes}{place_of(error)}") from error
 
 
-async def _register(config: Config, backend: art.Backend) -> art.TrainableModel:
-    """The file's model, which the server knows.
+def _functions(code: Code) -> dict[str, Evaluator]:
+    """The evaluators that are functions of the user, by name."""
+    return {name: evaluator_of(function) for name, function in code.evaluators.items() if function is not None}
+
+
+async def _register(
+    config: Config, backend: art.Backend, unknown: Unknown = "create"
+) -> tuple[art.TrainableModel, bool]:
+    """The file's model, which the server knows, and whether the model is new. With "create" nobody asks, and it is False.
 
     Raises:
+        WrongInput: the server does not know the model, and a new one is refused.
         NoServer: no server answers, or no server can be started.
         FinetuneError: the server refuses the model.
     """
@@ -143,12 +175,19 @@ async def _register(config: Config, backend: art.Backend) -> art.TrainableModel:
     if section.init_args is not None and section.init_args.max_seq_length is not None:
         engine_args["max_seq_length"] = section.init_args.max_seq_length
     model = art.TrainableModel(**fields, lora=section.lora, engine_args=engine_args)
+    is_new = False
     try:
+        if unknown != "create":
+            known = await backend._list_models()  # pyright: ignore[reportPrivateUsage]
+            is_new = model.get_inference_name() not in known
+            if is_new and unknown == "refuse":
+                raise WrongInput([_no_model(config, known)])
         await model.register(backend)
     except art.ArtConnectionError as error:
+        is_in_file = _address(config) is not None or not os.environ.get("ART_SERVER_URL")
+        where = "the adapter's backend" if is_in_file else "ART_SERVER_URL"
         raise NoServer(
-            f"Failed to connect to ART backend: {error}. Start `art-server`, or check the address in the adapter's "
-            f"backend: `curl {backend.base_url}/health` shows whether it answers"
+            f"Failed to connect to ART backend: {error}. Start `art-server`, or check the address in {where}: `curl {backend.base_url}/health` shows whether it answers"
         ) from error
     except art.ArtStatusError as error:
         remedy = ""
@@ -161,17 +200,46 @@ async def _register(config: Config, backend: art.Backend) -> art.TrainableModel:
         raise FinetuneError(f"the server refuses the model: {error}{remedy}") from error
     except art.ArtError as error:  # a server that this program starts has failed
         raise NoServer(str(error)) from error
-    return model
+    return model, is_new
+
+
+def _no_model(config: Config, known: Sequence[str]) -> str:
+    name = f"{config.adapter.backend.project}/{config.adapter.backend.name}"
+    shown = ", ".join(sorted(known)[:MAX_NAMED]) + (
+        f" and {len(known) - MAX_NAMED} more" if len(known) > MAX_NAMED else ""
+    )
+    return (
+        f"no model {name}; known: {shown or 'none'}. `art finetune` makes the file's model, and `art eval --step base` evaluates "
+        "the base model"
+    )
+
+
+async def _delete(model: art.TrainableModel) -> None:
+    """Deletes a model that was made for an evaluation of the base model, unless another program has trained it since."""
+    try:
+        if not await model.get_step():
+            await model.delete()
+    except art.ArtError as error:
+        say(f"{model.get_inference_name()}, which was made for this evaluation, stays on the server: {error}")
+
+
+def _address(config: Config) -> str | None:
+    """The server's address in the file."""
+    section = config.adapter.backend
+    if section.ip is None:
+        return section.url
+    host = "127.0.0.1" if section.ip == "0.0.0.0" else section.ip
+    return f"http://{host}:{section.port or 7623}"
 
 
 def _backend(config: Config) -> art.Backend:
     section, trackers = config.adapter.backend, config.finetuning.trackers
-    url = section.url
-    if section.ip is not None:
-        host = "127.0.0.1" if section.ip == "0.0.0.0" else section.ip
-        url = f"http://{host}:{section.port or 7623}"
+    url = _address(config)
     if url is None and not os.environ.get("ART_SERVER_URL"):
-        return art.LocalBackend(trackers=trackers)
+        url = running_address(Path(".art"))
+        if url is None:
+            return art.LocalBackend(trackers=trackers)
+        say(f"the server that runs in .art is used: {url}")
     return art.Backend(url, section.own_key, trackers=trackers)
 
 
@@ -200,6 +268,8 @@ async def run(
                 say(f"the code of {config.workflow.type} has changed: the run continues with the new code")
             if len(output.state.epochs) >= finetuning.num_epochs * loaded_file.batches.per_epoch:
                 say(f"{output.path}: all {finetuning.num_epochs} epochs are trained already")
+                if rolled_back := await _rolled_back(loaded_file, output.state):
+                    say(rolled_back)
                 return []
             async with connected(loaded_file) as connection:
                 name = connection.model.get_inference_name()
@@ -222,6 +292,19 @@ async def run(
                 return statuses
 
 
+async def _rolled_back(loaded_file: Loaded, state: State) -> str | None:
+    """How a finished run continues whose model was rolled back since, in words; None if it was not, or if no server answers."""
+    try:
+        model, _ = await _register(loaded_file.config, loaded_file.backend, "refuse")
+        step = await model.get_step()
+    except (FinetuneError, art.ArtError):
+        return None
+    if not state.epochs or step >= state.epochs[-1].step:
+        return None
+    num_epochs = loaded_file.config.finetuning.num_epochs
+    return f"the model is at step {step} since a rollback; --num_epochs {num_epochs + 1} trains further from there"
+
+
 async def _num_optimizer_steps(model: art.TrainableModel) -> int:
     """The optimizer steps of the newest checkpoint; 0 for the checkpoint of another program."""
     return (await model.checkpoints())[-1].optimizer_steps or 0
@@ -240,7 +323,7 @@ async def _check_fresh(config: Config, backend: art.Backend) -> None:
     Raises:
         WrongInput: the model was trained already.
     """
-    model = await _register(config, backend)
+    model, _ = await _register(config, backend)
     if step := await model.get_step():
         name = model.get_inference_name()
         raise WrongInput(

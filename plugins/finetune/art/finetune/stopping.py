@@ -23,11 +23,6 @@ async def best_step(model: art.TrainableModel, validations: Sequence[ValidationR
     best = next((checkpoint.step for checkpoint in await model.checkpoints() if checkpoint.is_best), None)
     if best is None:
         return None
-    reward = ""
-    if best in rewards:
-        # Of equal steps the server takes the newest.
-        first = next(step for step, earlier in rewards.items() if earlier == rewards[best])
-        equal = "" if first == best else f", as good as step {first}"
-        reward = f" (validation {rewards[best]:.4f}{equal})"
+    reward = f" (validation {rewards[best]:.4f})" if best in rewards else ""
     name = model.get_inference_name()
     return f"the best step is {best}{reward}, kept as {name}@{best} and {name}@best"

@@ -46,8 +46,10 @@ def read_scores(text: str, ids: Sequence[str]) -> list[Verdict]:
         ValueError: the answer does not have exactly one finite number for each id.
     """
     candidates = [value["scores"] for value in _json_values(text) if get(value, "scores") is not None]
-    if len(candidates) != 1:
-        raise ValueError(f'it contains {len(candidates) or "no"} JSON objects with "scores", not one')
+    if not candidates:
+        raise ValueError('it contains no JSON object with "scores"')
+    if len(candidates) > 1:
+        raise ValueError(f'it contains {len(candidates)} JSON objects with "scores", and one was asked for')
     scores: Any = candidates[0]
     pairs: list[tuple[str, Any]] = []
     if isinstance(scores, dict):
