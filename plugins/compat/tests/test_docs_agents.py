@@ -1,9 +1,13 @@
 """The Python of docs/agents.md runs as it stands, against a server that samples nothing."""
 
 import ast
+import asyncio
+import os
 import re
+import shutil
 from collections.abc import Awaitable
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any, cast
 
 import openai
@@ -14,6 +18,7 @@ import art
 pytestmark = pytest.mark.anyio
 
 PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
+SCRIPT = re.findall(r"```bash\n(# agent\.sh.*?)```", PAGE.read_text(), re.DOTALL)[0]
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
@@ -32,8 +37,13 @@ async def play(first: openai.AsyncOpenAI, second: openai.AsyncOpenAI) -> str:
 
 
 @pytest.fixture
-async def names(server, answer, backend: art.Backend, model: art.TrainableModel) -> dict[str, Any]:
+async def names(
+    server, answer, backend: art.Backend, model: art.TrainableModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
     """What the snippets take for granted."""
+    (tmp_path / "agent.sh").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    question, INFER_KEY = "What is 2 plus 3?", "infer"
     message = {"role": "assistant", "content": "yes"}
     choice = {"index": 0, "finish_reason": "stop", "message": message}
     completion = {"id": "c", "object": "chat.completion", "choices": [choice]}
@@ -52,11 +62,14 @@ async def names(server, answer, backend: art.Backend, model: art.TrainableModel)
     def score(answer: str) -> float:
         return float(answer == "yes")
 
-    return {**globals(), **locals()}
+    modules = {"asyncio": asyncio, "os": os, "PIPE": PIPE}
+    return {**globals(), **locals(), **modules}
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
 async def test_snippet_runs(names: dict[str, Any], snippet: str):
+    if "agent.sh" in snippet and not (shutil.which("jq") and shutil.which("curl")):
+        pytest.skip("curl or jq is not installed")
     code = compile(snippet, str(PAGE), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     result: Any = eval(code, names)
     if result is not None:
