@@ -93,9 +93,10 @@ async def test_runs_side_by_side_leave_one_table_and_one_plot(
     policy: PolicyServer, folder: Path, make_file: MakeFile
 ) -> None:
     alternate(policy)
+    policy.steps.clear()
     code, text = await end(await start(folder, make_file(), "--sweep", "learning_rate=1e-5,1e-4"))
     assert code == 0, text
-    assert policy.steps == {"demo/agent": 0, "demo/agent-learning_rate-1e-5": 2, "demo/agent-learning_rate-1e-4": 2}
+    assert policy.steps == {"demo/agent-learning_rate-1e-5": 2, "demo/agent-learning_rate-1e-4": 2}
     assert Counter(body["config"]["learning_rate"] for body in policy.trained) == {1e-5: 2, 1e-4: 2}
     assert "learning_rate=1e-4: epoch 2/2: reward 0.5000" in text and "%|" not in text
     assert "the best run is learning_rate=1e-" in text
