@@ -123,10 +123,11 @@ async def test_rollouts_and_tokens_are_read(model: art.TrainableModel, capsys: p
 
 async def test_rollouts_are_shown(model: art.TrainableModel) -> None:
     await art.evaluate(model, rollout, [QUESTION], step=3, seed=1)
-    newest, group, searched = lines("read-rollouts.md", "art")
+    newest, group, searched, low = lines("read-rollouts.md", "art")
     assert f"demo/agent, step {await model.get_step()}, train" in await shell(newest)
     assert QUESTION in await shell(group)
     assert "demo/agent, step 3, val" in await shell(searched)
+    assert "demo/agent, step 3, train" in await shell(low)
 
 
 def history(name: str) -> list[dict[str, Any]]:
