@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from art_protocol.learning import ROLLOUT_SESSION
 from art_protocol.sampling import AGENTS_OWN, Sampling
 from art_protocol.tracking import Span, Tracer, link_of
 from art_server.engine.engine import Engine
@@ -77,6 +78,12 @@ class InferenceRequest:
     def names_step(self) -> bool:
         """Whether the request names the step that answers it."""
         return self.pinned_step is not None or bool(split_step(self.requested_model)[1])
+
+    @property
+    def enters_splits(self) -> bool:
+        """Whether a canary may answer the request: it comes from an agent in use, not from a rollout or an evaluation."""
+        is_rollout = self.session is not None and self.session.startswith(ROLLOUT_SESSION)
+        return not (self.names_step or is_rollout or link_of(self.session))
 
     @property
     def is_stream(self) -> bool:
@@ -225,6 +232,9 @@ class Proxy:
         )
         resolved = resolve(inference.requested_model)
         if inference.pinned_step is None or resolved.model is None or split_step(inference.requested_model)[1]:
+            split = resolved.model.split if resolved.model is not None else None
+            if split is not None and inference.enters_splits and split.takes(split_key(inference)):
+                return ResolvedModel(resolved.model, split.step)
             return resolved
         if inference.pinned_step == "base":
             return resolve(resolved.model.record.base_model)
@@ -334,6 +344,7 @@ def ledger_request(inference: InferenceRequest) -> Request:
         cited_choices=() if earlier is None else (choice_id(earlier.removeprefix(RESPONSE_PREFIX), 0),),
         requested_at=inference.requested_at,
         never_learns=inference.never_learns,
+        names_step=not inference.enters_splits,
     )
 
 
@@ -347,6 +358,17 @@ def engine_body(inference: InferenceRequest) -> dict[str, Any]:
         # vLLM's Responses take their id from the body, not from the header.
         body["request_id"] = f"{RESPONSE_PREFIX}{inference.request_id}"
     return body
+
+
+def split_key(inference: InferenceRequest) -> bytes:
+    """Decides which of a canary's two steps answers a request: a digest of the user, or without one of the session, or without both
+    that of `routing_key`."""
+    metadata = inference.body.get("metadata")
+    named = metadata.get("user_id") if inference.api == "messages" and isinstance(metadata, dict) else None
+    user = named or inference.body.get("safety_identifier") or inference.body.get("user")
+    if isinstance(user, str):
+        return conversation.digest(inference.owner.encode(), b"user", user.encode(errors="surrogatepass"))
+    return routing_key(inference)
 
 
 def routing_key(inference: InferenceRequest) -> bytes:

@@ -23,6 +23,7 @@ from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import InvalidInput
 from art_server.inference_proxy import Proxy
+from art_server.jobs.job_row import PENDING, JobRow
 from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.reports import Reports
@@ -31,7 +32,10 @@ from art_server.jobs.train_requests import TrainRequests
 from art_server.jobs.trainer import ServerTrainer
 from art_server.learning.collector import Collector
 from art_server.learning.feedback import FeedbackIntake
+from art_server.learning.guard import Guard
 from art_server.learning.policies import Policies
+from art_server.learning.releases import Releases
+from art_server.learning.releasing import Releasing
 from art_server.learning.scores import Scores
 from art_server.ledger.earlier import number_records
 from art_server.ledger.intake import Intake
@@ -48,7 +52,7 @@ from art_server.settings import ServerConfig
 from art_server.shared.clock import REAL, Clock
 from art_server.status.status import Status
 from art_server.store import files
-from art_server.store.registry import Registry
+from art_server.store.registry import RegisteredModel, Registry
 
 if TYPE_CHECKING:
     from art_server.machines.hosts import Hosts
@@ -86,6 +90,7 @@ class Server:
     scores: Scores
     policies: Policies
     feedback: FeedbackIntake
+    releasing: Releasing
     collector: Collector
     status: Status
     hosts: "Hosts | None" = None
@@ -98,7 +103,9 @@ class Server:
         if self.hosts is not None:
             self.hosts.start()
         self.background.start("job runner", self.runner.run_forever)
+        await asyncio.to_thread(self.releasing.restore)
         self.background.start("learning", self.collector.run_forever)
+        self.background.start("releases", self.releasing.run_forever)
         self.background.start("pruning", self._prune)
         self.background.start("loop watch", self.loop_watch.run)
         self.background.start("activity", self.status.watch)
@@ -108,6 +115,7 @@ class Server:
         # First, because it would start the trainer again.
         await self.background.stop("job runner")
         await self.background.stop("learning")
+        await self.background.stop("releases")
         await self.base.stop()
         if self.hosts is not None:
             await self.hosts.stop()
@@ -259,6 +267,18 @@ def build(
             clock=clock,
         )
     scores, policies = Scores(registry.database, clock=clock), Policies(registry.database, clock=clock)
+    releases = Releases(registry.database, clock=clock)
+
+    # In the transaction of the rollback.
+    def on_roll_back(model: int, step: int) -> None:
+        scores.roll_back(model, step)
+        releases.roll_back(model, step)
+
+    def on_change(job: JobRow, model: RegisteredModel | None) -> None:
+        reports.take(job, model)
+        if job.state not in PENDING:
+            collector.wake()
+
     queue = JobQueue(registry.database, config.max_queued_jobs, config.shares, on_end=scores.end_job, clock=clock)
     check_shares(config, registry)
     base = BaseLoader(
@@ -282,7 +302,7 @@ def build(
         ledger=ledger,
         incoming=incoming,
         keep_last=config.keep_last,
-        on_roll_back=scores.roll_back,
+        on_roll_back=on_roll_back,
         clock=clock,
     )
     uploads = Uploads(
@@ -302,7 +322,7 @@ def build(
         owner=owner if config.takes_turns else None,
         retain=checkpoints.retain,
         layers=LayerCheck(config.server_dir / "layers", devices),
-        report=reports.take,
+        report=on_change,
         more_trainers=trainer.more,
         clock=clock,
     )
@@ -312,6 +332,15 @@ def build(
     feedback = FeedbackIntake(
         scores=scores, policies=policies, ledger=ledger, secret=files.read_secret(config.server_dir / "users_secret")
     )
+    releasing = Releasing(
+        releases=releases,
+        scores=scores,
+        policies=policies,
+        registry=registry,
+        checkpoints=checkpoints,
+        guard=Guard(ledger=ledger, fleet=fleet, gate=gate),
+        clock=clock,
+    )
     collector = Collector(
         scores=scores,
         policies=policies,
@@ -319,8 +348,10 @@ def build(
         registration=registration,
         requests=train_requests,
         runner=runner,
+        releasing=releasing,
         clock=clock,
     )
+    releasing.on_decision = collector.wake
     proxy = Proxy(
         registry=registry,
         ledger=ledger,
@@ -363,6 +394,7 @@ def build(
         scores=scores,
         policies=policies,
         feedback=feedback,
+        releasing=releasing,
         collector=collector,
         status=status,
         hosts=hosts,

@@ -23,6 +23,7 @@ from art.core.model import TrainableModel
 from art.scopes import Scope, current_scope
 from art.trajectories import History, Trajectory
 from art_protocol import sampling as session_sampling
+from art_protocol.learning import ROLLOUT_SESSION
 from art_protocol.wire import NAME_PATTERN, NAME_RULE, SESSION_HEADER, UNNAMED_SECONDS, SessionReply
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class Rollout:
         self._span = tracing.start_rollout(model.get_inference_name())
         link = self._span.link if self._span is not None else None
         # With a span's link as its name, the server's spans of the requests are this span's children (`tracking.link_of`).
-        self.session = session or link or uuid.uuid4().hex
+        self.session = session or link or f"{ROLLOUT_SESSION}{uuid.uuid4().hex}"
         self.session_in_requests = session_with_sampling(model, self.session, sampling)
         """The session's name with the sampling parameters, as the agent's requests name the session."""
         self._token: Token[Scope | None] | None = None

@@ -1,5 +1,6 @@
 """The bodies of feedback, and of learning from feedback. A score judges an answer, or a session, of an agent in use."""
 
+import itertools
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -15,8 +16,13 @@ ANSWER_HEADER = "x-art-answer"
 LEARN_HEADER = "x-art-learn"
 """Request header; "never": no score of the answer is trained."""
 
+ROLLOUT_SESSION = "rollout-"
+"""How the names of sessions begin that `art.rollout` makes. A canary does not answer their requests."""
+
 ScoreState = Literal["scored", "queued", "trained", "dropped", "replaced", "retracted"]
 LearningState = Literal["on", "paused", "off"]
+ReleaseState = Literal["steps", "canary", "promoted", "rolled_back"]
+"""steps: its steps are trained and guarded, and none serves yet; canary: its newest step answers a share of the requests."""
 
 
 class Feedback(Body):
@@ -120,11 +126,65 @@ class Policy(Body):
     max_age_days: float = Field(default=7.0, gt=0)
     """Scores of older answers are not trained."""
     config: TrainConfig = Field(default_factory=default_config)
+    release: Literal["direct", "canary"] = "direct"
+    """How a new step comes to serve. direct: once it has passed the guard. canary: it answers a share of the requests first, side by
+    side with the step that serves, and the scores of both decide."""
+    max_kl: float = Field(default=1.0, gt=0)
+    """The guard refuses a step whose answers are less likely for the serving step by more than this, in nats per token."""
+    steps_per_release: int = Field(default=4, ge=1, le=100)
+    """Steps that are trained between two canaries."""
+    share: float = Field(default=0.3, ge=0.01, le=0.5)
+    """The part of the users that a canary answers."""
+    looks: list[Annotated[int, Field(ge=2)]] = Field(default=[100, 200, 400, 800], min_length=1, max_length=10)
+    """The numbers of scored answers, of both steps, at which a canary may be decided. The last decides."""
+    z: float = Field(default=2.5, gt=0)
+    """Before the last look, a canary is decided by a difference of so many standard errors."""
+    max_days: float = Field(default=14.0, gt=0)
+    """A canary without enough scores is rolled back after so many days."""
+
+    @model_validator(mode="after")
+    def _looks_grow(self) -> Self:
+        if any(later <= earlier for earlier, later in itertools.pairwise(self.looks)):
+            raise ValueError("looks must grow, as in [100, 200, 400, 800]")
+        return self
 
 
 class LearningAction(Body):
-    action: Literal["pause", "resume", "train"]
-    """train: the scores that wait, also if they are fewer than a batch."""
+    action: Literal["pause", "resume", "train", "promote", "rollback"]
+    """train: the scores that wait, also if they are fewer than a batch. promote: the newest step of the open release serves.
+    rollback: the open release ends, and its steps are set aside."""
+
+
+class ReleaseArm(Reply):
+    """What the users of a step said during a canary."""
+
+    step: int
+    scored: int
+    """Scored answers and sessions."""
+    users: int
+    mean: float | None = None
+    """The mean reward; None without scores."""
+
+
+class ReleaseInfo(Reply):
+    """Steps on their way to serve."""
+
+    state: ReleaseState
+    incumbent: int
+    """The step that serves meanwhile."""
+    passed: int
+    """The newest step that has passed the guard."""
+    candidate: int | None = None
+    """The step of the canary."""
+    share: float | None = None
+    arms: tuple[ReleaseArm, ...] = ()
+    """Of a canary: the incumbent's users and the candidate's."""
+    z: float | None = None
+    """Of a canary: the difference of the means in standard errors; positive: the candidate is better."""
+    reason: str | None = None
+    """What was decided last, in a sentence with numbers."""
+    began_at: float
+    """Seconds since 1970."""
 
 
 class LearningInfo(Reply):
@@ -138,3 +198,5 @@ class LearningInfo(Reply):
     """Scores by state, and for `dropped` by reason too (`dropped: capped`)."""
     serving_step: int
     newest_step: int
+    release: ReleaseInfo | None = None
+    """The newest release: the open one, or the one that ended last."""

@@ -22,8 +22,8 @@ from art_protocol.wire import NDJSON, ErrorBody
 from art_server.api.auth import TheCaller
 from art_server.api.bodies import SMALL_MB, SmallBodies, described_body, read_body
 from art_server.api.error_responses import answer, detail_of, invalid_body
-from art_server.api.parameters import PathModel, TheCollector, TheFeedback, ThePolicies, TheScores
-from art_server.errors import InvalidInput, ServerError, TooLarge
+from art_server.api.parameters import PathModel, TheCollector, TheFeedback, ThePolicies, TheReleasing, TheScores
+from art_server.errors import Conflict, InvalidInput, ServerError, TooLarge
 
 router = APIRouter(prefix="/api/models/{project}/{name}", route_class=SmallBodies)
 
@@ -147,11 +147,15 @@ async def show_learning(model: PathModel, collector: TheCollector) -> LearningIn
 
 @router.post("/learning")
 async def change_learning(
-    model: PathModel, body: LearningAction, policies: ThePolicies, collector: TheCollector
+    model: PathModel, body: LearningAction, policies: ThePolicies, collector: TheCollector, releasing: TheReleasing
 ) -> LearningInfo:
-    """Pauses or resumes the learning, or trains the scores that wait, also if they are fewer than a batch."""
+    """Pauses or resumes the learning, trains the scores that wait, also if they are fewer than a batch, or decides on a release."""
     if body.action == "train":
         await collector.collect_now(model)
+    elif body.action == "promote":
+        await releasing.promote_now(model)
+    elif body.action == "rollback":
+        await releasing.roll_back_now(model)
     else:
         await asyncio.to_thread(policies.set_state, model.number, "paused" if body.action == "pause" else "on")
         collector.wake()
@@ -160,5 +164,12 @@ async def change_learning(
 
 @router.delete("/learning")
 async def stop_learning(model: PathModel, policies: ThePolicies, collector: TheCollector) -> LearningInfo:
+    """Turns the learning off. The scores stay."""
+    if model.holds_steps:
+        raise Conflict(
+            f"a release of '{model.id}' is not decided yet: promote it or roll it back first",
+            code="release_is_open",
+            param="name",
+        )
     await asyncio.to_thread(policies.set_state, model.number, "off")
     return await collector.info(model)

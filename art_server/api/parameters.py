@@ -20,6 +20,7 @@ from art_server.jobs.train_requests import TrainRequests
 from art_server.learning.collector import Collector
 from art_server.learning.feedback import FeedbackIntake
 from art_server.learning.policies import Policies
+from art_server.learning.releasing import Releasing
 from art_server.learning.scores import Scores
 from art_server.ledger.ledger import Ledger
 from art_server.models.base_loader import BaseLoader
@@ -59,6 +60,7 @@ TheScores = Annotated[Scores, part(lambda server: server.scores)]
 ThePolicies = Annotated[Policies, part(lambda server: server.policies)]
 TheFeedback = Annotated[FeedbackIntake, part(lambda server: server.feedback)]
 TheCollector = Annotated[Collector, part(lambda server: server.collector)]
+TheReleasing = Annotated[Releasing, part(lambda server: server.releasing)]
 TheStatus = Annotated[Status, part(lambda server: server.status)]
 
 

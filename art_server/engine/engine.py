@@ -740,30 +740,42 @@ class Engine:
         probe = CheckpointRecord.model_validate_json(description.read_bytes()).probe
         if probe is None or not probe.is_of_step:
             return None
-        logprobs, scaled = await self._score(name, probe.token_ids), list[float]()
+        logprobs, scaled = await self.score(name, probe.token_ids), list[float]()
         if probe.factor > 1:
             # A new folder for each comparison: vLLM's prefix cache finds prompts by the adapter's name and path.
             with tempfile.TemporaryDirectory(dir=self._run_dir) as folder:
                 make_scaled_adapter(path, Path(folder), probe.factor)
                 await self._post_load(f"{name}*{probe.factor}", Path(folder))
                 try:
-                    scaled = await self._score(f"{name}*{probe.factor}", probe.token_ids)
+                    scaled = await self.score(f"{name}*{probe.factor}", probe.token_ids)
                     await self._post("/v1/unload_lora_adapter", {"lora_name": f"{name}*{probe.factor}"})
                 finally:
                     await self.location.forget(Path(folder))
         return find_fault(probe, logprobs, scaled, limits)
 
-    async def _score(self, name: str, token_ids: list[int]) -> list[float]:
-        """The log-probability of each token but the first."""
+    async def score(self, name: str, token_ids: list[int]) -> list[float]:
+        """The log-probability of each token but the first.
+
+        Raises:
+            AdapterRefused: vLLM has no such adapter, or cannot compute with it.
+        """
         # With 0 vLLM returns the log-probabilities of the prompt's own tokens. It samples one token at least.
-        body = {"model": name, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0}
+        choice = await self.complete(name, {"prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0})
+        scores = choice["prompt_logprobs"]
+        return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], scores[1:], strict=True)]
+
+    async def complete(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The choice of a completion that is no client's. The ledger does not record it.
+
+        Raises:
+            AdapterRefused: vLLM has no such adapter, or cannot compute with it.
+        """
         # A first turn: the ledger has no tokens for it.
         headers = {"x-request-id": new_request_id(is_first_turn=True)}
-        status, text = await self._post("/v1/completions", body, LOAD_SECONDS, headers)
+        status, text = await self._post("/v1/completions", {"model": name, **body}, LOAD_SECONDS, headers)
         if status != 200:
-            raise AdapterRefused(f"vLLM cannot score with adapter '{name}': {text[:500]}")
-        scores = json.loads(text)["choices"][0]["prompt_logprobs"]
-        return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], scores[1:], strict=True)]
+            raise AdapterRefused(f"vLLM cannot compute with adapter '{name}': {text[:500]}")
+        return json.loads(text)["choices"][0]
 
     def unload_adapter(self, name: str) -> None:
         """Stops serving an adapter. All requests to the adapter must have ended. vLLM unloads the adapter before the next

@@ -98,7 +98,7 @@ class Attempt:
             notes = await self._serve(step)
         else:
             # Only a committed step comes here (`JobRunner._choose`): another base model has been loaded since.
-            model.step = step
+            self._make_current(step)
         await self._finish(step, notes)
 
     async def _enter(self, phase: str, completed: int | None = None, total: int | None = None) -> None:
@@ -275,20 +275,25 @@ class Attempt:
         except Unavailable as error:
             notes = [f"step {step} is saved and serves once the engine is ready: {error.message}"]
             # `Fleet.reach` has the engine load it at the first request.
-            self.model.step = step
+            self._make_current(step)
         else:
-            self.model.step = step
+            self._make_current(step)
         self._gate.open()
         await self._enter("finish")
         for note in notes:
             logger.error("%s: %s", self.model.id, note)
         if not notes:
-            logger.info("%s serves", name)
+            logger.info("%s %s", name, "waits for the decision on its release" if self.model.holds_steps else "serves")
             self._unload_old(step)
         return notes
 
+    def _make_current(self, step: int) -> None:
+        if not self.model.holds_steps:
+            self.model.step = step
+
     def _unload_old(self, step: int) -> None:
         kept = {self.model.adapter_name(step - back) for back in range(ADAPTERS_KEPT_LOADED)}
+        kept.add(self.model.adapter_name(self.model.step))
         for loaded in self._fleet.loaded_adapters():
             is_old = loaded.rpartition("@")[0] == self.model.id and loaded not in kept
             if is_old and not self._gate.uses(loaded):

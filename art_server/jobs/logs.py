@@ -19,9 +19,10 @@ async def write_log(
         InvalidInput: the step does not exist yet.
     """
     step = model.step if request.step is None else request.step
-    if step > model.step:
+    newest = max(model.steps(), default=model.step)
+    if step > newest:
         raise InvalidInput(
-            f"model '{model.id}' has no step {step} yet: its newest is {model.step}; log for that step, or leave "
+            f"model '{model.id}' has no step {step} yet: its newest is {newest}; log for that step, or leave "
             "`step` out",
             code="step_beyond_newest",
             param="step",

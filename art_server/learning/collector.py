@@ -7,20 +7,21 @@ batch and the job are one transaction (`_store`), so a killed server trains each
 import asyncio
 import logging
 import math
-import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from art_protocol.display import counted
 from art_protocol.learning import LearningInfo, Policy
 from art_protocol.wire import HistoryBody, TrajectoryBody, TrajectoryGroupBody
-from art_server.errors import Conflict, ServerError
+from art_server.errors import Conflict, InvalidInput, ServerError
 from art_server.jobs.choices import is_choice
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.train_requests import NewJob, TrainRequests
 from art_server.learning import pinned
 from art_server.learning.policies import Learning, Policies
+from art_server.learning.releasing import Releasing
+from art_server.learning.rewards import DAY, HOUR, reward_of
 from art_server.learning.scores import ALREADY_TRAINED, Scores, WaitingScore
 from art_server.ledger.records import Record
 from art_server.models.registration import Registration
@@ -31,8 +32,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 30.0
 """The collector looks so often without a new score, because scores grow old and hours pass."""
-DAY, HOUR = 86400.0, 3600.0
-CAPPED, TOO_OLD, TOO_STALE, UNKNOWN_NAME = "capped", "too_old", "too_stale", "unknown_name"
+CAPPED, TOO_OLD, TOO_STALE = "capped", "too_old", "too_stale"
 
 
 @dataclass(slots=True)
@@ -58,32 +58,24 @@ class Chosen:
 
     units: list[Unit]
     """The next batch, oldest first; fewer than the policy's batch if fewer wait."""
-    dropped: Mapping[str, list[int]]
-    """The numbers of scores that are not trained, by reason."""
-    num_capped: int
-    """Units that wait above their users' share."""
+    expired: Mapping[str, list[int]]
+    """The numbers of scores that no batch may take any more, by reason."""
+    capped: list[Unit]
+    """The units above their users' share, which the batch leaves out for good."""
     has_two_rewards: bool
-
-
-def reward_of(scores: Iterable[WaitingScore], policy: Policy) -> float:
-    """The reward of scores: for each name the mean of its values, times the name's weight, summed."""
-    values: dict[str, list[float]] = {}
-    for score in scores:
-        values.setdefault(score.name, []).append(score.value)
-    return math.fsum(policy.names[name].weight * statistics.fmean(of_name) for name, of_name in values.items())
 
 
 def choose(waiting: Sequence[WaitingScore], policy: Policy, *, newest_step: int, now: float) -> Chosen:
     """The next batch: the oldest units, of each user at most the policy's share of a batch. If the oldest all have one reward, the
-    oldest with another reward is among them."""
-    dropped: dict[str, list[int]] = {}
+    oldest with another reward is among them. Scores of names that the policy does not have wait."""
+    expired: dict[str, list[int]] = {}
     usable: list[WaitingScore] = []
     for score in waiting:
-        reason = why_dropped(score, policy, newest_step=newest_step, now=now)
-        if reason is None:
+        reason = why_expired(score, policy, newest_step=newest_step, now=now)
+        if reason is not None:
+            expired.setdefault(reason, []).append(score.number)
+        elif score.name in policy.names:
             usable.append(score)
-        else:
-            dropped.setdefault(reason, []).append(score.number)
     batch, later, capped = list[Unit](), list[Unit](), list[Unit]()
     limit = max(1, math.floor(policy.user_share * policy.batch))
     taken: Counter[str] = Counter()
@@ -95,8 +87,6 @@ def choose(waiting: Sequence[WaitingScore], policy: Policy, *, newest_step: int,
         else:
             batch.append(unit)
             taken.update(unit.users)
-    if capped:
-        dropped[CAPPED] = [score.number for unit in capped for score in unit.all_scores]
     rewards = {reward_of(unit.all_scores, policy) for unit in batch}
     if len(rewards) == 1:
         others = (unit for unit in later if reward_of(unit.all_scores, policy) not in rewards)
@@ -104,13 +94,11 @@ def choose(waiting: Sequence[WaitingScore], policy: Policy, *, newest_step: int,
         if other is not None:
             batch[-1] = other
             rewards.add(reward_of(other.all_scores, policy))
-    return Chosen(batch, dropped, len(capped), len(rewards) > 1)
+    return Chosen(batch, expired, capped, len(rewards) > 1)
 
 
-def why_dropped(score: WaitingScore, policy: Policy, *, newest_step: int, now: float) -> str | None:
-    """Why a score is not trained any more; None if it may be."""
-    if score.name not in policy.names:
-        return UNKNOWN_NAME
+def why_expired(score: WaitingScore, policy: Policy, *, newest_step: int, now: float) -> str | None:
+    """Why no batch may take a score any more; None: one may."""
     if now - score.answered_at > policy.max_age_days * DAY:
         return TOO_OLD
     most = policy.config.max_staleness
@@ -150,8 +138,10 @@ class Collector:
         registration: Registration,
         requests: TrainRequests,
         runner: JobRunner,
+        releasing: Releasing,
         clock: Clock = REAL,
     ):
+        self._releasing = releasing
         self._scores = scores
         self._policies = policies
         self._registry = registry
@@ -164,6 +154,7 @@ class Collector:
     def wake(self) -> None:
         """Has the collector look at once: a score came, or a policy has changed."""
         self._changed.set()
+        self._releasing.wake()
 
     async def run_forever(self) -> None:
         while True:
@@ -195,7 +186,11 @@ class Collector:
         learning = await asyncio.to_thread(self._policies.of, model.number)
         if await self._pending_job(model) is not None or not self._registration.is_on_base(model):
             return None
+        if await asyncio.to_thread(self._releasing.why_waiting, model) is not None:
+            return None
         chosen = await asyncio.to_thread(self._choose, model, learning.policy)
+        for reason, numbers in chosen.expired.items():
+            await asyncio.to_thread(self._scores.drop, numbers, reason)
         if not is_due(chosen, learning, self._clock.now(), is_asked=is_asked):
             return None
         return await self._make_job(model, learning.policy, chosen)
@@ -214,19 +209,22 @@ class Collector:
         if not groups:
             return None
         new: NewJob = self._requests.begin(model, policy.config, self._registration.limits(model), pinned=records)
-        for group in groups:
-            await new.resolve_turns(group)
 
         def take(job_id: str) -> None:
-            for reason, numbers in chosen.dropped.items():
-                self._scores.drop(numbers, reason)
+            self._scores.drop([score.number for unit in chosen.capped for score in unit.all_scores], CAPPED)
             self._policies.note_batch(model.number)
+            self._releasing.begin(model)
             if not self._scores.queue(scores, records, job_id):
                 raise Conflict("a score of the batch was replaced or retracted", code="scores_changed")
 
         notes = note_users(chosen, policy)
         try:
+            for group in groups:
+                await new.resolve_turns(group)
             job = await new.store_job(None, "scores", notes=notes, on_insert=take)
+        except InvalidInput as error:
+            await asyncio.to_thread(self._refuse, model, scores, error)
+            return None
         except Conflict as error:
             if error.code != "scores_changed":
                 raise
@@ -234,6 +232,14 @@ class Collector:
             return None
         logger.info("job %s of %s: %s", job.job_id, model.id, counted(len(groups), "scored answer"))
         return job.job_id
+
+    def _refuse(self, model: RegisteredModel, scores: Sequence[int], error: InvalidInput) -> None:
+        """Follows a batch that no later try would train: its scores are dropped, or, if the policy is at fault, learning pauses."""
+        logger.warning("a batch of scores of %s is refused: %s", model.id, error)
+        if error.param is not None and error.param.startswith("config"):
+            self._policies.set_state(model.number, "paused", f"the policy's configuration is refused: {error}")
+        else:
+            self._scores.drop(scores, error.code)
 
     def _groups(
         self, policy: Policy, units: Sequence[Unit]
@@ -281,6 +287,7 @@ class Collector:
             counts=counts,
             serving_step=model.step,
             newest_step=model.folder.newest_step() or 0,
+            release=await asyncio.to_thread(self._releasing.info, model),
         )
 
     async def _reason(self, model: RegisteredModel, learning: Learning) -> str:
@@ -293,6 +300,9 @@ class Collector:
         job_id = await self._pending_job(model)
         if job_id is not None:
             return f"job {job_id} trains a batch of scores"
+        waiting = await asyncio.to_thread(self._releasing.why_waiting, model)
+        if waiting is not None:
+            return waiting
         chosen = await asyncio.to_thread(self._choose, model, learning.policy)
         return waits_for(chosen, learning, self._clock.now())
 
@@ -317,9 +327,9 @@ def waits_for(chosen: Chosen, learning: Learning, now: float) -> str:
     hours = max(0.0, policy.every_hours - (now - learning.since) / HOUR)
     early = f"; with {policy.least} or more a step begins in {hours:.1f} h"
     capped = ""
-    if chosen.num_capped:
+    if chosen.capped:
         capped = (
-            f"; {chosen.num_capped} more are above the share of {policy.user_share:.0%} of a batch that one user may have "
+            f"; {len(chosen.capped)} more are above the share of {policy.user_share:.0%} of a batch that one user may have "
             "(policy: user_share)"
         )
     return f"{waiting}{early}{capped}"
@@ -335,9 +345,9 @@ def note_users(chosen: Chosen, policy: Policy) -> list[str]:
             f"{num_unnamed} of {num_scores} scores name no user: the share of {policy.user_share:.0%} of a batch that one user may "
             "have cannot hold them"
         )
-    if chosen.num_capped > len(chosen.units):
+    if len(chosen.capped) > len(chosen.units):
         notes.append(
-            f"{chosen.num_capped} scored answers were left out, more than the batch has, because their users have more than "
+            f"{len(chosen.capped)} scored answers were left out, more than the batch has, because their users have more than "
             f"{policy.user_share:.0%} of a batch: look who they are, or raise user_share"
         )
     return notes

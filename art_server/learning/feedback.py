@@ -16,7 +16,7 @@ from art_server.learning.policies import Policies
 from art_server.learning.scores import NewScore, Scores
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
-from art_server.ledger.records import NEVER_LEARNS, Record
+from art_server.ledger.records import NAMES_STEP, NEVER_LEARNS, Record
 from art_server.ledger.sessions import read_session
 from art_server.ledger.splice import split_end
 from art_server.store.registry import RegisteredModel
@@ -94,6 +94,7 @@ class FeedbackIntake:
             target=judged.target,
             choices=[record.choice_id for record in judged.records],
             step=min(known, default=None),
+            names_step=any(record.sampling.get(NAMES_STEP) for record in judged.records),
             user=self._hash(body.user),
             owner=owner,
             name=body.name,

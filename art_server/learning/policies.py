@@ -46,6 +46,13 @@ class Policies:
         Raises:
             Conflict: the server makes the model's steps, from scores.
         """
+        if model.holds_steps:
+            raise Conflict(
+                f"a release of '{model.id}' is not decided yet: promote it or roll it back first (`art learn {model.id} --promote` or "
+                "`--rollback`, or POST .../learning)",
+                code="release_is_open",
+                param="name",
+            )
         if self.of(model.number).state == "on":
             raise Conflict(
                 f"'{model.id}' learns from scores, and its steps are the server's: pause that first (`art learn {model.id} --pause`, or "

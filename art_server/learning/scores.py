@@ -23,6 +23,7 @@ from art_server.shared.clock import REAL, Clock
 from art_server.store.database import Database, insert
 
 COLUMNS = "score_id, state, reason, target, name, value, step, job_id, trained_step, replaces, texts, created_at, digest, number"
+WAITING = "number, target, choices, user, name, value, step, answered_at"
 ALREADY_TRAINED = "already_trained"
 """The reason of a score whose answer a job has taken before."""
 
@@ -37,6 +38,8 @@ class NewScore:
     choices: Sequence[str]
     """The ids of the judged choices."""
     step: int | None
+    names_step: bool
+    """Whether a judged request named its step, or was a rollout's: such a score counts for no canary."""
     user: str | None
     owner: str
     name: str
@@ -126,6 +129,7 @@ class Scores:
             "target": score.target,
             "choices": json.dumps(list(score.choices)),
             "step": score.step,
+            "names_step": score.names_step,
             "user": score.user,
             "owner": score.owner,
             "name": score.name,
@@ -220,15 +224,22 @@ class Scores:
 
     def waiting(self, model: int) -> list[WaitingScore]:
         """The scores that a batch may take, oldest first."""
-        columns = "number, target, choices, user, name, value, step, answered_at"
         rows = self._database.select(
-            f"SELECT {columns} FROM scores WHERE model = ? AND state = 'scored' AND reason IS NULL ORDER BY number",
+            f"SELECT {WAITING} FROM scores WHERE model = ? AND state = 'scored' AND reason IS NULL ORDER BY number",
             model,
         )
-        return [
-            WaitingScore(number, target, json.loads(choices), *rest)
-            for number, target, choices, *rest in map(tuple, rows)
-        ]
+        return [waiting_score(row) for row in rows]
+
+    def of_canary(self, model: int, steps: Sequence[int], since: float) -> list[WaitingScore]:
+        """The scores of answers that the users of these steps got since a moment, also of scores that no batch may take."""
+        where = "model = ? AND step IN (SELECT value FROM json_each(?)) AND answered_at >= ? AND NOT names_step"
+        rows = self._database.select(
+            f"SELECT {WAITING} FROM scores WHERE {where} AND state NOT IN ('replaced', 'retracted') ORDER BY number",
+            model,
+            json.dumps(list(steps)),
+            since,
+        )
+        return [waiting_score(row) for row in rows]
 
     def queued_job(self, model: int) -> str | None:
         """The job that trains scores of a model and has not ended."""
@@ -269,10 +280,12 @@ class Scores:
                 " AND number IN (SELECT value FROM json_each(?))",
                 (job_id, json.dumps(list(numbers))),
             )
+            if changed.rowcount != len(numbers):
+                return False
             connection.executemany(
                 "INSERT INTO taken_choices (choice_id, job_id) VALUES (?, ?)", [(choice, job_id) for choice in choices]
             )
-            return changed.rowcount == len(numbers)
+            return True
 
     def end_job(self, job_id: str, step: int | None) -> None:
         """Follows the end of a job, in the caller's transaction: its scores have trained `step`, or (None) wait again, and the
@@ -298,6 +311,11 @@ class Scores:
                 " AND trained_step > ?",
                 (model, step),
             )
+
+
+def waiting_score(row: sqlite3.Row) -> WaitingScore:
+    number, target, choices, *rest = row
+    return WaitingScore(number, target, json.loads(choices), *rest)
 
 
 def read_score(row: sqlite3.Row) -> Score:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import json
 import logging
 import sqlite3
 import threading
@@ -25,7 +26,7 @@ from art_server.ledger import conversation
 from art_server.ledger.candidates import MAX_TRIED, Candidates
 from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.decoder import Decoder
-from art_server.ledger.records import NEVER_LEARNS, UNRECORDED, Match, Prompt, Record, Request, choice_id
+from art_server.ledger.records import NAMES_STEP, NEVER_LEARNS, UNRECORDED, Match, Prompt, Record, Request, choice_id
 from art_server.ledger.splice import (
     Candidate,
     Comparison,
@@ -198,7 +199,7 @@ class Ledger:
             token_ids=sample.token_ids,
             logprobs=sample.logprobs,
             finish_reason=sample.finish_reason,
-            sampling=sample.sampling | ({NEVER_LEARNS: True} if request.never_learns else {}),
+            sampling={**sample.sampling, **marks_of(request)},
             sampled_logprobs=sample.sampled_logprobs,
             kept=sample.kept,
             sets=sample.sets,
@@ -339,6 +340,18 @@ class Ledger:
         with self._lock:
             records = self._storage.select("choice_id = ?", choice)
         return records[0] if records else None
+
+    def find_recent(self, model: int, num_prompts: int, newest: int = 2000) -> list[Record]:
+        """A record of each of the model's newest prompts that differ, among its `newest` records."""
+        with self._lock:
+            rows = self._storage.db.execute(
+                "SELECT number, prompt FROM records WHERE model = ? ORDER BY number DESC LIMIT ?", (model, newest)
+            ).fetchall()
+            by_prompt: dict[int, int] = {}
+            for number, prompt in rows:
+                by_prompt.setdefault(prompt, number)
+            numbers = [*by_prompt.values()][:num_prompts]
+            return self._storage.select("number IN (SELECT value FROM json_each(?))", json.dumps(numbers))
 
     def find_session(self, model: int, session: str) -> list[tuple[Record, dict[str, Any]]]:
         """The choices that one model sampled in a session, in order, without tokens, each with its turn as the agent has
@@ -500,6 +513,12 @@ class Ledger:
             if doomed:
                 self._storage.drop(doomed, self._used_prompts())
             return len(doomed)
+
+
+def marks_of(request: Request) -> dict[str, bool]:
+    """What a record's sampling parameters say besides the engine's."""
+    marks = {NEVER_LEARNS: request.never_learns, NAMES_STEP: request.names_step}
+    return {mark: True for mark, is_set in marks.items() if is_set}
 
 
 @contextlib.contextmanager

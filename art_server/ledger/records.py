@@ -40,6 +40,8 @@ class Request:
     """When the server received the request (`clock.tick`)."""
     never_learns: bool = False
     """The caller permits no score of the answer to be trained. A record has this in `Record.sampling`."""
+    names_step: bool = False
+    """The request named the step that answers it, or is a rollout's. A record has this in `Record.sampling`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class Record:
 
 NEVER_LEARNS = "never_learns"
 """The key of `Record.sampling` that is true if no score of the answer may be trained."""
+NAMES_STEP = "names_step"
+"""The key of `Record.sampling` that is true if no canary could have answered the request."""
 
 
 @dataclass(frozen=True, slots=True)

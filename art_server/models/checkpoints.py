@@ -165,7 +165,7 @@ class Checkpoints:
             shutil.rmtree(content, ignore_errors=True)
 
     async def roll_back(self, model: RegisteredModel, step: int) -> None:
-        """Makes an earlier step the newest. The step serves at once. The later steps and their history rows are set aside
+        """Makes an earlier step the newest. The step serves at once, unless a release holds it. The later steps and their history rows are set aside
         when all requests that sample from these steps have ended.
 
         Raises:
@@ -176,7 +176,8 @@ class Checkpoints:
             model.folder.read_checkpoint(step)
             await self._while_idle(model, lambda: None)
             later = [kept_step for kept_step in model.folder.steps() if kept_step > step]
-            before, model.step = model.step, step
+            before = model.step
+            serving = model.step = min(before, step) if model.holds_steps else step
             with marked_for_deletion(model, later):
                 try:
                     await self._wait_unused(model, later)
@@ -187,7 +188,7 @@ class Checkpoints:
                     await asyncio.to_thread(self._ledger.forget_steps, model.number, step)
                     await self._while_idle(model, lambda: self._set_aside(model, step, later))
                 finally:
-                    if model.step == step:  # a job in between may have made a newer step
+                    if model.step == serving:  # a job in between may have made a newer step
                         model.step = min(before, model.steps()[-1])
         logger.info("%s was rolled back; set aside: steps %s", model.adapter_name(step), later)
 
@@ -285,6 +286,7 @@ class Checkpoints:
             self._on_roll_back(model.number, step)
             model.history.roll_back(step)
             self._registry.table.roll_back(model.number, step)
+        self._registry.read_release(model)
         self._registry.set_later_aside(model, step)
 
     def _move_to_trash(self, model: RegisteredModel) -> Path:

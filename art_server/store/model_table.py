@@ -70,6 +70,10 @@ class ModelTable:
         (row,) = self._database.select(f"SELECT {COLUMNS} FROM models WHERE model = ?", model)
         return ModelRow(*row)
 
+    def incumbents(self) -> dict[int, int]:
+        """The step that serves, for each model whose newer steps are a release that is not decided yet."""
+        return dict(map(tuple, self._database.select("SELECT model, incumbent FROM releases WHERE ended_at IS NULL")))
+
     def name_of(self, model: int) -> str:
         """PROJECT/NAME of a model that may be deleted; "(unknown)" for a number that only a lost database had."""
         query = "SELECT project || '/' || name || iif(is_deleted, ' (deleted)', '') FROM models WHERE model = ?"
@@ -113,7 +117,7 @@ class ModelTable:
     def delete(self, model: int) -> None:
         """Deletes a model's metrics and scores, and marks the model's row as deleted. The row stays, because jobs refer to it."""
         with self._database.changes("the model") as connection:
-            for table in ("steps", "metrics", "scores", "learning"):
+            for table in ("steps", "metrics", "scores", "learning", "releases"):
                 connection.execute(f"DELETE FROM {table} WHERE model = ?", (model,))
             connection.execute("UPDATE models SET is_deleted = 1 WHERE model = ?", (model,))
 

@@ -1,7 +1,7 @@
 """The registered models, the step that each one serves, and what a name in a request means.
 
-`Registry.resolve` goes from a name to the adapter of a step: "PROJECT/NAME" is the step that serves, which is the newest,
-"PROJECT/NAME@12" step 12, "PROJECT/NAME@best" the best step, and the base model's name the base model without an adapter.
+`Registry.resolve` goes from a name to the adapter of a step: "PROJECT/NAME" is the step that serves, which is the newest (or,
+with an undecided release of learning, the newest before it), "PROJECT/NAME@12" step 12, "PROJECT/NAME@best" the best step, and the base model's name the base model without an adapter.
 
 A new step is served from one assignment on, after its checkpoint is complete and the engine has loaded it, or will
 load it at its next start (`Attempt._serve`).
@@ -13,6 +13,7 @@ disk), requests for inference see the model as the row says, and jobs and change
 import asyncio
 import contextlib
 import difflib
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,21 @@ def split_step(name: str) -> tuple[str, str]:
     return path, step
 
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A canary: a newer step answers the requests of a share of the users."""
+
+    step: int
+    share: float
+    release: int
+    """The release's number. Each release splits the users anew."""
+
+    def takes(self, key: bytes) -> bool:
+        """Whether the newer step answers the requests with this key."""
+        digest = hashlib.blake2b(key, digest_size=8, salt=self.release.to_bytes(16, "big")).digest()
+        return int.from_bytes(digest, "big") < self.share * 2**64
+
+
 @dataclass(slots=True)
 class RegisteredModel:
     """A registered model. `step` is the step that serves: requests without `@k` get this step."""
@@ -52,6 +68,9 @@ class RegisteredModel:
     record: ModelRecord
     step: int
     history: MetricHistory
+    holds_steps: bool = False
+    """New steps do not serve before their release is decided."""
+    split: Split | None = None
     deleting: set[int] = field(default_factory=set)
     """Steps that are being deleted. No request resolves to them, so none loads them again."""
     is_leaving: bool = False
@@ -229,9 +248,24 @@ class Registry:
         record = record.model_copy(update={"name": name})
         model = RegisteredModel(number, folder, record, 0, self._history.of(number, folder))
         model.rolled_back_to = None if row is None else row.rolled_back_to
-        model.step = max(model.steps(), default=0)
+        model.step = self._serving_step(model, model.steps())
         self._models[record.project, name] = model
         return model
+
+    def _serving_step(self, model: RegisteredModel, steps: Sequence[int]) -> int:
+        """The step of `steps` that serves: the newest, or the newest that no undecided release has made."""
+        incumbent, newest = self.read_release(model), max(steps, default=0)
+        if incumbent is None:
+            return newest
+        return max((step for step in steps if step <= incumbent), default=newest)
+
+    def read_release(self, model: RegisteredModel) -> int | None:
+        """Reads whether a release of the model is undecided (blocking). Returns the step that serves meanwhile; None: no release is."""
+        incumbent = self.table.incumbents().get(model.number)
+        model.holds_steps = incumbent is not None
+        if incumbent is None:
+            model.split = None
+        return incumbent
 
     def set_later_aside(self, model: RegisteredModel, step: int) -> None:
         """Makes a model's folder follow a rollback to `step` (blocking). If the disk refuses, the next job or change of the model
@@ -281,7 +315,10 @@ class Registry:
                     code="unknown_model",
                     param="name",
                 )
-            model.step, model.is_verified = newest, True
+            model.step, model.is_verified = (
+                self._serving_step(model, [step for step in model.steps() if step <= newest]),
+                True,
+            )
 
     def all(self, projects: frozenset[str] | None = None, only: str | None = None) -> list[RegisteredModel]:
         """The models that a caller may see: models of `projects` (None: all), with `only` just the model with this id."""
@@ -390,6 +427,7 @@ class Registry:
         folder = named if named.exists() else model.folder
         del self._models[record.project, model.record.name]
         renamed = RegisteredModel(model.number, folder, record, model.step, self._history.of(model.number, folder))
+        renamed.holds_steps, renamed.split = model.holds_steps, model.split
         self._models[record.project, name] = renamed
         return renamed
 

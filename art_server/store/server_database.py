@@ -98,6 +98,7 @@ LEARNING = (
         target TEXT NOT NULL,                   -- "answer RID-0" or "session S"
         choices TEXT NOT NULL,                  -- JSON: the ids of the judged choices
         step INTEGER,                           -- the oldest step that sampled one of them
+        names_step INTEGER NOT NULL DEFAULT 0,  -- whether a judged request named its step, or was a rollout's
         user TEXT,                              -- a keyed hash; NULL: the score names no user
         owner TEXT NOT NULL,                    -- of the key
         name TEXT NOT NULL,
@@ -136,6 +137,24 @@ LEARNING = (
         since REAL NOT NULL                     -- when the newest batch was made, or learning began
     )
     """,
+    """
+    CREATE TABLE IF NOT EXISTS releases (       -- art_server/learning/releases.py
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        model INTEGER NOT NULL,
+        state TEXT NOT NULL,
+        incumbent INTEGER NOT NULL,             -- the step that serves while the release is open
+        passed INTEGER NOT NULL,                -- the newest step that has passed the guard
+        candidate INTEGER,                      -- the step of the canary
+        share REAL,                             -- of the users whom the candidate answers
+        num_refused INTEGER NOT NULL DEFAULT 0, -- steps in a row that the guard has refused
+        num_looks INTEGER NOT NULL DEFAULT 0,   -- looks at a canary's scores that decided nothing
+        reason TEXT,                            -- of the newest decision
+        began_at REAL NOT NULL,
+        split_at REAL,                          -- when the canary began
+        ended_at REAL                           -- NULL: the release is open
+    )
+    """,
+    "CREATE UNIQUE INDEX IF NOT EXISTS one_open_release ON releases (model) WHERE ended_at IS NULL",
 )
 """The tables of scores, which a database of an earlier commit lacks."""
 
@@ -195,6 +214,8 @@ def add_tables(database: Database) -> None:
     with database.changes("the tables") as connection:
         for statement in LEARNING:
             connection.execute(statement)
+        if "names_step" not in column_names(connection, "scores"):  # a table of an earlier commit
+            connection.execute("ALTER TABLE scores ADD COLUMN names_step INTEGER NOT NULL DEFAULT 0")
 
 
 @contextlib.contextmanager

@@ -86,10 +86,23 @@ def _add_learn(learn: argparse.ArgumentParser) -> None:
     learn.add_argument("--every-hours", type=float, metavar="H", help="after so many hours a step trains fewer")
     learn.add_argument("--user-share", type=float, metavar="S", help="largest share of a batch that one user may have")
     learn.add_argument("--learning-rate", type=float, metavar="LR", help="of the steps")
+    learn.add_argument(
+        "--release",
+        choices=("direct", "canary"),
+        help="how a step comes to serve: behind the guard, or by its users' scores",
+    )
+    learn.add_argument("--share", type=float, metavar="S", help="part of the users that a canary answers")
+    learn.add_argument("--steps-per-release", type=integer(1), metavar="N", help="steps between two canaries")
     actions = learn.add_mutually_exclusive_group()
     actions.add_argument("--pause", dest="action", action="store_const", const="pause", help="train no further batch")
     actions.add_argument("--resume", dest="action", action="store_const", const="resume", help="go on")
     actions.add_argument("--now", dest="action", action="store_const", const="train", help="train the scores that wait")
+    actions.add_argument(
+        "--promote", dest="action", action="store_const", const="promote", help="the newest guarded step serves"
+    )
+    actions.add_argument(
+        "--rollback", dest="action", action="store_const", const="rollback", help="set the open release's steps aside"
+    )
     actions.add_argument(
         "--off", dest="action", action="store_const", const="off", help="end it; scores are still taken"
     )

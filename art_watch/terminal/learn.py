@@ -9,7 +9,7 @@ from art_server.errors import NotFound, UsageError
 from art_watch.terminal.addresses import find_model, need_server
 from art_watch.terminal.sources import Row, Source
 
-FIELDS = ("batch", "every_hours", "user_share")
+FIELDS = ("batch", "every_hours", "user_share", "release", "share", "steps_per_release")
 """Fields of a policy that have a flag."""
 
 
@@ -36,6 +36,8 @@ def learn(source: Source, flags: argparse.Namespace) -> None:
     print(f"{model}: learning is {info['state']}, step {info['serving_step']} serves")
     print(f"{info['reason']}")
     print(f"scores: {counts or 'none yet'}")
+    if (release := info.get("release")) is not None and release["reason"] is not None:
+        print(f"newest decision: {release['reason']}")
 
 
 def policy_changes(flags: argparse.Namespace) -> Row:

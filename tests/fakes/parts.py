@@ -121,6 +121,15 @@ class FakeEngine:
         await self.wait_ready(timeout_seconds)
         return self
 
+    async def complete(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        async with self.http.post("/v1/completions", json={"model": name, **body}) as response:
+            return (await response.json())["choices"][0]
+
+    async def score(self, name: str, token_ids: list[int]) -> list[float]:
+        choice = await self.complete(name, {"prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0})
+        scores = choice["prompt_logprobs"]
+        return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], scores[1:], strict=True)]
+
     async def metrics(self) -> bytes:
         try:
             async with self.http.get("/metrics") as response:

@@ -29,6 +29,8 @@ class FakeVllm:
         """For so many requests it dies while it answers, and is back afterwards."""
         self.is_dead = False
         """It died in its last request."""
+        self.endless: set[str] = set()
+        """Adapters whose completions do not end before their limit."""
         self.chats: list[dict[str, Any]] = []
         """The bodies of the requests to /v1/chat/completions."""
         self.responses: list[dict[str, Any]] = []
@@ -72,7 +74,18 @@ class FakeVllm:
         return web.json_response({"data": [{"max_model_len": 4096}]})
 
     async def _complete(self, request: web.Request) -> web.Response:
-        return web.json_response({"model": (await request.json())["model"]})
+        body = await request.json()
+        choice: dict[str, Any] = {"index": 0, "text": TEXT, "finish_reason": "stop"}
+        answer = ANSWER
+        if body["model"] in self.endless:
+            answer = (ANSWER * body["max_tokens"])[: body["max_tokens"]]
+            choice |= {"text": TEXT * 9, "finish_reason": "length"}
+        if body.get("return_token_ids"):
+            choice |= {"token_ids": answer, "prompt_token_ids": body["prompt"]}
+        if "prompt_logprobs" in body:
+            _, *others = body["prompt"]
+            choice["prompt_logprobs"] = [None, *({str(token): {"logprob": -0.5}} for token in others)]
+        return web.json_response({"model": body["model"], "choices": [choice]})
 
     async def _load(self, request: web.Request) -> web.Response:
         body = await request.json()

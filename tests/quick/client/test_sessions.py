@@ -70,7 +70,7 @@ async def test_the_key_of_a_session_extends_the_one_that_the_server_wants(server
 
 async def test_sessions_are_fresh_and_their_names_checked(model: art.TrainableModel):
     first, second = art.rollout(model), art.rollout(model)
-    assert first.session != second.session and re.fullmatch("[0-9a-f]{32}", first.session)
+    assert first.session != second.session and re.fullmatch("rollout-[0-9a-f]{32}", first.session)
     with pytest.raises(ValueError, match="session"):
         art.rollout(model, "../x")
     stranger = art.TrainableModel(name="other", project="demo", base_model="art/tiny")

@@ -72,13 +72,13 @@ def test_a_user_has_at_most_a_share_of_a_batch() -> None:
     chosen = choose(waiting, Policy(batch=40), newest_step=5, now=0.0)
     users = [score.user for unit in chosen.units for score in unit.scores]
     assert (len(users), users.count("pushy")) == (40, 2), "5% of 40"
-    assert len(chosen.dropped["capped"]) == 58 and chosen.num_capped == 58
+    assert len(chosen.capped) == 58
 
 
 def test_old_and_stale_scores_are_left_out_with_their_reason() -> None:
     waiting = [scored(0, answered_at=-8 * 86400.0), scored(1, step=1), scored(2, step=None), scored(3)]
     chosen = choose(waiting, Policy(), newest_step=10, now=0.0)
-    assert chosen.dropped == {"too_old": [0], "too_stale": [1]}
+    assert chosen.expired == {"too_old": [0], "too_stale": [1]}
     assert len(chosen.units) == 2
 
 
@@ -155,6 +155,35 @@ async def test_what_is_asked_for_trains_a_part_of_a_batch(tmp_path: Path) -> Non
         await give(shop, [1, 0])
         assert (await shop.http.post(f"{ROUTES}/learning", json={"action": "train"})).status_code == 200
         assert (await shop.trained(1))["counts"] == {"trained": 2}
+
+
+async def test_two_who_ask_at_once_get_one_job(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        await shop.learn(batch=100)
+        await give(shop, [1, 0, 1])
+        asked = (shop.http.post(f"{ROUTES}/learning", json={"action": "train"}) for _ in range(6))
+        statuses = {reply.status_code for reply in await asyncio.gather(*asked)}
+        assert statuses == {200, 409}
+        assert (await shop.trained(1))["counts"] == {"trained": 3}
+
+
+async def test_scores_that_cannot_be_trained_are_dropped_with_the_reason(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        await give(shop, [1, 0, 1, 0])
+        shop.served.engine.max_seq_length = len(PROMPT)
+        await shop.learn(**FOUR)
+        while (await shop.info())["counts"].get("scored"):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert (await shop.info())["counts"] == {"dropped": 4, "dropped: no_trainable_turn": 4}
+
+
+async def test_a_policy_that_trains_nothing_pauses_and_keeps_the_scores(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        await shop.learn(**FOUR, config={"learning_rate": [1e-4, 1e-4, 1e-4], "passes": 4})
+        await give(shop, [1, 0, 1, 0])
+        while (info := await shop.info())["state"] != "paused":  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert "learning_rate" in info["reason"] and info["counts"] == {"scored": 4}
 
 
 async def test_a_deleted_model_takes_its_scores_along(tmp_path: Path) -> None:

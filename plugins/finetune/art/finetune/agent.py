@@ -207,7 +207,7 @@ def reason_of(error: BaseException) -> str:
     return _first_line(text_of(error))
 
 
-def place_of(error: BaseException) -> str:
+def line_of_failure(error: BaseException) -> str:
     """The line of the user's code that raised an error: ` (agent.py:12)`. Empty if an error has none."""
     frames = own_frames(error.__traceback__)
     if frames is None:

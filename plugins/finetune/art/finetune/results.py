@@ -14,7 +14,7 @@ import art
 from art.contained import contained
 from art.estimates import Estimate, estimate
 from art.files import write_whole
-from art.finetune.agent import Agent, place_of, reason_of, seed_of
+from art.finetune.agent import Agent, line_of_failure, reason_of, seed_of
 from art.finetune.errors import BelowTarget, WrongInput
 from art.finetune.losing import is_lost
 from art.finetune.reading import read_text
@@ -82,7 +82,7 @@ class Recorder:
                 trajectory, output = await self._agent.roll_out(model, row, session, seed)
                 reasons = await self._agent.reward.score(row, output, trajectory)
         except Exception as error:  # of any kind: it is the user's code
-            reason = f"{reason_of(error)}{place_of(error)}"
+            reason = f"{reason_of(error)}{line_of_failure(error)}"
             self.records.append(record.model_copy(update={"output": output, "error": reason}))
             if await is_lost(model):
                 self.lost = error

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import art
 from art.contained import contained
 from art.finetune import checking, components, folder, loading, other_harnesses, reading, stopping, toolkit
-from art.finetune.agent import Agent, Played, num_answers, place_of, reason_of, text_of
+from art.finetune.agent import Agent, Played, line_of_failure, num_answers, reason_of, text_of
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, RolloutFailed, WrongInput
 from art.finetune.interfaces import CheckedFile, Code, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
@@ -151,7 +151,7 @@ async def connected(loaded_file: Loaded, *, unknown: Unknown = "create") -> Asyn
             if isinstance(error, art.ArtConnectionError) or await is_lost(model):
                 raise server_lost(model, error) from error
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-            raise FinetuneError(f"rollouts failed: {reason_of(error)}{notes}{place_of(error)}") from error
+            raise FinetuneError(f"rollouts failed: {reason_of(error)}{notes}{line_of_failure(error)}") from error
 
 
 def _functions(code: Code) -> dict[str, Evaluator]:
