@@ -20,7 +20,9 @@ from art_server.settings import ENGINE_ARGS, KEY_LINE, KEY_VARIABLE, ApiKey, Fla
 
 KEY_OPTIONS = {"name", "expires"}
 GROUPS = {
-    "addresses and keys": ("host", "port", "inference_port", "api_keys", "api_key_file", "legacy_without_key"),
+    "addresses and keys": (
+        *("host", "port", "inference_port", "api_keys", "api_key_file", "legacy_without_key", "cors_origins"),
+    ),
     "base model": ("base_model", "chat_template", "max_seq_length", "max_lora_rank", "max_loras"),
     "number types and exactness": (
         *("dtype", "trainer_dtype", "exact", "gap_limit", "record_distributions"),

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,6 +49,12 @@ LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 
 KEY_VARIABLE = "ART_API_KEY"
 KEY_LINE = "KEY [SCOPES [PROJECTS]] [name=NAME] [expires=TIME]"
+
+
+def _check_origin(origin: str) -> str:
+    if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
+        raise ValueError(f"'{origin}' is no web origin: write one as browsers do, such as https://shop.example")
+    return origin
 
 
 def _in_utc(time: datetime) -> datetime:
@@ -131,6 +138,15 @@ class ServerConfig(BaseModel):
             "FILE",
         ),
     ] = None
+    cors_origins: Annotated[
+        tuple[Annotated[str, AfterValidator(_check_origin)], ...],
+        Flag(
+            "web origin whose pages may call the server from a browser, such as https://shop.example; repeatable; '*', all "
+            "origins, needs API keys (none; SECURITY.md)",
+            "ORIGIN",
+            "cors-origin",
+        ),
+    ] = ()
     max_seq_length: Annotated[
         int | None,
         Flag("maximum of prompt plus completion, in tokens (the model's own; on a CPU at most 8192)"),
@@ -324,6 +340,15 @@ class ServerConfig(BaseModel):
     def _check_exact(self) -> Self:
         if self.exact and {self.dtype, self.trainer_dtype} - {"auto", "float32"}:
             raise ValueError("--exact computes in float32: leave out --dtype and --trainer-dtype")
+        return self
+
+    @model_validator(mode="after")
+    def _check_all_origins(self) -> Self:
+        if "*" in self.cors_origins and not self.api_keys:
+            raise ValueError(
+                "--cors-origin '*' without API keys lets every web page in a browser of this machine use the server: pass "
+                "--api-key or --api-key-file, or name the origins"
+            )
         return self
 
     @field_validator("chat_template")

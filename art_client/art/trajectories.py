@@ -353,7 +353,10 @@ def to_trajectory(result: object) -> Trajectory:
         )
     remedy, kind = ": end it with `return art.Trajectory(...)`", type(result)
     if issubclass(kind, tuple | list | dict):
-        remedy = ". A rollout of several models has a trajectory for each: make groups for each model (docs/agents.md, Several models)"
+        remedy = (
+            ". A rollout of several models has a trajectory for each: run it by art.gather_trajectories, and make groups for each "
+            "model (docs/agents.md, Several models)"
+        )
     raise TypeError(f"a rollout returned {kind.__name__}, not art.Trajectory{remedy}")
 
 

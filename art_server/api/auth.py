@@ -7,7 +7,7 @@ browsers send none. A key that the ART wire issued permits inference on one mode
 a key may use the routes of the ART wire only. The URL (`/s/SESSION/v1`), the header `x-art-session`, the key (`KEY::SESSION`)
 or the header `x-session-id` may name a session, which becomes part of the `Caller`. Without configured keys the server listens
 on loopback and trusts the programs of its machine, but not web pages in a browser there: requests with a foreign origin or host
-name are refused. A proxy adds TLS and limits of requests (docs/howto/proxy.md).
+name are refused, unless `--cors-origin` names the origin. A proxy adds TLS and limits of requests (docs/howto/proxy.md).
 """
 
 import contextlib
@@ -127,6 +127,7 @@ class Authentication:
         self._model_keys = model_keys
         self._inference_port = inference_port
         self._hosts = LOOPBACK_HOSTS | {config.host}
+        self._origins = frozenset(config.cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -235,9 +236,10 @@ class Authentication:
                 "localhost, or configure --api-key",
                 code="foreign_host",
             )
-        if origin is not None and host_name(origin) not in self._hosts:
+        if origin is not None and host_name(origin) not in self._hosts and origin not in self._origins:
             raise Forbidden(
-                "requests from other web origins are refused without API keys: configure --api-key",
+                "requests from other web origins are refused without API keys: name the page's origin with --cors-origin, or "
+                "configure --api-key",
                 code="foreign_origin",
             )
 

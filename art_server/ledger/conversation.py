@@ -114,6 +114,23 @@ def split_calls(text: str) -> tuple[str, list[str]] | None:
     return before, calls
 
 
+def canonical_json(text: str) -> str | None:
+    """A text that is one JSON object or list, in canonical form; None for any other text. A text that names a key twice is none
+    either, because programs that parse the text lose one of the values."""
+    try:
+        value = json.loads(text, object_pairs_hook=_unique)
+        return json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key is named twice")
+    return value
+
+
 def call_text(call: Any) -> str:
     """A tool call as models write it, such as `{"name": "add", "arguments": {"a": 1}}`."""
     function = call.get("function") if isinstance(call, dict) else None

@@ -23,7 +23,6 @@ the server is seen being asked.
 """
 
 import bisect
-import json
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -183,8 +182,4 @@ def is_constrained(turn: SessionTurn) -> bool:
 
 def is_json(message: Message) -> bool:
     """Whether a message is a JSON object or list, as answers with a schema are."""
-    try:
-        value = json.loads(conversation.content_text(message.get("content")))
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(value, dict | list)
+    return conversation.canonical_json(conversation.content_text(message.get("content"))) is not None

@@ -10,12 +10,13 @@ The ledger finds the answers that a request may continue by what identifies them
 digest of the conversation before an answer. The new prompt is [the tokens that the engine really sampled from][the tokens
 that it really sampled][new tokens].
 
-Sampled tokens replace a rendering if their text equals it character for character. Four differences are harmless:
+Sampled tokens replace a rendering if their text equals it character for character. Five differences are harmless:
 
     1  the text is split into other tokens
     2  white space at the turn's ends is missing, because the template strips it by its own rule (`template.py`)
     3  a tool call is written as other JSON of the same value, with the template's own separators around it
-    4  behind an answer that a stop string or the limit of tokens ended, the agent added text; it stays as it is rendered
+    4  an answer that is one JSON object or list is written as other JSON of the same value: the agent parsed the answer
+    5  behind an answer that a stop string or the limit of tokens ended, the agent added text; it stays as it is rendered
 
 Otherwise the rendering stays: an edited answer is new context, and thinking that the template drops stays dropped.
 """
@@ -228,12 +229,15 @@ def added_text(sampled: str, shown: str, rules: TemplateRules) -> str | None:
 
 def is_same_text(sampled: str, shown: str, left: str | None, right: str | None) -> bool:
     """Whether two answers without thinking are equal, apart from white space that the template strips and the way in
-    which tool calls are written."""
+    which tool calls and JSON are written."""
 
     def trim(text: str) -> str:
         return text.lstrip(left).rstrip(right)
 
     if trim(sampled) == trim(shown):
+        return True
+    value = conversation.canonical_json(shown)
+    if value is not None and value == conversation.canonical_json(sampled):
         return True
     parsed, shown_parsed = conversation.split_calls(sampled), conversation.split_calls(shown)
     return (

@@ -13,12 +13,14 @@ import contextlib
 import logging
 import os
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+from pydantic import ValidationError
 
 from art_protocol.display import counted
 from art_server import __version__
@@ -34,6 +36,7 @@ from art_server.machines.orders import (
     REACH_SECONDS,
     REPLY_SECONDS,
     SILENCE_SECONDS,
+    AnyOrder,
     Greeting,
     HostMessage,
     Order,
@@ -205,7 +208,7 @@ class Host:
             await connection.send_str(self._greeting(address, trial.getsockname()[1]).model_dump_json())
             # The server first tries the port, and may wait until the host's name is free (`Hosts._find_fault`).
             limit = REACH_SECONDS + NAME_SECONDS + REPLY_SECONDS
-            answer = FROM_SERVER.validate_json(await self._next_line(connection, limit))
+            answer = await self._next_message(connection, limit)
         if isinstance(answer, Refusal):
             raise Refused(answer.reason)
         assert isinstance(answer, Welcome)
@@ -226,7 +229,7 @@ class Host:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._send(connection, outgoing, machinery))
                 while True:
-                    order = FROM_SERVER.validate_json(await self._next_line(connection))
+                    order = await self._next_message(connection)
                     if isinstance(order, Refusal):
                         raise Refused(order.reason)
                     assert isinstance(order, Order)
@@ -266,22 +269,27 @@ class Host:
                 message, beaten = machinery.beat(), self.clock.monotonic()
             await connection.send_str(message.model_dump_json())
 
-    async def _next_line(
+    async def _next_message(
         self, connection: aiohttp.ClientWebSocketResponse, limit_seconds: float = SILENCE_SECONDS
-    ) -> str:
-        """The text of the server's next message.
+    ) -> Welcome | Refusal | AnyOrder:
+        """The server's next message.
 
         Raises:
-            Lost: the server has ended the connection, or sends nothing.
+            Lost: the server has ended the connection, or sends nothing or what is no message.
         """
         try:
             async with self.clock.timeout(limit_seconds):
                 message = await connection.receive()
         except TimeoutError as error:
             raise Lost(f"the server was silent for {limit_seconds:.0f} s") from error
+        if message.type is aiohttp.WSMsgType.BINARY:
+            raise Lost("the server sent a binary frame")
         if message.type is not aiohttp.WSMsgType.TEXT:
             raise Lost("the server ended it")
-        return message.data
+        try:
+            return FROM_SERVER.validate_json(message.data)
+        except ValidationError as error:
+            raise Lost(f"the server sent an unknown message: {error.errors()[0]['msg']}") from error
 
 
 REFUSALS = {
@@ -289,6 +297,19 @@ REFUSALS = {
     403: "--token-file: this key of the server {} lacks the scope 'host': add it in the server's key file",
     404: "--join {}: this server takes no hosts: start it with a key of the scope 'host' in its --api-key-file",
 }
+
+
+async def run_until_sigterm(host: Host) -> None:
+    """Serves until SIGTERM, which ends the host's processes as Ctrl-C does.
+
+    Raises:
+        Refused: from `Host.run_forever`.
+    """
+    running = asyncio.current_task()
+    assert running is not None, "a coroutine runs in a task"
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await host.run_forever()
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -313,7 +334,7 @@ def main(arguments: Sequence[str]) -> None:
         remove_run_dirs(folder)
         with contextlib.suppress(KeyboardInterrupt):
             host = Host(url=url, token=token, offer=offer, folder=folder, children=children)
-            asyncio.run(host.run_forever())
+            asyncio.run(run_until_sigterm(host))
         os.close(lock)
     except (UsageError, ServerError) as error:
         print(f"art-server host: {error}", file=sys.stderr)

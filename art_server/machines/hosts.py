@@ -24,7 +24,7 @@ from art_server.jobs.trainer import ServerTrainer
 from art_server.jobs.trainer_process import TrainerProcess
 from art_server.ledger.intake import Intake
 from art_server.machines.host import NAME_SECONDS, versions
-from art_server.machines.joined import HostLost, JoinedHost, OrderFailed, receive_text
+from art_server.machines.joined import HostLost, JoinedHost, OrderFailed, receive_bytes, receive_text
 from art_server.machines.obeying import check_path
 from art_server.machines.on_host import OnHost
 from art_server.machines.orders import (
@@ -242,9 +242,10 @@ class Hosts:
     # --- records and files ---
 
     async def _take_records(self, connection: WebSocket, child: str) -> None:
-        """Passes an engine's records to the engine's receiver, as the socket of an engine on this machine does."""
-        receiver = next((receiver for host in self._joined if (receiver := host.receiver_of(child)) is not None), None)
-        if receiver is None:
+        """Passes an engine's records to the engine's receiver, as the socket of an engine on this machine does. When the connection
+        ends, the host ends the engine."""
+        host = next((host for host in self._joined if host.receiver_of(child) is not None), None)
+        if host is None or (receiver := host.receiver_of(child)) is None:
             await connection.close()
             return
         await connection.accept()
@@ -254,9 +255,13 @@ class Hosts:
         sending = asyncio.create_task(send_all(connection, answers))
         try:
             while True:
-                reader.feed_data(await connection.receive_bytes())
+                reader.feed_data(await receive_bytes(connection))
         except (WebSocketDisconnect, RuntimeError):
             pass
+        except ValueError as error:
+            logger.warning(
+                "host %s sent %s in place of an engine's records: this connection is closed", host.name, error
+            )
         finally:
             reader.feed_eof()
             await reading

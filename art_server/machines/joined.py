@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from art_protocol.log_file import LogFile
@@ -185,6 +186,8 @@ class JoinedHost:
             self.lose(f"it was silent for {SILENCE_SECONDS:.0f} s")
         except (WebSocketDisconnect, RuntimeError):
             self.lose("its connection ended")
+        except ValidationError as error:
+            self.lose(f"it sent an unknown message: {error.errors()[0]['msg']}")
         except ValueError as error:
             self.lose(f"it sent an unknown message: {error}")
         finally:
@@ -371,6 +374,19 @@ async def receive_text(connection: WebSocket) -> str:
         return await connection.receive_text()
     except KeyError as error:  # the message of a binary frame has no text (ASGI)
         raise ValueError("a binary frame") from error
+
+
+async def receive_bytes(connection: WebSocket) -> bytes:
+    """The next records of an engine on a host.
+
+    Raises:
+        ValueError: the message is a text frame.
+        WebSocketDisconnect, RuntimeError: the connection has ended.
+    """
+    try:
+        return await connection.receive_bytes()
+    except KeyError as error:  # as in `receive_text`
+        raise ValueError("a text frame") from error
 
 
 def folder_digests(folder: Path, names: Collection[str]) -> Mapping[Path, str]:

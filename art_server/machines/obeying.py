@@ -25,7 +25,7 @@ from art_server.engine.device.assignment import device_environment
 from art_server.engine.device.detection import Machine
 from art_server.errors import ServerError
 from art_server.jobs.replay_record import base_digests
-from art_server.jobs.trainer_process import RankProgram
+from art_server.jobs.trainer_process import MAX_ANSWER_BYTES, RankProgram
 from art_server.machines.orders import (
     DIGEST_HEADER,
     FILES,
@@ -310,8 +310,15 @@ class Machinery:
             self._report(Ended(child=name, status=exited.result()))
 
     async def _read_lines(self, name: str, process: ProcessHere) -> None:
-        while line := await process.read_line():
-            self._report(Output(child=name, text=line.decode(errors="replace"), is_log=False))
+        """Reports a rank's lines. Ends a rank that writes what is no answer; the rank's log then has the reason."""
+        try:
+            while line := await process.read_line():
+                self._report(Output(child=name, text=line.decode(errors="replace"), is_log=False))
+        except ValueError:  # asyncio's readline refuses a line above its limit
+            reason = f"the rank was ended: it sent an answer of more than {MAX_ANSWER_BYTES} bytes"
+            logger.error(reason)
+            self._report(Output(child=name, text=f"{reason}\n", is_log=True))
+            await process.end()
 
     async def _end(self, name: str) -> None:
         if (child := self._children.get(name)) is not None:

@@ -120,7 +120,8 @@ def card(name: str, fleet: Fleet) -> dict[str, Any]:
 
 
 def answer_options(methods: str) -> Callable[[Request], Awaitable[Response]]:
-    """The answer to OPTIONS, which needs no key: a route's methods. Without CORS headers a browser's page gets no further."""
+    """The answer to OPTIONS, which needs no key: a route's methods. A browser's page gets no further, unless `--cors-origin` answers its
+    question (`app.py`)."""
 
     async def options(_: Request) -> Response:
         return Response(status_code=204, headers={"allow": methods})

@@ -32,8 +32,8 @@ async def answer_of(client: openai.AsyncOpenAI, question: str) -> str | None:
     return completion.choices[0].message.content
 
 
-async def play(first: openai.AsyncOpenAI, second: openai.AsyncOpenAI) -> str:
-    return "first" if await answer_of(first, "move") == await answer_of(second, "move") else "none"
+async def play(item: str, first: openai.AsyncOpenAI, second: openai.AsyncOpenAI) -> str:
+    return "first" if await answer_of(first, item) == await answer_of(second, item) else "none"
 
 
 @pytest.fixture
@@ -43,14 +43,21 @@ async def names(
     """What the snippets take for granted."""
     (tmp_path / "agent.sh").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
-    question, INFER_KEY = "What is 2 plus 3?", "infer"
+    question, INFER_KEY, items = "What is 2 plus 3?", "infer", ["an apple", "a pear"]
     message = {"role": "assistant", "content": "yes"}
     choice = {"index": 0, "finish_reason": "stop", "message": message}
     completion = {"id": "c", "object": "chat.completion", "choices": [choice]}
     history = {"messages_and_choices": [{"role": "user", "content": "hi"}, choice]}
     reply = {"histories": [history], "num_choices": 1}
 
-    server.otherwise = lambda request: answer(body=reply if "/sessions/" in request.path else completion)
+    done = {"event": "done", "job_id": "j", "step": 1, "metrics": {"loss/train": 0.5}}
+
+    def otherwise(request: Any) -> Any:
+        if request.path.endswith("/train"):
+            return answer(lines=[done])
+        return answer(body=reply if "/sessions/" in request.path else completion)
+
+    server.otherwise = otherwise
     opponent = art.TrainableModel(name="opponent", project="demo", base_model="art/tiny")
     await opponent.register(backend)
 
@@ -78,4 +85,5 @@ async def test_snippet_runs(names: dict[str, Any], snippet: str):
         played = names["rollout"](names["model"], "What is 2 plus 3?")
         names["trajectory"] = await cast(Awaitable[object], played)
     trajectories = [value for value in names.values() if isinstance(value, art.Trajectory)]
+    trajectories += [trajectory for pair in names.get("pairs", ()) for trajectory in pair]
     assert trajectories and all(len(trajectory.messages_and_choices) == 2 for trajectory in trajectories)

@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Coroutine, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -247,8 +246,6 @@ async def evaluate_flags(flags: argparse.Namespace) -> None:
             )
         step = "base"
     file, overrides = _input(flags)
-    if step == "base" and flags.name is None and _is_function(flags.target):
-        overrides = [(OF_FUNCTIONS["name"], f"base-{uuid.uuid4().hex[:12]}"), *overrides]  # deleted at the end
     if flags.validation_dataset is not None:  # also in place of a share of the training rows
         overrides = [(OF_FILES["validation_share"], None), *overrides]
     rows: dict[str, Any] = {"limit": flags.limit, "ids": flags.id or []}

@@ -1,9 +1,11 @@
 """`art eval`: chosen rows, results by row, the gate, the page of differences, judges and their agreement with labels; sampling."""
 
+import asyncio
 import json
 import re
 import shlex
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -288,6 +290,29 @@ async def test_an_evaluation_of_the_base_model_leaves_no_model(policy: PolicySer
     assert evaluation.name == "art/tiny" and set(policy.steps) == {"demo/agent"}
     await art.finetune.evaluate(make_file(), step="base", limit=1)
     assert set(policy.steps) == {"demo/agent"}, "a model that was there stays"
+
+
+async def test_two_evaluations_of_the_base_model_at_once_have_models_of_their_own(
+    policy: PolicyServer, make_file: MakeFile
+) -> None:
+    file = make_file()
+    await asyncio.gather(*(art.finetune.evaluate(file, step="base", results=f"{name}.jsonl") for name in "ab"))
+    registered = [request.json()["name"] for request in policy.sent("POST", "/api/models")]
+    assert len(set(registered)) == 2 and set(policy.steps) == {"demo/agent"}
+
+
+async def test_what_a_killed_evaluation_of_the_base_model_left_is_deleted_by_a_later_one(
+    policy: PolicyServer, make_file: MakeFile
+) -> None:
+    left, trained, other = (
+        "demo/base-1000000000-0123abcd",
+        "demo/base-1000000000-0123abce",
+        "q/base-1000000000-0123abcd",
+    )
+    running = f"demo/base-{time.time():.0f}-0123abcd"
+    policy.steps |= {left: 0, trained: 1, other: 0, running: 0}
+    await art.finetune.evaluate(make_file(), step="base", limit=1)
+    assert set(policy.steps) == {"demo/agent", trained, other, running}
 
 
 # --- differences --------------------------------------------------------------------------------------------------

@@ -91,6 +91,19 @@ def test_a_named_response_is_continued_by_its_exact_tokens(server: Server, model
     assert records[2].link in ("exact", "spliced") and records[2].prompt_token_ids[: len(past)] == past
 
 
+def test_an_answer_in_json_that_the_agent_parses_is_continued(server: Server, model: str) -> None:
+    written = '{ "a" : 1 }'
+    body = {"model": model, "messages": [QUESTION], "structured_outputs": {"choice": [written]}, "max_tokens": 64}
+    said = post(server, "chat", body, "json")["choices"][0]["message"]["content"]
+    assert said == written
+    compact = json.dumps(json.loads(said), separators=(",", ":"))
+    messages = [QUESTION, {"role": "assistant", "content": compact}, QUESTION]
+    post(server, "chat", {"model": model, "messages": messages, "max_tokens": 4}, "json")
+    first, second = session_records(server, "json")
+    past = first.prompt_token_ids + first.token_ids
+    assert second.link == "spliced" and second.prompt_token_ids[: len(past)] == past
+
+
 def test_an_unusual_spelling_is_sampled_from_and_trained(server: Server, model: str) -> None:
     """Re-rendering "maybe" would change its tokens; with splicing nothing changes."""
     spelling = letters("maybe")

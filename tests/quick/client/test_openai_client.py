@@ -1,4 +1,5 @@
 import asyncio
+import logging
 import subprocess
 import sys
 from typing import Any, cast
@@ -42,6 +43,18 @@ async def test_a_choice_with_tokens_is_self_contained(client: openai.AsyncOpenAI
     trajectory = art.Trajectory(messages_and_choices=[completion.choices[0]])
     (dumped,) = trajectory.model_dump(mode="json")["messages_and_choices"]
     assert dumped == {**COMPLETION["choices"][0], "prompt_token_ids": [1, 2, 3]}
+
+
+async def test_no_log_has_the_key(server, client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.DEBUG)
+    copied = client.with_options(api_key="sk-very-secret", max_retries=0)
+    await copied.chat.completions.create(model="agent", messages=MESSAGES)
+    assert server.sent("POST", PATH)[-1].headers["authorization"] == "Bearer sk-very-secret"
+    await server.stop()
+    with pytest.raises(openai.APIConnectionError):
+        await copied.chat.completions.create(model="agent", messages=MESSAGES)
+    assert "openai" in {record.name.partition(".")[0] for record in caplog.records}
+    assert "sk-very-secret" not in caplog.text
 
 
 @pytest.mark.parametrize(

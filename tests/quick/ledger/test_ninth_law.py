@@ -600,6 +600,34 @@ def test_other_json_of_the_same_value_is_harmless_and_of_another_is_not() -> Non
     assert talk.ask(path, [[5]])[0].link is None
 
 
+@pytest.mark.parametrize(
+    ("written", "sent", "is_spliced"),
+    [
+        ('{"a": 1, "b": [true, "é"]}', '{"a":1,"b":[true,"é"]}', True),
+        ('{"a": 1, "b": [true, "é"]}', '{"b": [true, "\\u00e9"], "a": 1}', True),
+        ('{"a": 1, "b": []}\n', '{\n  "a": 1,\n  "b": []\n}', True),
+        ("[1, 2]", "[1,2]", True),
+        ('{"a": 1}', '{"a":1.0}', False),
+        ('{"a": 1}', '{"a":true}', False),
+        ('{"a": "1 2"}', '{"a":"12"}', False),
+        ('{"a": 1, "a": 2}', '{"a":2}', False),
+        ('It is {"a": 1}', 'It is {"a":1}', False),
+        ("1 12", "112", False),
+    ],
+)
+def test_an_answer_that_is_json_may_come_back_as_other_json_of_the_same_value(
+    written: str, sent: str, is_spliced: bool
+) -> None:
+    talk = Talk(PLAIN)
+    (first,) = talk.ask([user("q")], [PLAIN.encode(written)])
+    path = [user("q"), said(sent), user("more")]
+    (record,) = talk.ask(path, [[5]])
+    assert (record.link, record.continues) == (("spliced", first.choice_id) if is_spliced else (None, None))
+    past = first.prompt_token_ids + first.token_ids
+    assert (record.prompt_token_ids[: len(past)] == past) == is_spliced
+    assert is_spliced or talk.text(record) == talk.rendering(path)
+
+
 def test_an_edited_answer_and_edited_thinking_are_the_new_context() -> None:
     talk = Talk(QWEN)
     ask_siblings(talk, [f"<think>\nSECRET\n</think>\n\n{CALLING}"])

@@ -1,10 +1,13 @@
 """Hosts join, serve, train and are lost: real connections, files and processes, a fake vLLM (`machines.py`)."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import sys
 import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,13 @@ from art_server.cli import UVICORN
 from art_server.engine import engine as engine_module
 from art_server.engine.device.detection import detect
 from art_server.engine.engine import HANG_SECONDS, AdapterRefused, Engine, NotDelivered
+from art_server.jobs import trainer_process as trainer_process_module
 from art_server.jobs.gang import IDLE_SECONDS, LAST_SECONDS
+from art_server.jobs.trainer_process import TrainerDied
 from art_server.machines import host as host_module
 from art_server.machines import hosts as hosts_module
 from art_server.machines import joined as joined_module
+from art_server.machines import obeying as obeying_module
 from art_server.machines import orders
 from art_server.machines.host import NAME_SECONDS, Host, Refused
 from art_server.machines.joined import HostProcess
@@ -31,6 +37,7 @@ from art_server.machines.on_host import OnHost
 from art_server.machines.orders import SILENCE_SECONDS
 from art_server.process.children import Children
 from art_server.shared.main_memory import main_memory
+from art_server.shared.trainer_messages import WorkerConfig
 from art_server.store.base_models import TINY_DIR
 from art_server.trainer.token_budget import budget_key
 from tests.fakes.clock import FakeClock
@@ -283,7 +290,7 @@ async def test_the_sockets_of_a_killed_host_are_removed_at_its_next_start(
 
     async def end_at_once(_: Host) -> None: ...
 
-    monkeypatch.setattr(Host, "run_forever", end_at_once)
+    monkeypatch.setattr(host_module, "run_until_sigterm", end_at_once)
     monkeypatch.setattr(os, "umask", lambda _: 0)  # the tests go on in this process
     flags = ["--join", here.url, "--token-file", str(tmp_path / "key"), "--path", str(tmp_path / "one")]
     await asyncio.to_thread(host_module.main, flags)
@@ -332,6 +339,68 @@ async def test_a_binary_frame_ends_the_connection_and_is_the_reason(
             await connection.send_bytes(b"{}")
             assert {message.type async for message in connection} <= {aiohttp.WSMsgType.TEXT}
         assert "host one is lost: it sent an unknown message: a binary frame" in caplog.messages
+
+
+async def test_a_text_frame_among_records_ends_their_connection_and_is_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"authorization": "Bearer joins"}
+    async with house_with_an_engine(tmp_path, monkeypatch) as here:
+        (engine,) = here.server.fleet.replicas
+        assert isinstance(engine.location, OnHost)
+        (child,) = engine.location.host.processes
+        async with (
+            aiohttp.ClientSession(here.url, headers=headers) as session,
+            session.ws_connect(f"{orders.RECORDS}/{child}") as connection,
+        ):
+            await connection.send_str("{}")
+            assert [message async for message in connection] == []
+        sentence = "host one sent a text frame in place of an engine's records: this connection is closed"
+        assert sentence in caplog.messages
+        assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_sigterm_ends_a_host_as_ctrl_c_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`House.end` has what ends with a host."""
+    (tmp_path / "key").write_text("joins")
+    async with house(tmp_path, monkeypatch) as here:
+        command = [
+            sys.executable,
+            "-m",
+            "art_server",
+            "host",
+            "--join",
+            here.url,
+            "--token-file",
+            str(tmp_path / "key"),
+        ]
+        command += ["--name", "one", "--path", str(tmp_path / "one"), "--engines", "0", "--ranks", "1"]
+        host = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        try:
+            await here.joined(1)
+            host.terminate()
+            _, printed = await host.communicate()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                host.kill()
+        assert host.returncode == 0 and b"Traceback" not in printed, printed.decode()
+        await here.joined(0)
+
+
+async def test_a_rank_that_sends_too_long_a_line_is_ended_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (trainer_process_module, obeying_module):
+        monkeypatch.setattr(module, "MAX_ANSWER_BYTES", 2**16)
+    program = "import time; print('x' * 2**18, flush=True); time.sleep(1000)"
+    monkeypatch.setattr(trainer_process_module, "worker_command", lambda _: [sys.executable, "-c", program])
+    async with house(tmp_path, monkeypatch) as here:
+        here.host("one", ranks=1)
+        await here.joined(1)
+        (rank,) = here.server.trainer.joined
+        rank.use(WorkerConfig(base_model="art/tiny"))
+        with pytest.raises(TrainerDied, match="the rank was ended: it sent an answer of more than 65536 bytes"):
+            await rank.start()
 
 
 async def test_files_pass_for_hosts_only_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,30 +483,70 @@ def test_each_limit_allows_for_a_network_that_stalls() -> None:
     assert host_module.NAME_SECONDS > orders.SILENCE_SECONDS, "a machine that is back waits for its name"
 
 
-async def test_a_host_whose_server_ends_before_it_welcomes_the_host_joins_again(tmp_path: Path) -> None:
-    connections: list[web.WebSocketResponse] = []
+@contextlib.asynccontextmanager
+async def server_that(join: Callable[[web.WebSocketResponse], Awaitable[None]], folder: Path) -> AsyncIterator[Host]:
+    """A host whose server answers each greeting as `join` does, and then closes the connection."""
 
-    async def join(request: web.Request) -> web.WebSocketResponse:
+    async def answer(request: web.Request) -> web.WebSocketResponse:
         connection = web.WebSocketResponse()
         await connection.prepare(request)
         await connection.receive_str()
-        connections.append(connection)
-        if len(connections) > 1:
-            await connection.send_str(orders.Refusal(reason="tried twice").model_dump_json())
+        await join(connection)
         await connection.close()
         return connection
 
     application = web.Application()
-    application.router.add_get(orders.JOIN, join)
+    application.router.add_get(orders.JOIN, answer)
     async with TestServer(application) as server:
-        host = Host(
+        yield Host(
             url=str(server.make_url("")).rstrip("/"),
             token="key",
             offer=HostOffer("one", detect(), ((),), ()),
-            folder=tmp_path,
-            children=Children(tmp_path, tmp_path / "logs"),
+            folder=folder,
+            children=Children(folder, folder / "logs"),
             clock=FakeClock(),
         )
+
+
+async def test_a_host_whose_server_ends_before_it_welcomes_the_host_joins_again(tmp_path: Path) -> None:
+    connections: list[web.WebSocketResponse] = []
+
+    async def join(connection: web.WebSocketResponse) -> None:
+        connections.append(connection)
+        if len(connections) > 1:
+            await connection.send_str(orders.Refusal(reason="tried twice").model_dump_json())
+
+    async with server_that(join, tmp_path) as host:
         with pytest.raises(Refused, match="tried twice"):
             await host.run_forever()
     assert len(connections) == 2
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (b"{}", "the server sent a binary frame"),
+        ('{"kind": "dance"}', "the server sent an unknown message: Input tag 'dance' found using 'kind'"),
+        ("{", "the server sent an unknown message: Invalid JSON"),
+    ],
+)
+async def test_what_a_host_cannot_read_ends_the_connection_and_is_the_reason(
+    tmp_path: Path, frame: bytes | str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    connections: list[web.WebSocketResponse] = []
+
+    async def join(connection: web.WebSocketResponse) -> None:
+        connections.append(connection)
+        if len(connections) > 1:
+            await connection.send_str(orders.Refusal(reason="that was all").model_dump_json())
+            return
+        await connection.send_str(orders.Welcome().model_dump_json())
+        await (connection.send_str(frame) if isinstance(frame, str) else connection.send_bytes(frame))
+        async for _ in connection:  # until the host closes it
+            pass
+
+    async with server_that(join, tmp_path) as host:
+        with pytest.raises(Refused, match="that was all"):
+            await host.run_forever()
+    assert [line for line in caplog.messages if reason in line and "joining again" in line]
+    assert not [record for record in caplog.records if record.exc_info]

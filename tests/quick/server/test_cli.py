@@ -115,6 +115,15 @@ def test_engine_arguments_come_from_a_list() -> None:
             parse(["--engine-arg", text])
 
 
+def test_web_origins_are_repeated_and_checked() -> None:
+    config = parse(["--cors-origin", "https://shop.example", "--cors-origin", "http://localhost:3000"])
+    assert config.cors_origins == ("https://shop.example", "http://localhost:3000")
+    with pytest.raises(UsageError, match=r"--cors-origin: 'shop\.example' is no web origin"):
+        parse(["--cors-origin", "shop.example"])
+    with pytest.raises(UsageError, match=r"--cors-origin '\*' without API keys"):
+        parse(["--cors-origin", "*"])
+
+
 def test_values_out_of_range_name_their_flag() -> None:
     with pytest.raises(UsageError, match="--max-loras"):
         parse(["--max-loras", "1"])

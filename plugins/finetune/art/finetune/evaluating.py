@@ -24,7 +24,16 @@ from art.finetune.reading import dataset_of_text
 from art.finetune.results import Recorder, ResultRecord, read_results, write_results
 from art.finetune.rows import load_rows, select
 from art.finetune.run_record import to_json
-from art.finetune.runs import Overrides, connected, loaded, prepare, validation_reward
+from art.finetune.runs import (
+    Overrides,
+    checked,
+    connected,
+    loaded,
+    pairs_of,
+    prepare,
+    temporary_name,
+    validation_reward,
+)
 from art.finetune.sections import Config, DatasetSection
 
 
@@ -123,6 +132,10 @@ async def evaluate_and_compare(
     finetuning, folder = checked_file.config.finetuning, _folder(file, checked_file.config, overrides)
     if not finetuning.validation.has_rows:
         say("the file has no finetuning.validation.dataset or share: the rows of training are evaluated")
+    is_of_base = step == "base" and baseline in (None, "base")
+    if is_of_base:  # the model's name tells apart what two evaluations at the same time have sampled
+        name = f"trainer_adapters.{finetuning.trainer_adapter}.backend.name"
+        checked_file = checked(file, [*pairs_of(overrides), (name, temporary_name())])
     names = ALL_ROWS if limit is None and not ids else CHOSEN_ROWS
     page, comparison = folder / names.page, None
     earlier = None if compare is None else read_results(Path(compare))
@@ -131,7 +144,6 @@ async def evaluate_and_compare(
             rows = select(loaded_file.validation_rows or loaded_file.rows, ids, limit)
         except ValueError as error:
             raise WrongInput([str(error)]) from error
-        is_of_base = step == "base" and baseline in (None, "base")
         async with connected(loaded_file, unknown="delete" if is_of_base else "refuse") as connection:
             number, other = await _step(connection.model, step), await _step(connection.model, baseline)
             reasons = (["some rows only"] if ids or limit is not None else []) + _changed(overrides)

@@ -5,6 +5,8 @@ await art.finetune.run("finetune.yml", {"finetuning.num_epochs": 3})
 
 import contextlib
 import os
+import re
+import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +28,11 @@ from art.finetune.workflows import of_command, of_function, unused_llm_fields
 from art_protocol.running_server import running_address
 
 Unknown = Literal["create", "refuse", "delete"]
-"""What happens to a model that the server does not know: a new model is created, or refused, or created and deleted at the end."""
+"""What happens to a model that the server does not know: a new model is created, or refused, or, with a name of `temporary_name`,
+created and deleted at the end."""
+TEMPORARY = re.compile(r"base-(\d{10})-[0-9a-f]{8}")
+TEMPORARY_SECONDS = 86400.0
+"""No evaluation lasts this long: an older temporary model is of an evaluation that was killed."""
 MAX_NAMED = 10
 """The models that a message names."""
 Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
@@ -38,10 +44,14 @@ def checked(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
     Raises:
         WrongInput: all problems of the file.
     """
-    pairs = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
+    pairs = pairs_of(overrides)
     document = reading.of_dict(file, pairs) if isinstance(file, Mapping) else reading.read(Path(file), pairs)
     config = checking.check(document, toolkit.find())
     return CheckedFile(document, config, checking.policy_llm(document.tree))
+
+
+def pairs_of(overrides: Overrides) -> list[tuple[str, Any]]:
+    return list(overrides.items() if isinstance(overrides, Mapping) else overrides)
 
 
 def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> CheckedFile:
@@ -112,9 +122,9 @@ async def connected(loaded_file: Loaded, *, unknown: Unknown = "create") -> Asyn
         FinetuneError: the server refuses the model, or the block raised any other error.
     """
     config, policy, finetuning = loaded_file.config, loaded_file.policy, loaded_file.config.finetuning
-    model, is_new = await _register(config, loaded_file.backend, unknown)
+    model = await _register(config, loaded_file.backend, unknown)
     async with contextlib.AsyncExitStack() as opened:
-        if is_new and unknown == "delete":
+        if unknown == "delete":
             opened.push_async_callback(_delete, model)
         try:
             workflow, evaluators = await opened.enter_async_context(toolkit.building(config, policy, model))
@@ -159,10 +169,8 @@ def _functions(code: Code) -> dict[str, Evaluator]:
     return {name: evaluator_of(function) for name, function in code.evaluators.items() if function is not None}
 
 
-async def _register(
-    config: Config, backend: art.Backend, unknown: Unknown = "create"
-) -> tuple[art.TrainableModel, bool]:
-    """The file's model, which the server knows, and whether the model is new. With "create" nobody asks, and it is False.
+async def _register(config: Config, backend: art.Backend, unknown: Unknown = "create") -> art.TrainableModel:
+    """The file's model, which the server knows.
 
     Raises:
         WrongInput: the server does not know the model, and a new one is refused.
@@ -175,13 +183,12 @@ async def _register(
     if section.init_args is not None and section.init_args.max_seq_length is not None:
         engine_args["max_seq_length"] = section.init_args.max_seq_length
     model = art.TrainableModel(**fields, lora=section.lora, engine_args=engine_args)
-    is_new = False
     try:
-        if unknown != "create":
-            known = await backend._list_models()  # pyright: ignore[reportPrivateUsage]
-            is_new = model.get_inference_name() not in known
-            if is_new and unknown == "refuse":
-                raise WrongInput([_no_model(config, known)])
+        known = [] if unknown == "create" else await backend._list_models()  # pyright: ignore[reportPrivateUsage]
+        if unknown == "refuse" and model.get_inference_name() not in known:
+            raise WrongInput([_no_model(config, known)])
+        if unknown == "delete":
+            await _delete_left_over(model, backend, known)
         await model.register(backend)
     except art.ArtConnectionError as error:
         is_in_file = _address(config) is not None or not os.environ.get("ART_SERVER_URL")
@@ -200,7 +207,7 @@ async def _register(
         raise FinetuneError(f"the server refuses the model: {error}{remedy}") from error
     except art.ArtError as error:  # a server that this program starts has failed
         raise NoServer(str(error)) from error
-    return model, is_new
+    return model
 
 
 def _no_model(config: Config, known: Sequence[str]) -> str:
@@ -214,13 +221,30 @@ def _no_model(config: Config, known: Sequence[str]) -> str:
     )
 
 
+def temporary_name() -> str:
+    """A name for the model of one evaluation of the base model. The name has the time, in seconds since 1970."""
+    return f"base-{time.time():.0f}-{uuid.uuid4().hex[:8]}"
+
+
 async def _delete(model: art.TrainableModel) -> None:
-    """Deletes a model that was made for an evaluation of the base model, unless another program has trained it since."""
+    """Deletes the model of an evaluation of the base model, unless another program has trained it since."""
     try:
         if not await model.get_step():
             await model.delete()
     except art.ArtError as error:
         say(f"{model.get_inference_name()}, which was made for this evaluation, stays on the server: {error}")
+
+
+async def _delete_left_over(model: art.TrainableModel, backend: art.Backend, known: Sequence[str]) -> None:
+    """Deletes the temporary models of the model's project that killed evaluations have left."""
+    for path in known:
+        project, _, name = path.partition("/")
+        match = TEMPORARY.fullmatch(name)
+        if project == model.project and match and time.time() - int(match[1]) > TEMPORARY_SECONDS:
+            left_over = art.TrainableModel(name=name, project=project, base_model=model.base_model)
+            with contextlib.suppress(art.ArtStatusError):  # another evaluation has deleted it
+                if not await backend._get_step(left_over):  # pyright: ignore[reportPrivateUsage]
+                    await backend._delete(left_over)  # pyright: ignore[reportPrivateUsage]
 
 
 def _address(config: Config) -> str | None:
@@ -295,7 +319,7 @@ async def run(
 async def _rolled_back(loaded_file: Loaded, state: State) -> str | None:
     """How a finished run continues whose model was rolled back since, in words; None if it was not, or if no server answers."""
     try:
-        model, _ = await _register(loaded_file.config, loaded_file.backend, "refuse")
+        model = await _register(loaded_file.config, loaded_file.backend, "refuse")
         step = await model.get_step()
     except (FinetuneError, art.ArtError):
         return None
@@ -323,7 +347,7 @@ async def _check_fresh(config: Config, backend: art.Backend) -> None:
     Raises:
         WrongInput: the model was trained already.
     """
-    model, _ = await _register(config, backend)
+    model = await _register(config, backend)
     if step := await model.get_step():
         name = model.get_inference_name()
         raise WrongInput(

@@ -683,6 +683,9 @@ STREAMED = '<tool_call>{"name": "look", "arguments": {"city": "Paris"}}</tool_ca
         ("a < b <tool", "stop", "a < b <tool", 0, "stop"),
         ('<tool_call>{"name": "look", "arguments": [1]}</tool_call>', "stop", None, 0, "stop"),
         ('<tool_call>{"name": "look", "arguments": {"a": NaN}}</tool_call>', "stop", None, 0, "stop"),
+        # vLLM's parser ends a call at the first mark.
+        ('<tool_call>{"name": "look", "arguments": {"a": "</tool_call>"}}</tool_call>', "stop", None, 0, "stop"),
+        ('<tool_call>{"name": "look", "arguments": {"a": "<\\/tool_call>"}}</tool_call>', "stop", "", 1, "tool_calls"),
     ],
 )
 def test_calls_are_complete_or_text(
