@@ -149,8 +149,8 @@ class TrainSFTConfig(Displayed, Configuration):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """A gradient with a larger norm is scaled down to this norm."""
 
-    def to_train_config(self) -> wire.TrainConfig:
-        """The configuration of the train call. Its loss is the cross-entropy: the mean of -log p over the trained tokens of an
+    def to_train_config(self, held_out: int = 0) -> wire.TrainConfig:
+        """The configuration of a train call whose last `held_out` trajectories are not trained. Its loss is the cross-entropy: the mean of -log p over the trained tokens of an
         optimizer step."""
         return wire.TrainConfig(
             objective="likelihood",
@@ -159,6 +159,7 @@ class TrainSFTConfig(Displayed, Configuration):
             batch_size=2 if self.batch_size == "auto" else self.batch_size,
             passes=self.epochs,
             max_grad_norm=self.max_grad_norm,
+            held_out=held_out,
             # Cross-entropy is of the model's own distribution, also for choices that were sampled at another temperature.
             sampling="raw",
             allow_training_without_logprobs=True,

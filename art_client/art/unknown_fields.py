@@ -34,7 +34,8 @@ TRAINING_NAMES = by_name(
         "`learning_rate`": "lr",
         "`max_grad_norm`": "grad_clip clip_grad",
         "fixed: AdamW without weight decay": "weight_decay optim optimizer adam_beta1 adam_beta2 adam_epsilon",
-        LORA: "r lora_r lora_alpha lora_dropout lora_rank lora_target "
+        "nothing that is set: adapters are trained without dropout": "lora_dropout",
+        LORA: "r lora_r lora_alpha lora_rank lora_target "
         "lora_target_modules lora_target_linear adapter peft_config target_modules",
         SERVER: "max_seq_length sequence_len cutoff_len load_in_4bit load_in_8bit fast_inference use_vllm vllm_mode dtype bf16 fp16 "
         "vllm_gpu_memory_utilization flash_attention attn_implementation",

@@ -133,7 +133,7 @@ class ModelInfo(Reply):
     """Maximum number of tokens of prompt plus completion; None before a base model is loaded."""
     notes: list[str] = Field(default=[], exclude_if=operator.not_)
     """In the answer to a registration: sentences about the base model's chat template that the user has to know, and a
-    sentence about each requested engine argument that is not in effect."""
+    sentence about each requested engine argument that is not in effect. In the answer to a fork: how the learning rate continues."""
 
 
 class ModelList(Reply):
@@ -307,6 +307,10 @@ class TrainConfig(LossConfig):
     batch_size: int | None = Field(default=None, ge=1)
     """Number of groups in each optimizer step, in the order of the request; instead of `mini_batches`. A group that is not
     trained still counts, so that the other groups keep their steps and rates."""
+    # Left out if 0: an older server refuses fields that it does not know.
+    held_out: int = Field(default=0, ge=0, exclude_if=operator.not_)
+    """Number of the request's last groups that are not trained. The mean cross-entropy of these demonstrations under the new step is
+    the metric `val/loss`. Needs objective="likelihood"; `model.train_sft(validation=...)` sets both."""
     sampling: Literal["as_sampled", "raw"] = "as_sampled"
     """The distribution of a token's log-probabilities, both the sampler's and the trainer's. as_sampled: the distribution
     that the token was sampled from (temperature, kept set, logit bias). raw: the model's own distribution at temperature 1."""
@@ -334,6 +338,11 @@ class TrainConfig(LossConfig):
     def _check_lengths(self) -> Self:
         if self.batch_size is not None and self.mini_batches != 1:
             raise ValueError("batch_size and mini_batches both divide the groups: give one of them")
+        if self.held_out and self.objective != "likelihood":
+            raise ValueError(
+                f"held_out is {self.held_out}, and measures demonstrations, with objective='likelihood': use "
+                "model.train_sft(validation=...)"
+            )
         if isinstance(self.learning_rate, list) and not self.learning_rate:
             raise ValueError("learning_rate is an empty list: give a rate for each optimizer step")
         if self.overlong == "soft_penalty" and (self.overlong_length is None or self.overlong_buffer is None):
@@ -359,14 +368,19 @@ class TrainConfig(LossConfig):
         return steps_per_pass * self.passes
 
     def check_rates(self, num_groups: int) -> None:
-        """Checks that `learning_rate`, if it is a list, has a rate for each optimizer step of a job.
+        """Checks that `learning_rate`, if it is a list, has a rate for each optimizer step of a job, and that `held_out` leaves a
+        group to train.
 
         Raises:
-            ValueError: the list has fewer rates.
+            ValueError: the list has fewer rates, or all groups are held out.
         """
+        if self.held_out and num_groups <= self.held_out:
+            raise ValueError(
+                f"held_out is {self.held_out}, which leaves none of {num_groups} groups to train: lower it"
+            )
         if not isinstance(self.learning_rate, list):
             return
-        num_rates, num_steps = len(self.learning_rate), self.num_optimizer_steps(num_groups)
+        num_rates, num_steps = len(self.learning_rate), self.num_optimizer_steps(num_groups - self.held_out)
         if num_rates < num_steps:
             raise ValueError(f"learning_rate lists {num_rates} rates, and the job takes {num_steps} optimizer steps")
 
@@ -463,6 +477,8 @@ class JobReport(Reply):
     first rollout with a session began."""
     config: dict[str, Any] = {}
     """The configuration in effect, defaults included."""
+    losses: list[float] = []
+    """The loss of each optimizer step, in order: known when the job is done. `loss/train` is their mean."""
     notes: list[str] = []
     """Further information: settings without effect, and decisions of the trainer."""
 
@@ -565,13 +581,14 @@ class CheckpointList(Reply):
     checkpoints: list[CheckpointInfo]
     """Oldest first."""
     best_metric: str | None = None
-    """The metric behind `is_best`: "val/reward" if the history has it, else "train/reward"; None if the history has neither."""
+    """The metric behind `is_best`: the first of "val/reward", "train/reward" and "val/loss" that the history has, of which the loss is
+    best when it is lowest; None if the history has none."""
 
 
 class DeleteCheckpointsRequest(Body):
     best_metric: str | None = Field(default=None, max_length=256)
-    """Besides the newest step, keep the step with the highest mean of this metric in the history. None: "val/reward" if
-    the history has it, else "train/reward"."""
+    """Besides the newest step, keep the step with the highest mean of this metric in the history, of "val/loss" the lowest. None: the
+    first of "val/reward", "train/reward" and "val/loss" that the history has."""
     keep: list[int] | None = None
     """The steps to keep besides the newest. If given, `best_metric` has no effect."""
 

@@ -1,5 +1,6 @@
 """The routes of a model and its checkpoints: list, delete, rename, note, fork, roll back, download, upload. `art_protocol.wire` defines the bodies."""
 
+import asyncio
 import contextlib
 import os
 import tempfile
@@ -29,6 +30,7 @@ from art_server.api.parameters import (
     TheUploads,
 )
 from art_server.errors import InvalidInput, Unavailable
+from art_server.models.checkpoints import schedule_notes
 from art_server.models.uploads import upload_too_large
 from art_server.store import files
 from art_server.store.archive import MAX_CHECKPOINT_BYTES, describe_step, write_tar
@@ -84,7 +86,9 @@ async def fork(
     caller: TheCaller,
 ) -> ModelInfo:
     caller.check_project(body.project)
-    return registration.info(await checkpoints.fork(source, body))
+    model = await checkpoints.fork(source, body)
+    notes = await asyncio.to_thread(schedule_notes, model)
+    return registration.info(model).model_copy(update={"notes": notes})
 
 
 @router.post("/rollback")

@@ -1,5 +1,7 @@
 """Advice about groups that teach nothing: what was seen in their answers, and in the rewards of earlier steps.
 
+Equal rewards at the top are no fault: the prompts are solved.
+
 Wrong advice costs a run: more rollouts change nothing at temperature 0, or for a policy that broke; and a needless roll
 back loses a good step. The mean rewards of two batches differ when their prompts differ. So a fall is named only where
 the same prompts earn less, or where the answers collapsed, too.
@@ -34,8 +36,13 @@ stay so in a second batch."""
 MORE_NATS = 2.0
 """Answers collapsed if the mean log-probability of their tokens fell by this much, as for a policy that writes at random."""
 
+FULL_REWARD = 1.0
+"""The highest reward of most tasks. A lower one counts as high only where the run has seen rewards below."""
+
 ADVICE = {
     "copied": "several trajectories have the same choice. Call the model once for each rollout",
+    "solved": "all rewards are {highest:g}, the highest so far: these prompts seem solved, and training on them can stop. If an answer "
+    "can earn more, sample more rollouts for each group, or use a reward that tells these answers apart",
     "greedy": "all answers are the same, because they were sampled at temperature 0. Sample at temperature 1",
     "collapsed": "all answers are the same, and the policy gave their tokens a probability above 0.99, so it has next to no "
     "other answer. Use other prompts or a higher temperature",
@@ -65,26 +72,48 @@ def advise(
     temperature 0. `signs` are the signs of the batch; None for demonstrations.
     """
     told = [pair for pair in groups if compares_group or len(pair[0].trajectories) > 1]
-    seen = Counter(_seen(group, copied, is_greedy) for group, is_equal in told if is_equal or is_identical(group))
+    batches = list(past()) if signs is not None and any(is_equal for _, is_equal in groups) else []
+    highest = _highest([group for group, _ in groups], batches)
+    seen = Counter(
+        _seen(group, copied, is_greedy, highest) for group, is_equal in told if is_equal or is_identical(group)
+    )
     if not told and all(is_equal for _, is_equal in groups):
         seen["batch"] = len(groups)
     fall = None
     if signs is not None and 2 * sum(is_equal for _, is_equal in groups) >= len(groups):
-        earlier = [batch for batch in past() if batch.step < signs.step]
+        earlier = [batch for batch in batches if batch.step < signs.step]
         fall = _fall_on_same_prompts(signs, earlier) or _collapse(signs, earlier)
     if fall is not None:
         fall += f"; then train with a lower learning_rate than {learning_rate}"
         del seen["collapsed"], seen["equal"]
-    notes = [f"{seen[kind]} of {len(groups)} groups: {ADVICE[kind]}" for kind in ADVICE if seen[kind]]
+    notes = [
+        f"{seen[kind]} of {len(groups)} groups: {ADVICE[kind].format(highest=highest)}" for kind in ADVICE if seen[kind]
+    ]
     return notes if fall is None else [fall, *notes]
 
 
-def _seen(group: TrainableGroup, copied: Collection[int | None], is_greedy: bool) -> str:
+def _highest(groups: Sequence[TrainableGroup], batches: Sequence[BatchSigns]) -> float | None:
+    """The highest reward of a batch and of the batches before; None if the reward may be low: below FULL_REWARD, and no other
+    reward was seen."""
+    rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
+    highest = max(rewards + [batch.highest for batch in batches if batch.highest is not None], default=0.0)
+    is_above_others = min(rewards, default=highest) < highest or any(batch.rewards.mean < highest for batch in batches)
+    return highest if is_above_others or highest >= FULL_REWARD else None
+
+
+def _earns(group: TrainableGroup, highest: float | None) -> bool:
+    """Whether each trajectory of a group has the highest reward."""
+    return all(trajectory.reward == highest for trajectory in group.trajectories)
+
+
+def _seen(group: TrainableGroup, copied: Collection[int | None], is_greedy: bool, highest: float | None) -> str:
     """What was seen in a group that teaches nothing: a key of ADVICE."""
+    if group.number in copied and is_identical(group):
+        return "copied"
+    if len(group.trajectories) > 1 and _earns(group, highest):
+        return "solved"
     if not is_identical(group):
         return "single" if len(group.trajectories) == 1 else "equal"
-    if group.number in copied:
-        return "copied"
     if is_greedy:
         return "greedy"
     logprobs: list[float] = []

@@ -208,6 +208,7 @@ class Attempt:
                 unchanged=done.unchanged,
                 optimizer_steps=done.optimizer_steps,
                 notes=[*done.notes, *note_lost(lost)],
+                losses=done.losses,
                 probe=done.probe,
                 environment=done.environment,
                 chat_template=template,
@@ -306,7 +307,7 @@ class Attempt:
         metrics = record.metrics | job.metrics | step_metrics(job.report.sampled_steps)
         metrics |= {f"time/job_{phase}_s": seconds for phase, seconds in self._seconds.items() if phase != "queued"}
         all_notes = [*job.report.notes, *record.notes, *notes]
-        report = job.report.model_copy(update={"notes": all_notes})
+        report = job.report.model_copy(update={"notes": all_notes, "losses": record.losses})
         # All of this before `set_done`, which deletes the payload: a server that is killed in between does it again.
         await asyncio.to_thread(model.folder.write_lines, "train", step, lines)
         await asyncio.to_thread(model.folder.keep_tokens, step)

@@ -32,6 +32,8 @@ class BatchSigns(BaseModel):
     """The step that sampled most of the tokens."""
     rewards: Rewards
     """The rewards of all trajectories."""
+    highest: float | None = None
+    """The highest of these rewards; None in rows of an earlier version."""
     prompts: dict[str, Rewards]
     """The rewards of the trajectories that begin with the same prompt, by the prompt's digest."""
     commonest: float
@@ -69,6 +71,7 @@ def signs_of(batch: Batch, sampled_steps: Mapping[int, int]) -> BatchSigns | Non
     return BatchSigns(
         step=max(sampled_steps, key=lambda step: (sampled_steps[step], step)),
         rewards=_rewards([trajectory.reward for trajectory in trajectories]),
+        highest=max(trajectory.reward for trajectory in trajectories),
         prompts={digest: _rewards(rewards) for digest, rewards in prompts.items()},
         commonest=max(answers.values()) / len(trajectories),
         cut=num_cut / len(trajectories),

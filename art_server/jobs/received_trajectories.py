@@ -21,6 +21,10 @@ class ReceivedTrajectories:
         self._rows.append(pack_rows([trajectory_row(group, turns)]))
         self.outlines.append(without_texts(group))
 
+    def keep_first(self, number: int) -> None:
+        """Forgets all groups but the first ones."""
+        del self._rows[number:], self.outlines[number:]
+
     @property
     def content(self) -> bytes:
         return b"".join(self._rows)

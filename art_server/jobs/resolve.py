@@ -167,13 +167,19 @@ class Resolver:
                 self._counts.untrained_demonstrations(), code="no_trainable_turn", param=self._counts.untrained[0].where
             )
         self._counts.num_without_thinking = self._template.num_without_thinking
-        if not self._trainable:
+        num_trained = self._counts.num_groups - self._config.held_out
+        trained = [group for group in self._trainable if group.number is not None and group.number < num_trained]
+        held_out = self._trainable[len(trained) :]
+        self._counts.num_groups = num_trained
+        self._counts.num_trajectories -= sum(len(group.trajectories) for group in held_out)
+        if not trained:
             raise InvalidInput(self._counts.nothing_trainable(), code="no_trainable_turn", param="groups")
         self._counts.num_unnamed = self._count_unnamed()
         batch = Batch(
-            groups=self._trainable,
+            groups=trained,
             distributions=self._distributions,
-            num_groups=self._counts.num_groups,
+            num_groups=num_trained,
+            held_out=held_out,
         )
         signs = signs_of(batch, self._counts.steps)
         return Resolved(batch, make_report(batch, self._counts, self._config, signs, self._past), signs)

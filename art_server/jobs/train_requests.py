@@ -131,6 +131,8 @@ class NewJob:
         payload, report = await self._in_thread(self._finish)
         report = report.model_copy(update={"notes": [*report.notes, *notes]})
         metrics = trajectory_metrics(self._rollouts.outlines, "train")
+        if self._config.objective == "likelihood" and not metrics.get("train/reward"):
+            metrics.pop("train/reward", None)  # demonstrations have no rewards
         return await self._runner.add_job(
             self._model, key, body_digest, self._config, payload, report, metrics, expected_step, on_insert
         )
@@ -139,8 +141,12 @@ class NewJob:
         try:
             self._config.check_rates(len(self._rollouts.outlines))
         except ValueError as error:
-            raise InvalidInput(str(error), code="invalid_body", param="config.learning_rate") from error
+            param = (
+                "config.learning_rate" if self._config.held_out < len(self._rollouts.outlines) else "config.held_out"
+            )
+            raise InvalidInput(str(error), code="invalid_body", param=param) from error
         resolved = self._resolver.finish()
+        self._rollouts.keep_first(len(self._rollouts.outlines) - self._config.held_out)
         return Payload.make(resolved.batch, self._rollouts.content, resolved.signs), resolved.report
 
     async def _in_thread(self, call: Callable[..., R], *arguments: Any) -> R:

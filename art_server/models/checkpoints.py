@@ -31,7 +31,7 @@ from art_server.ledger.ledger import Ledger
 from art_server.shared.clock import REAL, Clock
 from art_server.store import files
 from art_server.store.archive import check_content, describe_step
-from art_server.store.model_folder import ModelFolder, copy_content, create_model
+from art_server.store.model_folder import OPTIMIZER_FILE, ModelFolder, copy_content, create_model
 from art_server.store.registry import RegisteredModel, Registry
 
 logger = logging.getLogger(__name__)
@@ -333,7 +333,7 @@ def steps_to_keep(model: RegisteredModel, request: DeleteCheckpointsRequest) -> 
     if set(steps) <= {model.step, *steps[-1:]}:
         return set()  # no error: programs delete before their first step, when no metric exists
     if metric is None or metric not in known:
-        asked = f"'{metric[:200]}'" if metric else "'val/reward' or 'train/reward'"
+        asked = f"'{metric[:200]}'" if metric else "'val/reward', 'train/reward' or 'val/loss'"
         raise InvalidInput(
             f"the history of '{model.id}' has no metric {asked}; it has: {', '.join(known) or 'none'}. "
             "Nothing was deleted; name one of these, or the steps to keep",
@@ -342,6 +342,20 @@ def steps_to_keep(model: RegisteredModel, request: DeleteCheckpointsRequest) -> 
         )
     best = model.history.best_step(metric)
     return {best} if best is not None else set()
+
+
+def schedule_notes(model: RegisteredModel) -> list[str]:
+    """How the learning rate of a forked model continues, in one sentence; empty for a model without optimizer steps (blocking)."""
+    num_steps = model.folder.read_checkpoint(model.step).optimizer_steps
+    if not num_steps:
+        return []
+    note = (
+        f"{model.id} begins with {num_steps} optimizer steps: warm-up and schedule of the learning rate count on from there. For a "
+        f"schedule that begins with this model set schedule_begins={num_steps}"
+    )
+    if not (model.folder.checkpoint_dir(model.step) / OPTIMIZER_FILE).exists():
+        note += f". The optimizer state of step {model.step} is not kept, so the learning rate rises over the first optimizer steps"
+    return [note]
 
 
 def list_checkpoints(model: RegisteredModel) -> CheckpointList:

@@ -133,7 +133,9 @@ class Batch(TrainerMessage):
     distributions: list[Distribution] = []
     """Each distinct distribution once; sequences refer to them by index."""
     num_groups: int | None = None
-    """Number of groups in the request. None: the number of groups here."""
+    """Number of groups in the request that may be trained. None: the number of groups here."""
+    held_out: list[TrainableGroup] = []
+    """Demonstrations whose loss under the new step is measured (`TrainConfig.held_out`)."""
 
 
 class LoadTask(TrainerMessage):
@@ -263,6 +265,8 @@ class Learned(TrainerMessage):
 class Done(TrainerMessage):
     event: Literal["done"] = "done"
     metrics: dict[str, float]
+    losses: list[float] = []
+    """After a train task: the loss of each optimizer step."""
     unchanged: bool = False
     """True if no token was trained, or only at rate 0: in_dir has the same weights."""
     optimizer_steps: int | None = None

@@ -1,7 +1,7 @@
 """Reads the configuration of an untrusted PEFT folder. Only a plain LoRA passes.
 
 A rank-stabilised LoRA is a plain one with another alpha. Layers that a configuration selects by patterns, numbers or
-exclusions are named by the adapter's tensors. `adapter_tensors.py` checks that the tensors belong to this LoRA on the base
+exclusions, or does not name at all, are named by the adapter's tensors. `adapter_tensors.py` checks that the tensors belong to this LoRA on the base
 model.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from art_protocol.wire import LoRAConfig
 from art_server.errors import InvalidInput
 from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE
-from art_server.store.selected_layers import ALL_LINEAR, FIELDS, BadPattern, not_selected
+from art_server.store.selected_layers import FIELDS, BadPattern, not_selected
 
 MAX_CONFIG_BYTES = 2**20
 MAX_HEADER_BYTES = 100_000_000
@@ -80,18 +80,13 @@ def read_lora(folder: Path) -> tuple[LoRAConfig, str | None]:
     )
 
 
-def _read_targets(config: dict[str, Any], tensors: Path) -> list[str] | None:
-    """The names of the adapted layers; None: all linear layers. Whole paths where the configuration has no list of names."""
-    targets = config.get("target_modules")
-    numbers = config.get("layers_to_transform")
-    if config.get("exclude_modules") or numbers not in (None, []) or not isinstance(targets, str | list | None):
+def _read_targets(config: dict[str, Any], tensors: Path) -> list[str]:
+    """The names of the adapted layers. Whole paths where the configuration has no list of names."""
+    targets, numbers = config.get("target_modules"), config.get("layers_to_transform")
+    if config.get("exclude_modules") or numbers not in (None, []) or not isinstance(targets, list):
         return _layers_of(config, tensors)
-    if targets in (None, ALL_LINEAR):
-        return None
-    if isinstance(targets, str):
-        return _layers_of(config, tensors)
-    if not isinstance(targets, list) or not targets:
-        raise _bad(f"target_modules is {_shown(targets)}: it must be a list of names of layers")
+    if not targets:
+        raise _bad("target_modules is []: it must be a list of names of layers")
     names: set[str] = set()
     for name in targets:
         if not isinstance(name, str) or not 0 < len(name) <= 256:

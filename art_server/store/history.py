@@ -20,8 +20,10 @@ from art_server.store.model_folder import ModelFolder
 logger = logging.getLogger(__name__)
 
 TABLES = ("steps", "metrics")
-BEST_METRICS = ("val/reward", "train/reward")
-"""The best step is judged by the first of these that the history has."""
+VALIDATION_LOSS = "val/loss"
+"""The metric whose lowest value is the best."""
+BEST_METRICS = ("val/reward", "train/reward", VALIDATION_LOSS)
+"""The best step is judged by the first of these that the history has: a model that was trained by examples only has no rewards."""
 NO_METRICS = ("step", "training_step")
 # As in the exchange format and the routes: nine digits.
 MAX_STEP = 10**9
@@ -215,7 +217,7 @@ class MetricHistory:
     # --- the best step ---
 
     def means(self, metric: str) -> dict[int, float]:
-        """The mean of a metric for each step that earned it: the highest mean first, and of equal means the earlier step first.
+        """The mean of a metric for each step that earned it: the best mean first, and of equal means the earlier step first.
         A reward of training belongs to the step that sampled, where the row names this step."""
         query, values = means_of(self._model, metric)
         return dict(self._table.select(query, *values))
@@ -233,12 +235,13 @@ class MetricHistory:
 
 def means_of(model: int, metric: str) -> tuple[str, tuple[object, ...]]:
     """The query of `MetricHistory.means`, and its values."""
-    query = """
+    order = "ASC" if metric == VALIDATION_LOSS else "DESC"
+    query = f"""
         SELECT CAST(coalesce(sampled.value, metrics.step) AS INTEGER) AS earned_by, avg(metrics.value) AS mean
         FROM metrics LEFT JOIN metrics AS sampled
         ON sampled.model = metrics.model AND sampled.step = metrics.step AND sampled.name = ?
         WHERE metrics.model = ? AND metrics.name = ? AND metrics.value IS NOT NULL
-        GROUP BY earned_by ORDER BY mean DESC, earned_by
+        GROUP BY earned_by ORDER BY mean {order}, earned_by
     """
     sampled = "sampled_step" if metric.startswith("train/") else None
     return query, (sampled, model, metric)

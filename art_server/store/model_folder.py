@@ -73,6 +73,8 @@ class CheckpointRecord(BaseModel):
     checkpoint, and the steps of its optimizer state count."""
     notes: list[str] = []
     """Decisions that the trainer made by itself, as sentences."""
+    losses: list[float] = []
+    """The loss of each optimizer step of the job that made the step."""
     created_at: float = 0.0
     """Seconds since 1970; 0 until the commit, which sets its time."""
     probe: Probe | None = None

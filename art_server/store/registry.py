@@ -108,8 +108,9 @@ class RegisteredModel:
             if self.has(step) and self.folder.checkpoint_dir(step).exists():
                 return step
         raise NotFound(
-            f"model '{self.id}' has no best step: no kept step has {' or '.join(BEST_METRICS)} in the history. Log a "
-            f"validation (art.evaluate), or name a step, for example {self.adapter_name(self.step)}",
+            f"model '{self.id}' has no best step: no kept step has {', '.join(BEST_METRICS[:-1])} or {BEST_METRICS[-1]} in the "
+            "history. Log a validation (art.evaluate, or train_sft with validation=...), or name a step, for example "
+            f"{self.adapter_name(self.step)}",
             code="unknown_step",
             param="model",
         )

@@ -77,6 +77,8 @@ def is_selected(fields: dict[str, Any], path: str) -> bool:
     targets, excluded = fields["target_modules"], fields["exclude_modules"]
     if excluded and (re.fullmatch(excluded, path) if isinstance(excluded, str) else _ends_with(path, excluded)):
         return False
+    if targets is None:  # no list and no pattern: all layers that have tensors
+        return True
     if isinstance(targets, str):
         return targets == ALL_LINEAR or re.fullmatch(targets, path) is not None
     if path in targets:  # a whole path, for which numbers of layers do not count

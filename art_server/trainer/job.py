@@ -16,12 +16,21 @@ from art_server.shared.same_policy import judge_gap
 from art_server.shared.trainer_messages import BetweenSteps, Done, Probe, Progress, TrainTask
 from art_server.store.adapter_layers import layer_kind
 from art_server.trainer.agreement import agree_on_terms
-from art_server.trainer.batches import TrainBatch, drop_stale, make_train_batch, with_penalties
+from art_server.trainer.batches import (
+    TrainBatch,
+    drop_stale,
+    make_sampled_tokens,
+    make_train_batch,
+    with_penalties,
+)
+from art_server.trainer.checking import make_checked_micro_batches
 from art_server.trainer.checkpoint import load_checkpoint, save_checkpoint
+from art_server.trainer.loss import policy_loss
 from art_server.trainer.mini_batches import MiniBatch, split_mini_batches
 from art_server.trainer.old_logprobs import (
     OldLogprobs,
     apply_kl_penalty,
+    compute_logprobs,
     compute_old_and_reference_logprobs,
 )
 from art_server.trainer.optimizer import steps_taken
@@ -96,20 +105,26 @@ def train(
     metrics = data_metrics(trained) | {"data/step_num_tokens_too_stale": float(num_too_stale)}
     notes = [rule] if rule else []
     reset_peak_memory(policy.device)
-    longest = max((len(sequence.token_ids) for sequence in trained.sequences), default=1)
+    held_out = make_train_batch(task.batch.model_copy(update={"groups": task.batch.held_out}), task.config)
+    longest = max((len(sequence.token_ids) for sequence in [*trained.sequences, *held_out.sequences]), default=1)
     budget = TokenBudget.of_job(policy, task, terms, base_name or policy.base_model, longest, notes, learn)
     environment = _environment(policy, task, budget)
     record = TokenRecord(task.batch, policy.base_model)
     job = _Job(policy, task, optimizer, schedule, budget, record, report, notes)
 
     probe = unchanged_probe(task.probe) if task.mismatch_limits is not None else None
+    losses: list[float] = []
     if trained.sequences:
-        of_steps, probe = _take_steps(job, trained)
+        of_steps, losses, probe = _take_steps(job, trained)
         metrics |= of_steps
         # All ranks have the same budget.
         if policy.gang.is_first:
             budget.store()
 
+    if held_out.sequences:
+        started = time.perf_counter()
+        metrics["val/loss"] = budget.run(functools.partial(_held_out_loss, job, held_out))
+        metrics["time/step_validation_s"] = time.perf_counter() - started
     if between_steps != "stay":
         started = time.perf_counter()
         policy.leave_device(optimizer, keep_copy=between_steps == "leave")
@@ -125,6 +140,7 @@ def train(
     metrics["time/step_save_s"] = time.perf_counter() - started
     return Done(
         metrics=metrics,
+        losses=losses,
         unchanged=not metrics.get("loss/learning_rate"),  # no optimizer step, or all at rate 0
         optimizer_steps=schedule.num_steps,
         notes=notes,
@@ -180,8 +196,8 @@ def _environment(policy: Policy, task: TrainTask, budget: TokenBudget) -> dict[s
     }
 
 
-def _take_steps(job: _Job, trained: TrainBatch) -> tuple[dict[str, float], Probe | None]:
-    """Takes all optimizer steps; returns the job's metrics and the new step's probe."""
+def _take_steps(job: _Job, trained: TrainBatch) -> tuple[dict[str, float], list[float], Probe | None]:
+    """Takes all optimizer steps; returns the job's metrics, the loss of each step, and the new step's probe."""
     policy, task, notes = job.policy, job.task, job.notes
     if job.schedule.num_steps and not job.schedule.moments_age:
         notes.append(
@@ -228,7 +244,17 @@ def _take_steps(job: _Job, trained: TrainBatch) -> tuple[dict[str, float], Probe
         steps[-1]["time/step_probe_s"] = probe.seconds
     elif task.probe is not None and task.mismatch_limits is not None:
         probe = skipped_probe(task.probe)
-    return _job_metrics(job, steps, old) | gap, probe
+    return _job_metrics(job, steps, old) | gap, [step["loss/train"] for step in steps], probe
+
+
+def _held_out_loss(job: _Job, held_out: TrainBatch, max_tokens: int) -> float:
+    """The mean cross-entropy of held-out demonstrations under the weights as they are, without a gradient."""
+    policy = job.policy
+    micro_batches = make_checked_micro_batches(policy, held_out, max_tokens, job.notes)
+    logprobs_S = compute_logprobs(policy, micro_batches, lambda batch: policy.logprobs(batch)[0], job.report)
+    return float(
+        policy_loss(logprobs_S, make_sampled_tokens(held_out.sequences, job.task.config), job.task.config).value
+    )
 
 
 def _behind_the_schedule(config: TrainConfig, steps: Sequence[dict[str, float]], num_before: int) -> list[str]:

@@ -134,7 +134,7 @@ def _add_show(show: argparse.ArgumentParser) -> None:
 def _add_plot(plot: argparse.ArgumentParser) -> None:
     plot.add_argument("models", nargs="+", metavar="MODEL", help=MODEL)
     plot.add_argument(
-        "--metric", metavar="NAME,NAME", help="default: train/reward (loss/train without rewards), val/reward"
+        "--metric", metavar="NAME,NAME", help="default: train/reward (without rewards loss/train, val/loss), val/reward"
     )
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 REWARDS = ("train/reward", "val/reward")
-LOSSES = ("loss/train", "val/reward")
+LOSSES = ("loss/train", "val/loss", "val/reward")
 """In place of rewards, if no model was given any."""
 PLAIN_WIDTH = 10_000
 """The width of tables that no terminal shows, in which nothing is cut off."""

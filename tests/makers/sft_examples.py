@@ -57,6 +57,7 @@ def make_batch(examples: list[tuple[list[int], list[int]]]) -> Batch:
 
 
 def run(policy: Policy, adapter_dir: Path, out: Path, batch: Batch, **more: Any) -> Done:
+    """A job on the batch."""
     fields = {"objective": "likelihood", "max_grad_norm": MAX_GRAD_NORM, "sampling": "raw"} | more
     config = TrainConfig.model_validate(fields)
     task = TrainTask(lora=LoRAConfig(), in_dir=str(adapter_dir), out_dir=str(out), config=config, batch=batch)

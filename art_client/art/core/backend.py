@@ -187,7 +187,8 @@ class Backend:
             key = idempotency_key or link or uuid.uuid4().hex
             # With a span's link as its key, the job's span on the server is this span's child (`tracking.link_of`).
             result = call.result(await self._request_job(model, build, key, take))
-        await self._reporting.trained(_names(model), groups, result)
+        trained = groups[: len(groups) - config.held_out]
+        await self._reporting.trained(_names(model), trained, result)
         return result
 
     async def submit(
@@ -315,7 +316,10 @@ class Backend:
         request = ForkRequest(name=name, project=project, step=step)
         path = f"{_model_path(model)}/fork"
         # The server would refuse the repeated request, because the new model exists.
-        return await self._call(ModelInfo, "POST", path, request, is_repeatable=False)
+        info = await self._call(ModelInfo, "POST", path, request, is_repeatable=False)
+        for note in info.notes:
+            logger.warning("fork: %s", note)
+        return info
 
     async def _roll_back(self, model: Model, step: int) -> None:
         path = f"{_model_path(model)}/rollback"

@@ -397,6 +397,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         trajectories: Iterable[Trajectory | TrajectoryGroup],
         config: TrainSFTConfig | None = None,
         *,
+        validation: Iterable[Trajectory | TrajectoryGroup] = (),
         verbose: bool = False,
         idempotency_key: str | None = None,
         expected_step: int | None = None,
@@ -407,7 +408,11 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         chat template. Messages that this server sampled, which are OpenAI choices, keep their tokens. Rewards have no
         effect, except that `best_of_group` chooses by them. `turn_advantages` of a trajectory weigh its messages.
         `metrics["loss/train"]` is the mean cross-entropy, `metrics["loss/token_accuracy"]` the share of trained tokens that
-        were the likeliest, both before each optimizer step and averaged over the steps.
+        were the likeliest, both before each optimizer step and averaged over the steps. `report.losses` has the loss of each
+        optimizer step.
+
+        `validation` are trajectories that are not trained: `metrics["val/loss"]` is their mean cross-entropy under the new step.
+        Without rewards in the history the step with the lowest is the best step.
 
         Raises:
             ValueError: no trajectories were given.
@@ -417,11 +422,14 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         """
         config = to_sft_config(config)
         chosen = sft.choose(trajectories, best_of_group=config.best_of_group)
-        groups = [sft.as_group(trajectory, config.assistant_turns) for trajectory in chosen]
+        held_out = sft.choose(validation, best_of_group=False)
+        if held_out and not chosen:
+            raise ValueError("there is nothing to train on: all trajectories are in `validation`")
+        groups = [sft.as_group(trajectory, config.assistant_turns) for trajectory in [*chosen, *held_out]]
         return await self.backend().train(
             self,
             groups,
-            config.to_train_config(),
+            config.to_train_config(len(held_out)),
             verbose=verbose,
             idempotency_key=idempotency_key,
             expected_step=expected_step,
@@ -437,7 +445,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         """Deletes all checkpoints except the newest and the one with the highest mean of the metric in the history, or
         except the newest and the steps in `keep`. Checkpoints in use are kept. Returns the kept and the deleted steps.
 
-        The default metric is "val/reward", or "train/reward" if no "val" split was logged. A metric that the history does
+        The default metric is "val/reward", or "train/reward" if no "val" split was logged, or without rewards "val/loss", of which the
+        lowest mean is kept. A metric that the history does
         not have, or not yet, is a warning: nothing is deleted, and the result is None.
         """
         try:

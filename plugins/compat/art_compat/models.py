@@ -221,6 +221,7 @@ class TrainableModel(core.TrainableModel[ConfigT], Model[ConfigT], Generic[Confi
         verbose: bool = False,
         log_metrics: bool = True,
         *,
+        validation: Iterable[Trajectory | TrajectoryGroup] = (),
         idempotency_key: str | None = None,
         expected_step: int | None = None,
     ) -> TrainResult:
@@ -230,6 +231,7 @@ class TrainableModel(core.TrainableModel[ConfigT], Model[ConfigT], Generic[Confi
         return await super().train_sft(
             trajectories,
             config,
+            validation=validation,
             verbose=verbose,
             idempotency_key=idempotency_key,
             expected_step=expected_step,

@@ -1,4 +1,4 @@
-"""The commands `art finetune` and `art eval`. The last line of stderr names the reason and the remedy."""
+"""The commands `art finetune`, `art eval` and `art sft`. The last line of stderr names the reason and the remedy."""
 
 import argparse
 import asyncio
@@ -23,6 +23,8 @@ with signal; 4 no server; 5 below --at_least or
 --at_least_difference; 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP"""
 SIGNALLED = 128
 """The exit code of a stopped command is this number plus the signal's number, as in shells."""
+AGAIN = "This begins again"
+"""What a command does after a stop that keeps nothing."""
 LEAVE_SECONDS = 5.0
 """The limit for the end of the loop, and then for the end of the process."""
 DATASET = "eval.general.dataset"
@@ -72,7 +74,8 @@ class _Refuse(argparse.Action):
 
 
 def add_commands(commands: Any) -> None:  # Any: argparse's class for it is private
-    """Adds the parsers of `art finetune` and `art eval`."""
+    """Adds the parsers of `art finetune`, `art eval` and `art sft`."""
+    _add_sft(commands)
     finetune = commands.add_parser(
         "finetune",
         help="train an agent workflow",
@@ -164,6 +167,49 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
         parser.set_defaults(extra="finetune")
 
 
+def _add_sft(commands: Any) -> None:  # Any: argparse's class for it is private
+    parser = commands.add_parser(
+        "sft",
+        help="train on the examples of a file",
+        description="Trains on rows with `messages`, or with a question and an answer, or continues after an earlier end.",
+        epilog="exit codes: 0 trained; 1 training failed; 2 wrong file or flag; 4 no server",
+    )
+    parser.add_argument(
+        "examples", metavar="FILE", help="json, jsonl, csv, parquet, or hub:OWNER/NAME[/SUBSET][:SPLIT]"
+    )
+    parser.add_argument("--model", required=True, metavar="PROJECT/NAME", help="the trained model")
+    _add_flag(parser, "base_model", required=True, metavar="NAME", help="the base model of the trained adapter")
+    _add_flag(parser, "validation_share", metavar="X", type=float, help="share of the rows that is held out")
+    _add_flag(parser, "validation_dataset", metavar="FILE", help="held-out rows, in place of a share")
+    _add_flag(
+        parser,
+        "eval_steps",
+        metavar="N",
+        type=int,
+        help="optimizer steps of a step of the model, which is saved and validated (an epoch)",
+    )
+    _add_flag(parser, "patience", metavar="N", type=int, help="end after N validations without a better one")
+    _add_flag(parser, "num_epochs", metavar="N", type=int, default=3, help="passes over the rows (%(default)s)")
+    _add_flag(parser, "batch_size", metavar="N", type=int, default=8, help="rows of an optimizer step (%(default)s)")
+    _add_flag(
+        parser, "learning_rate", metavar="RATE", type=float, default=1e-4, help="the highest, on a cosine (%(default)s)"
+    )
+    _add_flag(parser, "rank", metavar="N", type=int, help="of a new model's LoRA (8)")
+    _add_flag(parser, "question_key", metavar="COLUMN", default="question", help="without `messages` (%(default)s)")
+    _add_flag(parser, "answer_key", metavar="COLUMN", default="answer", help="without `messages` (%(default)s)")
+    parser.add_argument(
+        "--tracker", dest="trackers", metavar="NAME", action="append", default=[], help="such as wandb; several times"
+    )
+    parser.set_defaults(run=run_sft, extra="finetune")
+
+
+def run_sft(flags: argparse.Namespace) -> None:
+    """Runs `art sft`. Ends the process unless the model was trained."""
+    from art.finetune import supervised
+
+    _end(supervised.train(supervised.settings_of(flags)), again="Finished steps are kept; this continues")
+
+
 def _add_flag(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
     """A flag with underscores, as the toolkit has it, or hyphens."""
     spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
@@ -188,7 +234,7 @@ def run_finetune(flags: argparse.Namespace) -> None:
             else:
                 await runs.run(file, overrides, fresh=flags.fresh)
 
-    _end(call(), is_continued=not flags.check)
+    _end(call(), again=AGAIN if flags.check else "Finished rollouts are kept; this continues")
 
 
 @contextlib.contextmanager
@@ -220,7 +266,7 @@ def _is_set(flags: argparse.Namespace, name: str) -> bool:
 def run_eval(flags: argparse.Namespace) -> None:
     """Runs `art eval`. Ends the process unless the evaluation succeeds, and is not below `--at_least`."""
 
-    _end(evaluate_flags(flags), is_continued=False)
+    _end(evaluate_flags(flags))
 
 
 async def evaluate_flags(flags: argparse.Namespace) -> None:
@@ -296,8 +342,8 @@ def _check_difference(comparison: Any, flags: argparse.Namespace) -> None:
     results.check_at_least("the difference", comparison.difference, flags.at_least_difference, "--at_least_difference")
 
 
-def _end(call: Coroutine[Any, Any, None], *, is_continued: bool) -> None:
-    """Runs a command, which is continued or else begins again if it was stopped. An error goes to stderr, and the error's exit code becomes the exit code of the process."""
+def _end(call: Coroutine[Any, Any, None], again: str = AGAIN) -> None:
+    """Runs a command. `again` says what the same command does after a stop. An error goes to stderr, and the error's exit code becomes the exit code of the process."""
     from art.finetune.errors import FinetuneError
 
     code = 0
@@ -308,7 +354,6 @@ def _end(call: Coroutine[Any, Any, None], *, is_continued: bool) -> None:
         if stopped_by := _run(runner, call):
             code = SIGNALLED + stopped_by
             command = continuing_command(sys.argv[1:])
-            again = "Finished rollouts are kept; this continues" if is_continued else "This begins again"
             print(f"\nart: stopped. {again}: {command}", file=sys.stderr)
     except FinetuneError as error:
         code = error.exit_code

@@ -24,6 +24,8 @@ class PolicyServer(FakeArt):
         self.asked: list[dict[str, Any]] = []
         self.jobs: dict[str, int] = {}
         """The step of each idempotency key."""
+        self.metrics_of: dict[str, dict[str, float]] = {}
+        """The metrics of each idempotency key's job."""
         self.bodies: dict[str, bytes] = {}
         """The body that each key came with at first."""
         self.failed: set[str] = set()
@@ -66,7 +68,8 @@ class PolicyServer(FakeArt):
             error = {"message": "this key came with another body", "type": "invalid", "code": "key_reused"}
             return Answer(status=409, body={"error": error})
         if key in self.jobs:
-            return Answer(lines=[{"event": "done", "job_id": key, "step": self.jobs[key], "metrics": {}}])
+            done = {"event": "done", "job_id": key, "step": self.jobs[key], "metrics": self.metrics_of[key]}
+            return Answer(lines=[done])
         error = {"message": "out of memory", "code": "out_of_memory"}
         if key in self.failed:
             return Answer(lines=[{"event": "error", "job_id": key, "error": error}])
@@ -74,7 +77,7 @@ class PolicyServer(FakeArt):
             self.failed.add(key)
         answer = super().train(request, model)
         if answer.status == 200 and self.job_error is None:
-            self.jobs[key] = self.steps[model]
+            self.jobs[key], self.metrics_of[key] = self.steps[model], self.metrics
             self.trained.append(request.json())
             assert answer.lines is not None, "a job is followed by its lines"
             *events, done = answer.lines

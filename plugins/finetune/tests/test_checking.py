@@ -177,6 +177,9 @@ learning_rate: 1e-5 | kl_coef: 0.1 | 29:7: trainer_adapters.adapter.training.kl_
       name: agent\n |       name: agent\n      lora: {lora_r: 8}\n | 27:14: trainer_adapters.adapter.backend.lora.lora_r | here it is trainer_adapters.NAME.backend.lora.rank
 num_epochs: 3 | early_stopping_patience: 3 | 40:3: finetuning.early_stopping_patience | here it is finetuning.validation.patience
 num_epochs: 3 | report_to: wandb | 40:3: finetuning.report_to | here it is finetuning.trackers
+learning_rate: 1e-5 | micro_batch_size: 2 | 29:7: trainer_adapters.adapter.training.micro_batch_size | here it is finetuning.rows_per_step
+learning_rate: 1e-5 | lr_scheduler: cosine | 29:7: trainer_adapters.adapter.training.lr_scheduler | here it is trainer_adapters.NAME.training.schedule
+learning_rate: 1e-5 | lora_dropout: 0.1 | 29:7: trainer_adapters.adapter.training.lora_dropout | adapters are trained without dropout
 num_epochs: 3 | micro_batch_size: 2 | 40:3: finetuning.micro_batch_size | here it is finetuning.rows_per_step
 llms:\n | adapter: lora\nllms:\n | 1:1: adapter | here it is trainer_adapters.NAME.backend.lora
       name: agent\n |       port: 70000\n | 26:7: trainer_adapters.adapter.backend.port | equal to 65535
@@ -371,21 +374,25 @@ def test_fields_without_effect_are_listed() -> None:
         ("    max_concurrency: 16", "    workflow_alias: x\n    profiler: {}"),
         (
             "      name: agent\n",
-            "      name: agent\n      init_args: {dtype: x, max_seq_length: 9}\n      server_config: {}\n",
+            "      name: agent\n      init_args: {dtype: x, max_seq_length: 9}\n      server_config: {}\n"
+            "      lora: {rank: 4, lora_dropout: 0.05}\n",
         ),
         ("      learning_rate: 1e-5", "      learning_rate: 1e-5\n      weight_decay: 0.1"),
         ("_type: exact_match", "_type: agent.py:score\n      strict: true"),
         ("llms:\n", "general: {telemetry: {}}\nllms:\n"),
     )
-    assert without_effect(config_of(text)) == [
+    names = without_effect(config_of(text))
+    assert names == [
         "general",
         "eval.general.workflow_alias",
+        "trainer_adapters.adapter.backend.lora.lora_dropout",
         "trainer_adapters.adapter.backend.init_args.dtype",
         "trainer_adapters.adapter.backend.server_config",
         "trainer_adapters.adapter.training.weight_decay",
         "workflow.llm",
         "eval.evaluators.right.strict",
     ]
+    assert other_harnesses.with_remedy(names[2]).endswith("lora_dropout (adapters are trained without dropout)")
     assert "general" not in without_effect(
         config_of(text.replace("agent.py:answer", "react_agent"), toolkit=fake_toolkit)
     )

@@ -144,6 +144,7 @@ def test_chat_rows_are_read_as_they_are(
 ) -> None:
     (loaded,) = load_rows(written("a.jsonl", json.dumps(row), **fields)).rows
     assert (loaded.question, loaded.messages, loaded.answer) == ("hi", messages, answer)
+    assert loaded.columns.get("answer") == answer, "rewards get the columns"
 
 
 def test_a_question_is_read_where_rows_have_messages_too() -> None:

@@ -16,6 +16,7 @@ import art
 import art.finetune
 from art.finetune import FinetuneError, NoServer, NoSignal, WrongInput, losing
 from art.finetune.folder import Folder
+from art.finetune.run_record import EpochRow, solved_reward
 from plugins.finetune.tests.policy_server import PolicyServer
 from plugins.finetune.tests.stopped import run_until
 from tests.fakes.server import Answer, Request
@@ -644,7 +645,40 @@ async def test_equal_rewards_in_all_epochs_are_an_error(
     with pytest.raises(NoSignal) as caught:
         await art.finetune.run(make_file())
     assert caught.value.exit_code == 3 and not policy.trained
+    assert (
+        str(caught.value)
+        == "nothing was trained, because all rewards are 1: the model seems to solve these rows already"
+    )
     assert len(lines(folder / "out" / "training_metrics.jsonl")) == 2
+
+
+async def test_solved_rows_are_told_once_and_are_no_fault_of_the_data(
+    policy: PolicyServer, make_file: MakeFile, capfd: pytest.CaptureFixture[str]
+) -> None:
+    policy.answer = lambda _, number: "yes" if policy.trained else ("yes", "no")[number % 2]
+    await art.finetune.run(make_file(), {"finetuning.num_epochs": 3})
+    text = capfd.readouterr().err
+    assert text.count("all rewards are 1, the highest of the run: these rows seem solved, and training can stop") == 1
+    assert "rewards did not rise" not in text
+
+
+@pytest.mark.parametrize(
+    ("rewards", "solved"),
+    [
+        ([(1, 1)], 1),
+        ([(0, 0)], None),
+        ([(0.5, 0.5)], None),
+        ([(0, 0.5), (0.5, 0.5)], 0.5),
+        ([(0, 1), (0.5, 0.5)], None),
+        ([(-1, -1), (0, 0)], 0),
+        ([(None, None)], None),
+        ([(0, 1), (None, None)], None),
+    ],
+)
+def test_rows_are_solved_where_all_rewards_are_the_highest(
+    rewards: list[tuple[Any, Any]], solved: float | None
+) -> None:
+    assert solved_reward([EpochRow.model_construct(min_reward=low, max_reward=high) for low, high in rewards]) == solved
 
 
 async def test_one_generation_is_compared_with_the_batch(policy: PolicyServer, make_file: MakeFile) -> None:

@@ -56,6 +56,12 @@ def run(flags: argparse.Namespace) -> None:
         ServerError: the command failed; the message has the reason and the remedy.
         ModuleNotFoundError: the server's packages are not installed.
     """
+    if (
+        flags.url is not None
+        and flags.command != "copy"
+        and not (flags.command == "export" and (flags.merge or flags.push))
+    ):
+        flags.extra = "terminal"  # the server of the URL does the rest
     # Imported here, because `art --help` needs none of the packages that `transfer` imports.
     from art_transfer import transfer
 

@@ -104,7 +104,7 @@ class TransferClient:
 
 def no_best_step(model: str) -> str:
     """The refusal of "@best"."""
-    return f"{model} has no best step: no kept step has val/reward or train/reward in the history. Write {model}@NUMBER"
+    return f"{model} has no best step: no kept step has val/reward, train/reward or val/loss in the history. Write {model}@NUMBER"
 
 
 def checkpoint_path(project: str, name: str, step: int) -> str:

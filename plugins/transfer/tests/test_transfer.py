@@ -51,6 +51,56 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.umask(mask)
 
 
+OF_SERVERS = {
+    *(
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "uvloop",
+        "aiohttp",
+        "msgspec",
+        "websockets",
+        "fsspec",
+        "jinja2",
+        "vllm",
+        "torch",
+    ),
+    *("transformers", "huggingface_hub", "tokenizers", "peft", "matplotlib", "plotly", "prometheus_client"),
+}
+"""The modules of the extra `server` that the extra `terminal` lacks."""
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name in {missing}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+{before}
+from art_watch.terminal.cli import main
+main({words})
+"""
+
+
+def ran_without(missing: set[str], *words: str, before: str = "") -> str:
+    """What a command that fails prints in an environment without these packages."""
+    code = WITHOUT.format(missing=missing, words=list(words), before=before)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    return done.stderr
+
+
+def test_a_missing_package_is_named_with_the_extra_of_the_command(tmp_path: Path) -> None:
+    folder, url = tmp_path / "lora", "http://127.0.0.1:9"
+    write_first_checkpoint(str(TINY_DIR), TINY_LORA, 0, folder)
+    to_server = ["import", str(folder), "--model", "p/a", "--url", url]
+    for words in (["export", "p/a", str(tmp_path / "out"), "--url", url], to_server):
+        assert "'.[terminal]'" in ran_without({"safetensors"}, *words)
+    here = ["export", "p/a", str(tmp_path / "out"), "--path", str(tmp_path)]
+    assert "'.[server]'" in ran_without({"safetensors"}, *here)
+    at_once = "from art_transfer import http_transfer; http_transfer.WAIT_SECONDS = 0.0"
+    assert "no answer from the server" in ran_without(OF_SERVERS, *to_server, before=at_once)
+
+
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 2) -> str:
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:

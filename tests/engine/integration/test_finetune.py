@@ -14,6 +14,8 @@ import pytest
 
 import art
 import art.finetune
+from art.finetune import supervised
+from art_watch.terminal.cli import make_parser
 from tests.live import PROJECT, Server
 from tests.makers.finetune_file import PROGRAM, enter, finetune_file
 from tests.waiting import wait_until
@@ -125,6 +127,36 @@ async def test_a_model_that_was_trained_before_gets_a_schedule_of_its_own(make_f
     # The warm-up is one step, so the second and last step has the highest rate too.
     assert [checkpoint.metrics["loss/learning_rate"] for checkpoint in trained] == pytest.approx([1e-3] * len(trained))
     assert not any(checkpoint.unchanged for checkpoint in trained)
+
+
+async def test_examples_of_a_file_train_until_validations_rise(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    enter(tmp_path, monkeypatch)
+    monkeypatch.setenv("ART_SERVER_URL", server.url)
+    rows = [{"messages": [{"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": "maybe"}]}] * 4
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "held_out.csv").write_text(f'question,answer\n"{QUESTIONS[1]}",maybe\n')
+    name = f"{PROJECT}/sft-{uuid.uuid4().hex[:8]}"
+    words = ["sft", "rows.jsonl", "--model", name, "--base_model", "art/tiny", "--validation_dataset", "held_out.csv"]
+    words += ["--learning_rate", "2e-3", "--batch_size", "2", "--num_epochs", "2", "--eval_steps", "1"]
+    for _ in range(2):
+        await supervised.train(supervised.settings_of(make_parser().parse_args(words)))
+        lines = capfd.readouterr().err.splitlines()
+        told = [line for line in lines if "validation loss" in line and line.startswith("epoch ")]
+        async with art.Backend(server.url) as backend:
+            model = art.TrainableModel(name=name.split("/")[1], project=PROJECT, base_model="art/tiny")
+            await model.register(backend)
+            _, *steps = await model.checkpoints()
+        losses = [step.metrics["val/loss"] for step in steps]
+        assert len(told) == len(steps) == 4 and losses[-1] < losses[0]
+        assert not any("train/reward" in step.metrics for step in steps)
+        (best,) = [step.step for step in steps if step.is_best]
+        assert losses[best - 1] == min(losses)
+        assert (
+            lines[-1]
+            == f"the best step is {best} (validation loss {min(losses):.4f}), kept as {name}@{best} and {name}@best"
+        )
 
 
 async def test_any_step_can_be_evaluated(make_file: MakeFile) -> None:

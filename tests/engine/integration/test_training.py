@@ -8,6 +8,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
+import art
 from art_protocol.history import read_rows
 from tests.live import (
     PROJECT,
@@ -64,6 +65,36 @@ def test_the_same_key_returns_the_same_job(server: Server) -> None:
         reused = client.post(url, json={"groups": [other]}, headers={"idempotency-key": "one"})
         assert reused.status_code == 409 and reused.json()["error"]["code"] == "key_reused"
         assert train(client, "again", [group], key="two")[-1]["step"] == 2
+
+
+@pytest.mark.anyio
+async def test_examples_have_a_validation_loss_and_no_reward(server: Server) -> None:
+    questions = ("respond with yes, no, maybe", "answer with no, maybe, yes")
+    examples = [
+        art.Trajectory(
+            messages_and_choices=[{"role": "user", "content": question}, {"role": "assistant", "content": "maybe"}]
+        )
+        for question in questions
+    ]
+    async with art.Backend(server.url) as backend:
+        model = art.TrainableModel(name="examples", project=PROJECT, base_model="art/tiny")
+        await model.register(backend)
+        config = art.TrainSFTConfig(learning_rate=2e-3, epochs=2, batch_size=1)
+        results = [await model.train_sft(examples[:1], config, validation=examples[1:]) for _ in range(3)]
+        _, *checkpoints = await model.checkpoints()
+        await model.train_sft(examples, config)
+        last = (await model.checkpoints())[-1]
+    losses = [result.metrics["val/loss"] for result in results]
+    assert losses[0] > losses[2] and [len(result.report.losses) for result in results] == [2, 2, 2]
+    for result, checkpoint in zip(results, checkpoints, strict=True):
+        assert result.metrics["loss/train"] == pytest.approx(sum(result.report.losses) / 2)
+        assert checkpoint.metrics["val/loss"] == result.metrics["val/loss"]
+        assert not [name for name in checkpoint.metrics if "reward" in name]
+        assert result.report.num_trajectories == 1
+        assert checkpoint.is_best is (result.metrics["val/loss"] == min(losses))
+    assert "val/loss" not in last.metrics and not last.is_best
+    (group,) = read_rows(server.model_dir("examples") / "trajectories" / "train" / "0001.jsonl.gz")
+    assert group["trajectories"][0]["messages"][0]["content"] == questions[0]
 
 
 def test_equal_rewards_advance_the_step_and_keep_the_weights(server: Server) -> None:

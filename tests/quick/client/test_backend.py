@@ -235,12 +235,13 @@ async def test_checkpoints_are_listed(server, answer, model):
     assert (checkpoint.is_best, checkpoint.is_serving) == (True, False)
 
 
-async def test_a_fork_is_a_registered_model_of_its_own(server, answer, model):
-    info = {**INFO_BODY, "project": "other", "name": "twin", "step": 2, "lora": {"rank": 4}}
+async def test_a_fork_is_a_registered_model_of_its_own(server, answer, model, caplog):
+    info = {**INFO_BODY, "project": "other", "name": "twin", "step": 2, "lora": {"rank": 4}, "notes": ["count on"]}
     server.on("POST", "/api/models/demo/agent/fork", answer(body=info))
     server.on("POST", "/api/models", answer(body=info))
     model.run_name, model.config = "agent", {"mine": 1}
     twin = await model.fork("twin", project="other", step=2)
+    assert "fork: count on" in caplog.messages
     (sent,) = server.sent("POST", "/api/models/demo/agent/fork")
     assert sent.json() == {"name": "twin", "project": "other", "step": 2}
     registered = server.sent("POST", "/api/models")[-1].json()

@@ -64,6 +64,21 @@ async def test_the_best_of_each_group(server: Any, model: art.TrainableModel) ->
     assert len(sent(server)["groups"]) == 6
 
 
+async def test_validation_is_sent_last_and_held_out(server: Any, model: art.TrainableModel) -> None:
+    await model.train_sft([example("a", "x"), example("b", "y")], validation=[example("c", "z")])
+    body = sent(server)
+    asked = [group["trajectories"][0]["messages_and_choices"][0]["content"] for group in body["groups"]]
+    assert asked == ["a", "b", "c"] and body["config"]["held_out"] == 1
+    one_rate = art.TrainSFTConfig(learning_rate=[1e-4], batch_size=2)
+    await model.train_sft([example("a", "x"), example("b", "y")], one_rate, validation=[example("c", "z")])
+    await model.train_sft([example("a", "x")])
+    assert "held_out" not in sent(server)["config"], "an older server does not know the field"
+    with pytest.raises(ValueError, match="all trajectories are in `validation`"):
+        await model.train_sft([], validation=[example("c", "z")])
+    with pytest.raises(ValueError, match="held_out is 1, and measures demonstrations"):
+        art.TrainConfig(held_out=1)
+
+
 async def test_what_cannot_be_trained_is_refused(model: art.TrainableModel) -> None:
     with pytest.raises(ValueError, match="groups"):
         await model.train_sft([])

@@ -69,7 +69,7 @@ def test_every_program_is_checked() -> None:
 def test_art_has_the_commands() -> None:
     parser = make_parser()
     namespaces = [parser.parse_args(words) for words in calls("art")]
-    assert {namespace.command for namespace in namespaces} == {"export", "finetune", "jobs", "show"}
+    assert {namespace.command for namespace in namespaces} == {"export", "finetune", "jobs", "sft", "show"}
 
 
 def test_art_server_has_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +90,8 @@ def test_flags_in_the_text_exist(page: str) -> None:
     known = {f"--{flags.flag_of(name).name}" for name in ServerConfig.model_fields}
     words = [word for call in calls("art") for word in call]
     of_art = {word for word in words if word.startswith("--")}
+    sft = make_parser().parse_args(["sft", "FILE", "--model", "p/a", "--base-model", "art/tiny"])
+    of_art |= {f"--{name.replace('_', '-')}" for name in vars(sft)}
     of_host = {f"--{name.replace('_', '-')}" for name in vars(parse_host(["--join", "URL", "--token-file", "FILE"]))}
     assert named <= known | of_art | of_host | {"--max-lora-rank", "--url", "--path"} | OF_UV
 

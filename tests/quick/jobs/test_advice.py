@@ -70,6 +70,40 @@ def test_equal_answers_have_their_cause_and_need_no_more_rollouts(rewards: tuple
     assert "seed" in same(*(answer(k, [2, 3]) for k in range(2)))
 
 
+SAME = {"answers": lambda number: [7, 7, 7]}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "earlier", "is_solved"),
+    [
+        ([1.0], [], True),
+        ([0.0], [], False),
+        ([0.5], [], False),
+        ([0.5], [[0.0, 0.5]], True),
+        ([0.5], [[0.0, 1.0]], False),
+        ([0.5], [[0.5]], False),
+        ([0.0], [[-1.0]], True),
+        ([10.0], [[3.0, 10.0]], True),
+    ],
+)
+@pytest.mark.parametrize("answers", [{}, SAME], ids=["different", "the same"])
+def test_rewards_that_are_all_the_highest_are_no_fault(
+    rewards: list[float], earlier: list[list[float]], is_solved: bool, answers: dict[str, Any]
+) -> None:
+    """Whatever the answers: a solved task has equal ones."""
+    (note,) = notes_of(batch(1, rewards, **answers), [batch(0, before) for before in earlier])
+    told = f"8 of 8 groups: all rewards are {rewards[0]:g}, the highest so far: these prompts seem solved"
+    assert note.startswith(told) is is_solved and ("seed" in note) is (bool(answers) and not is_solved)
+
+
+def test_solved_prompts_are_told_from_those_without_any_reward() -> None:
+    groups = [*batch(1, [1.0], PROMPTS[:3]), *batch(1, [0.0], PROMPTS[3:])]
+    solved, equal = notes_of([group.model_copy(update={"number": n}) for n, group in enumerate(groups)], [])
+    assert solved.startswith("3 of 8 groups: all rewards are 1,") and equal.startswith(
+        "5 of 8 groups: the answers differ"
+    )
+
+
 def test_a_group_of_one_trajectory_is_named() -> None:
     (note,) = advice([answer(0, [2])], [1.0])
     assert "one trajectory" in note and MORE not in note
@@ -159,8 +193,8 @@ def test_no_step_is_named_where_no_prompts_fell(
     earlier: list[list[TrainableGroup]], groups: list[TrainableGroup]
 ) -> None:
     """Other prompts can be harder, and a policy may unlearn few questions while it learns others."""
-    (note,) = notes_of(groups, earlier)
-    assert "rollback" not in note and MORE in note
+    notes = notes_of(groups, earlier)
+    assert "rollback" not in "".join(notes) and MORE in notes[-1]
 
 
 def same(number: int) -> list[int]:

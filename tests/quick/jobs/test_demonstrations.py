@@ -433,6 +433,17 @@ def test_a_demonstration_without_a_trained_token_is_an_error_that_names_its_inde
     assert "demonstration 1 (groups[1].trajectories[0]" in message and "demonstration 3 (groups[3]" in message
 
 
+def test_held_out_demonstrations_are_not_trained_and_not_counted() -> None:
+    answers = [asked(said(content=str(number))) for number in range(5, 9)]
+    trained = train_demonstrations(FAMILIES["Qwen3"], *answers, held_out=1)
+    alone = train_demonstrations(FAMILIES["Qwen3"], *answers[:3])
+    assert trained.texts == alone.texts and len(trained.texts) == 3
+    counts = "num_groups", "num_trajectories", "num_groups_trained", "num_trajectories_trained", "num_trained_tokens"
+    assert [getattr(trained.report, name) for name in counts] == [getattr(alone.report, name) for name in counts]
+    with refused(InvalidInput, "no_trainable_turn", "groups[3].trajectories[0]"):
+        train_demonstrations(FAMILIES["Qwen3"], *answers[:3], [{"role": "user", "content": "?"}], held_out=1)
+
+
 @pytest.mark.parametrize("tool", [ADD["function"], {"type": "web_search"}, {"type": "function", "function": {}}])
 def test_what_is_no_tool_is_named(tool: Message) -> None:
     with refused(InvalidInput, "no_trainable_turn", "groups[0].trajectories[0]") as caught:

@@ -53,7 +53,7 @@ async def test_a_job_becomes_a_step(tmp_path: Path) -> None:
         row = model.history.values([1])[1]
         assert row["train/reward"] == 0.25 and row["loss/train"] == 0.5
         assert list(read_rows(model.folder.trajectories_file("train", 1)))
-        assert house.trainer.batches == [{"groups": [], "distributions": [], "num_groups": None}]
+        assert house.trainer.batches == [{"groups": [], "distributions": [], "num_groups": None, "held_out": []}]
 
 
 async def test_a_step_keeps_the_chat_template_of_the_server(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def sources(family: Family) -> TokenSources:
 
 
 def train_demonstrations(
-    family: Family, *demonstrations: list[dict[str, Any]], tools: Any = None, **history: Any
+    family: Family, *demonstrations: list[dict[str, Any]], tools: Any = None, held_out: int = 0, **history: Any
 ) -> Trained:
     """What `model.train_sft` trains of demonstrations, by turn."""
     bodies: list[dict[str, Any]] = []
@@ -83,7 +83,9 @@ def train_demonstrations(
         trajectory = {"messages_and_choices": entries, "reward": 0.0, "turn_advantages": [1.0] * num, "tools": tools}
         bodies.append({"trajectories": [trajectory | history]})
     groups = [TrajectoryGroupBody.model_validate(body) for body in bodies]
-    config = TrainConfig(objective="likelihood", sampling="raw", allow_training_without_logprobs=True)
+    config = TrainConfig(
+        objective="likelihood", sampling="raw", allow_training_without_logprobs=True, held_out=held_out
+    )
     resolved = resolve(groups, config, "p/a", sources(family), Limits(100_000, 10_000))
     texts: list[str] = []
     for group in resolved.batch.groups:

@@ -193,8 +193,7 @@ def adapter(tmp_path: Path, source: Path, **changes: Any) -> Path:
 def test_an_adapter_tells_its_shape_and_base(tmp_path: Path, tiny_adapter: Path) -> None:
     lora, base = read_lora(adapter(tmp_path, tiny_adapter, base_model_name_or_path="org/base"))
     assert (lora, base) == (TINY_LORA, "org/base")
-    lora, base = read_lora(adapter(tmp_path, tiny_adapter, target_modules="all-linear", base_model_name_or_path=1))
-    assert (lora.target_modules, base) == (None, None)
+    assert read_lora(adapter(tmp_path, tiny_adapter, base_model_name_or_path=1))[1] is None
 
 
 @pytest.mark.parametrize(

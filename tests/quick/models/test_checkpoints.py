@@ -187,13 +187,20 @@ async def test_a_fork_begins_at_its_source_s_step(tmp_path: Path, tiny_adapter: 
         files = forked.folder.read_checkpoint(2)
         assert files.job_id is None and files.files == folder.read_checkpoint(2).files
         assert files.optimizer_steps == 6, "the learning rate's schedule continues"
+        assert "q/b begins with 6 optimizer steps" in reply["notes"][0] and "schedule_begins=6" in reply["notes"][0]
         assert (forked.folder.checkpoint_dir(2) / OPTIMIZER_FILE).exists()
         assert forked.history.span()[0] == 0
         reply = (await post(here, "fork", {"name": "c", "project": "p"})).json()
-        assert reply["step"] == 3
+        assert reply["step"] == 3 and "not kept" not in reply["notes"][0]
+        (folder.checkpoint_dir(1) / OPTIMIZER_FILE).unlink(missing_ok=True)
+        (note,) = (await post(here, "fork", {"name": "d", "project": "p", "step": 1})).json()["notes"]
+        assert note.endswith(
+            "The optimizer state of step 1 is not kept, so the learning rate rises over the first optimizer steps"
+        )
+        assert "notes" not in (await post(here, "fork", {"name": "e", "project": "p", "step": 0})).json()
         assert not list((tmp_path / ".server" / "incoming").iterdir())
     again = Registry(tmp_path)
-    assert {model.id: model.step for model in again.all()} == {"p/a": 3, "p/c": 3, "q/b": 2}
+    assert {model.id: model.step for model in again.all()} == {"p/a": 3, "p/c": 3, "p/d": 1, "p/e": 0, "q/b": 2}
 
 
 async def info(here: House, model_id: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 them: they are the plain adapters that PEFT makes of them."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,20 @@ def test_layers_have_their_shortest_names(tmp_path: Path) -> None:
     assert names(LoRAConfig(target_modules=["v_proj", "q_proj"]), target_modules=attention) == ["v_proj", "q_proj"]
     assert names(LoRAConfig(target_modules=["v_proj"]), target_modules=attention) == ["q_proj", "v_proj"]
     assert names(target_modules=["q_proj"], layers_to_transform=[1]) == ["model.layers.1.self_attn.q_proj"]
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear", "missing"])
+@pytest.mark.parametrize("trained", [["q_proj", "v_proj"], ALL])
+def test_layers_that_the_configuration_does_not_name_are_read_from_the_tensors(
+    targets: str | None, trained: list[str], tmp_path: Path
+) -> None:
+    saved(tmp_path, target_modules=trained)
+    config = json.loads((tmp_path / CONFIG_FILE).read_text()) | {"target_modules": targets}
+    if targets == "missing":
+        del config["target_modules"]
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
+    lora = check_checkpoint(TINY.facts.layers, read_lora(tmp_path)[0], tmp_path)
+    assert lora.target_modules == (None if trained == ALL else trained)
 
 
 def test_a_pattern_without_end_is_ended() -> None:

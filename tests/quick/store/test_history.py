@@ -231,6 +231,15 @@ def test_the_best_training_reward_is_that_of_the_step_that_sampled_it(tmp_path: 
     assert history.best_step("train/reward") == 1
 
 
+def test_the_best_step_of_examples_has_the_lowest_validation_loss_and_rewards_count_first(tmp_path: Path) -> None:
+    history = make_history(tmp_path, steps=4)
+    for step, loss in ((1, 0.9), (2, 0.4), (3, 0.5)):
+        history.add(step, {"val/loss": loss, "loss/train": 0.1})
+    assert history.ranking() == ("val/loss", [2, 3, 1]) and history.best_step() == history.best_step("val/loss") == 2
+    history.add(3, {"train/reward": 0.0})
+    assert history.ranking() == ("train/reward", [3])
+
+
 def expected_ranking(rows: list[dict[str, Any]]) -> tuple[str | None, list[int]]:
     """The ranking by an independent formula."""
     values: dict[int, dict[str, float]] = defaultdict(dict)
@@ -243,8 +252,9 @@ def expected_ranking(rows: list[dict[str, Any]]) -> tuple[str | None, list[int]]
                 sampled = row.get("sampled_step", step) if metric == "train/reward" else step
                 earned[int(sampled)].append(row[metric])
         if earned:
-            means = {step: statistics.fmean(rewards) for step, rewards in earned.items()}
-            return metric, sorted(means, key=lambda step: (-means[step], step))
+            sign = 1 if metric == "val/loss" else -1
+            means = {step: sign * statistics.fmean(rewards) for step, rewards in earned.items()}
+            return metric, sorted(means, key=lambda step: (means[step], step))
     return None, []
 
 
@@ -255,6 +265,7 @@ row_lists = st.lists(
         optional={
             "train/reward": numbers,
             "val/reward": numbers,
+            "val/loss": numbers,
             "sampled_step": st.integers(0, 9).map(float),
         },
     ),

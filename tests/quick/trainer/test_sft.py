@@ -106,6 +106,30 @@ def test_each_pass_has_its_own_rates_if_the_last_groups_are_not_trained(
     assert (tmp_path / "2" / "adapter_model.safetensors").read_bytes() == weights
 
 
+def test_the_loss_of_held_out_examples_is_of_the_new_weights_and_trains_nothing(
+    policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path
+) -> None:
+    examples = make_examples()
+    batch, held_out = make_batch(examples[BATCH_SIZE:]), make_batch(examples[:BATCH_SIZE])
+    settings: dict[str, Any] = {"learning_rate": 1e-2, "batch_size": BATCH_SIZE}
+    plain = run(policy, adapter_dir, tmp_path / "plain", batch, **settings)
+    both = batch.model_copy(update={"held_out": held_out.groups})
+    done = run(policy, adapter_dir, tmp_path / "out", both, **settings)
+    assert done.losses == plain.losses and len(done.losses) == NUM_STEPS - 1 and "val/loss" not in plain.metrics
+    assert done.metrics["loss/train"] == pytest.approx(sum(done.losses) / len(done.losses))
+    weights = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("plain", "out")]
+    assert weights[0] == weights[1]
+    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(tmp_path / "out"))
+    loss, num = 0.0, 0
+    with torch.no_grad():
+        for prompt, answer in examples[:BATCH_SIZE]:
+            logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+            loss += float(torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum"))
+            num += len(answer)
+    assert done.metrics["val/loss"] == pytest.approx(loss / num, rel=1e-4)
+
+
 def test_tokens_of_weight_zero_are_context(policy: Policy, adapter_dir: Path, tmp_path: Path) -> None:
     """Neither the loss nor its mean knows them: training on the last message is independent of earlier ones' length."""
     examples = make_examples()[:BATCH_SIZE]

@@ -128,6 +128,7 @@ async def test_worker_answers_each_line_and_ends_with_its_stdin(
     assert loaded == {
         "event": "done",
         "metrics": {"num_parameters": policy.num_parameters},
+        "losses": [],
         "unchanged": False,
         "notes": [],
         "environment": {},

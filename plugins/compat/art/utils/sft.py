@@ -10,13 +10,13 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
-from art.sft import Schedule
+from art.sft import Schedule, SFTChunk, chunks, create_lr_schedule
 from art.trajectories import Trajectory
 from art.types import TrainResult, TrainSFTConfig
 from art_compat.models import TrainableModel
@@ -30,45 +30,6 @@ __all__ = [
     "iterate_file",
     "train_sft_from_file",
 ]
-
-
-class SFTChunk(NamedTuple):
-    """The trajectories of some optimizer steps, with their learning rates."""
-
-    trajectories: list[Trajectory]
-    config: TrainSFTConfig
-    step: int
-    """The chunk's first optimizer step, from 0 over all epochs."""
-    epoch: int
-    epoch_step: int
-
-
-def create_lr_schedule(
-    total_steps: int,
-    peak_lr: float,
-    method: Schedule = "linear",
-    warmup_steps: int = 0,
-    min_lr: float = 0.0,
-) -> list[float]:
-    """The learning rate of each optimizer step: it rises linearly from `min_lr` to `peak_lr` over the warm-up, and falls
-    to `min_lr` at the last step: linearly, by half a cosine, or not at all."""
-    shapes: dict[str, Callable[[float], float]] = {
-        "linear": lambda done: 1.0 - done,
-        "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
-        "constant": lambda done: 1.0,
-    }
-    if method not in shapes:
-        raise ValueError(f"method {method!r} is none of {', '.join(shapes)}")
-    last = total_steps - warmup_steps - 1
-    rates: list[float] = []
-    for step in range(total_steps):
-        if step < warmup_steps:
-            factor = (step + 1) / warmup_steps
-        else:
-            done = (step - warmup_steps) / last if last > 0 else 0.0
-            factor = shapes[method](done)
-        rates.append(min_lr + (peak_lr - min_lr) * factor)
-    return rates
 
 
 def create_sft_dataset_iterator(
@@ -91,21 +52,24 @@ def create_sft_dataset_iterator(
     """
     if chunk_size < 1 or batch_size < 1:
         raise ValueError("chunk_size and batch_size are at least 1")
-    steps_per_epoch = math.ceil(len(trajectories) / batch_size)
-    total = steps_per_epoch * epochs
-    rates = create_lr_schedule(total, peak_lr, schedule_type, int(total * warmup_ratio))
-    with tqdm(total=len(rates), desc="SFT", unit="step", disable=not show_progress) as bar:
-        chunks = itertools.product(range(epochs), range(0, steps_per_epoch, chunk_size))
-        for epoch, epoch_step in chunks:
-            first = epoch * steps_per_epoch + epoch_step
-            num_steps = min(chunk_size, steps_per_epoch - epoch_step)
-            if first + num_steps > initial_step:
-                ordered = list(trajectories)
-                if shuffle:
-                    random.Random(seed + epoch).shuffle(ordered)
-                chosen = ordered[epoch_step * batch_size : (epoch_step + num_steps) * batch_size]
-                config = TrainSFTConfig(learning_rate=rates[first : first + num_steps], batch_size=batch_size)
-                yield SFTChunk(chosen, config, first, epoch, epoch_step)
+    total = math.ceil(len(trajectories) / batch_size) * epochs
+    whole = chunks(
+        trajectories,
+        chunk_size=chunk_size,
+        epochs=epochs,
+        batch_size=batch_size,
+        peak_lr=peak_lr,
+        min_lr=0.0,
+        schedule_type=schedule_type,
+        warmup_ratio=warmup_ratio,
+        shuffle=shuffle,
+        seed=seed,
+    )
+    with tqdm(total=total, desc="SFT", unit="step", disable=not show_progress) as bar:
+        for chunk in whole:
+            num_steps = math.ceil(len(chunk.trajectories) / batch_size)
+            if chunk.step + num_steps > initial_step:
+                yield chunk
             bar.update(num_steps)
 
 

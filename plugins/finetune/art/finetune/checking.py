@@ -246,10 +246,10 @@ def _misspelt(tree: Any) -> Wrong:
                 near = nearest(key, model.model_fields, MISSPELT)
                 known = {*model.model_fields, *other_harnesses.WITHOUT_EFFECT}
                 elsewhere = other_harnesses.of_training(key) if model is Training and key not in known else None
-                if near not in (None, key):
-                    yield (*path, key), f"unknown key: did you mean {near!r}?"
-                elif elsewhere:
+                if elsewhere:
                     yield (*path, key), f"unknown key: here it is {elsewhere}"
+                elif near not in (None, key):
+                    yield (*path, key), f"unknown key: did you mean {near!r}?"
 
 
 def _names(tree: Any) -> Wrong:

@@ -38,6 +38,7 @@ FILE_NAMES: Mapping[str, str] = by_name(
         "max_tokens of the agent's requests": "max_completion_length max_new_tokens",
         "temperature of the policy in llms, or of the agent's requests": "temperature",
         "a flag of art-server, --max-seq-length": "sequence_len cutoff_len max_seq_length",
+        "nothing that is set: adapters are trained without dropout": "lora_dropout",
         f"nothing that is set: each step is a checkpoint, see {ADAPTER}.backend.delete_old_checkpoints": "save_steps saves_per_epoch "
         "save_strategy save_total_limit",
     }
@@ -65,6 +66,15 @@ WITHOUT_EFFECT = frozenset(
 """Of these names the fields that `training` has in NVIDIA's plugin. They have no effect, and are no error. Source: `TrainerArgs` of
 openpipe-art 0.5.17."""
 
+LORA_FIELDS: Mapping[str, str] = by_name(
+    {
+        "adapters are trained without dropout": "dropout lora_dropout",
+        "with rank-stabilised scaling write alpha * sqrt(rank) as alpha": "use_rslora",
+        "the adapter alone is trained": "bias modules_to_save",
+    }
+)
+"""What happens in place of PEFT's fields in `backend.lora`, which have no effect."""
+
 
 def of_training(name: str) -> str | None:
     """What a name in `training` is here; None if no harness is known to have the name."""
@@ -72,8 +82,11 @@ def of_training(name: str) -> str | None:
 
 
 def with_remedy(path: str) -> str:
-    """A field without effect, with where its meaning is: "...training.warmup_ratio (here it is ...training.warmup_steps)"."""
+    """A field without effect, with where its meaning is: "...training.warmup_ratio (here it is ...training.warmup_steps)", or with
+    what happens instead."""
     section, _, name = path.rpartition(".")
+    if section.endswith(".backend.lora") and name in LORA_FIELDS:
+        return f"{path} ({LORA_FIELDS[name]})"
     known = FILE_NAMES.get(name) if section.endswith(".training") else None
     return f"{path} (here it is {known})" if known else path
 
@@ -94,6 +107,6 @@ def remedy(tree: Mapping[str, Any]) -> str:
     model = tree.get("base_model") or tree.get("model_name_or_path") or "NAME"
     return (
         f"this is a file of {whose(tree)}. `art finetune` trains an agent with rewards: art finetune agent.py:answer --dataset FILE --reward "
-        f"agent.py:score --base_model {model} needs no file, docs/finetune.md has the names of other harnesses, and "
-        "docs/howto/sft.md trains on examples"
+        f"agent.py:score --base_model {model} needs no file, docs/finetune.md has the names of other harnesses, and `art sft FILE "
+        f"--model PROJECT/NAME --base_model {model}` trains on examples (docs/howto/sft.md)"
     )

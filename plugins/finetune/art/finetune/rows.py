@@ -50,7 +50,7 @@ class DatasetRow:
     answer: Any
     """None: the row has no such column."""
     columns: dict[str, Any]
-    """The whole row."""
+    """The whole row. A chat row without an answer of its own has the answer at its end in the column of answers."""
     location: str = field(default="", compare=False)
     """Where the row is in the data set: "line 3" or "row 3"."""
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], compare=False)
@@ -169,7 +169,8 @@ def _select(
         messages = list[dict[str, Any]]()
         if is_structured and isinstance(value, list):
             messages, last = _conversation(cast("list[Any]", value), f"{location}, column {question_key!r}", section)
-            answer = last if answer is None else answer
+            if answer is None and last is not None:
+                answer, row = last, {**row, dataset.structure.answer_key: last}
             question = next((_content(message) for message in reversed(messages) if message["role"] == "user"), "")
         else:
             question = _text(value) if is_structured else _text(row)

@@ -166,6 +166,19 @@ def reward_figures(rewards: Sequence[float], prefix: str = "") -> dict[str, Any]
     }
 
 
+FULL_REWARD = 1.0
+"""The highest reward of most tasks. A lower one counts as high only where the run has seen rewards below."""
+
+
+def solved_reward(rows: Sequence[EpochRow]) -> float | None:
+    """The reward of all rollouts of the last batch, if the run has no higher one: the rows seem solved. Else None."""
+    highest = max((row.max_reward for row in rows if row.max_reward is not None), default=None)
+    if highest is None or rows[-1].min_reward != highest:
+        return None
+    is_above_others = any(row.min_reward is not None and row.min_reward < highest for row in rows)
+    return highest if is_above_others or highest >= FULL_REWARD else None
+
+
 def validation_row(position: Mapping[str, Any], evaluation: art.Evaluation) -> ValidationRow:
     """The row of a validation that succeeded. `position` has the fields that name the batch."""
     estimate = evaluation.reward

@@ -21,7 +21,7 @@ from art.finetune.errors import FinetuneError, NoServer, NoSignal, RolloutFailed
 from art.finetune.interfaces import CheckedFile, Code, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rows import digest
-from art.finetune.run_record import State
+from art.finetune.run_record import State, solved_reward
 from art.finetune.scoring import Evaluator, Reward, evaluator_of
 from art.finetune.sections import Config, RewardFunction
 from art.finetune.workflows import of_command, of_function, unused_llm_fields
@@ -182,7 +182,7 @@ async def _register(config: Config, backend: art.Backend, unknown: Unknown = "cr
     engine_args = section.engine_args.model_dump(exclude_none=True) if section.engine_args is not None else {}
     if section.init_args is not None and section.init_args.max_seq_length is not None:
         engine_args["max_seq_length"] = section.init_args.max_seq_length
-    model = art.TrainableModel(**fields, lora=section.lora, engine_args=engine_args)
+    model = art.TrainableModel(**fields, lora=section.lora and section.lora.to_model(), engine_args=engine_args)
     try:
         known = [] if unknown == "create" else await backend._list_models()  # pyright: ignore[reportPrivateUsage]
         if unknown == "refuse" and model.get_inference_name() not in known:
@@ -257,14 +257,18 @@ def _address(config: Config) -> str | None:
 
 
 def _backend(config: Config) -> art.Backend:
-    section, trackers = config.adapter.backend, config.finetuning.trackers
-    url = _address(config)
+    return backend_at(_address(config), config.adapter.backend.own_key, config.finetuning.trackers)
+
+
+def backend_at(url: str | None, key: str | None = None, trackers: Sequence[str] = ()) -> art.Backend:
+    """The backend of a server. Without an address: that of ART_SERVER_URL, or the server that runs in `.art`, or else a server that is
+    started."""
     if url is None and not os.environ.get("ART_SERVER_URL"):
         url = running_address(Path(".art"))
         if url is None:
             return art.LocalBackend(trackers=trackers)
         say(f"the server that runs in .art is used: {url}")
-    return art.Backend(url, section.own_key, trackers=trackers)
+    return art.Backend(url, key, trackers=trackers)
 
 
 async def run(
@@ -388,7 +392,12 @@ def _summarise(run: Run) -> None:
     first, last = epochs[0].avg_reward, epochs[-1].avg_reward
     if first is None or last is None:
         raise FinetuneError("no trajectories: each rollout failed; training_metrics.jsonl has the reasons")
+    solved = solved_reward(epochs)
     if not any(epoch.filtered_groups for epoch in epochs):
+        if solved is not None:
+            raise NoSignal(
+                f"nothing was trained, because all rewards are {solved:g}: the model seems to solve these rows already"
+            )
         raise NoSignal(
             "in no epoch were there trajectories to train on: the rewards of each group were equal, or differed by less than "
             "curriculum_learning.min_reward_diff. Lower it, raise num_generations, or use rows that the model neither always "
@@ -396,7 +405,7 @@ def _summarise(run: Run) -> None:
         )
     titles = run.batches.title(0), run.batches.title(len(epochs) - 1)
     say(f"{name}: reward {first:.4f} in {titles[0]}, {last:.4f} in {titles[1]}; {run.folder.path}")
-    if last <= first and len(epochs) > 1:
+    if last <= first and len(epochs) > 1 and solved is None:
         share = sum(epoch.num_without_signal for epoch in epochs) / sum(epoch.num_groups for epoch in epochs)
         say(
             f"rewards did not rise. {share:.0%} of the groups had equal rewards, which train nothing. Raise num_generations, try "

@@ -258,7 +258,13 @@ class EngineArgs(OpenSection):
 
 
 class LoRA(art.LoRAConfig):
-    """The fields of `art.LoRAConfig`."""
+    """The fields of `art.LoRAConfig`, and the fields of PEFT's that people set (`other_harnesses.LORA_FIELDS`)."""
+
+    lora_dropout: Unused = None
+    dropout: Unused = None
+    use_rslora: Unused = None
+    bias: Unused = None
+    modules_to_save: Unused = None
 
     def __init__(self, **fields: Any) -> None:
         """Raises pydantic's errors, of which each has the location of a value in the file."""
@@ -270,6 +276,10 @@ class LoRA(art.LoRAConfig):
         known = {*cls.model_fields, *cls._renamed, *(cls._left_out or ())}
         unknown = {name: value for name, value in fields.items() if name not in known}
         return super()._accepted({name: fields[name] for name in fields if name in known}) | unknown
+
+    def to_model(self) -> art.LoRAConfig:
+        """The fields with an effect."""
+        return art.LoRAConfig(**self.model_dump(include={*art.LoRAConfig.model_fields}, exclude_unset=True))
 
 
 URL = "^https?://"

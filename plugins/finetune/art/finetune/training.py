@@ -24,7 +24,14 @@ from art.finetune.interfaces import Part, Run, TrainerAdapter, TrainingJobStatus
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rollouts import play_once, report_lost
 from art.finetune.rows import DatasetRow
-from art.finetune.run_record import EpochRow, RolloutRecord, ValidationRow, reward_figures, validation_row
+from art.finetune.run_record import (
+    EpochRow,
+    RolloutRecord,
+    ValidationRow,
+    reward_figures,
+    solved_reward,
+    validation_row,
+)
 from art.finetune.sections import Component
 from art.trajectories import is_informative
 from art_protocol.signal import has_signal
@@ -35,6 +42,10 @@ MOST_CUT = 0.5
 CUT_REMEDY = (
     "the token limit cuts most answers, which then earn what their beginnings earn: raise max_tokens of the agent's requests, or "
     "the server's --max-seq-length, or ask for shorter answers"
+)
+SOLVED = (
+    "all rewards are {reward:g}, the highest of the run: these rows seem solved, and training can stop. If an answer can earn more, use "
+    "a reward that tells these answers apart, or other rows"
 )
 
 
@@ -65,7 +76,7 @@ class ArtTrainer(Part):
     def __init__(self, config: Component, context: Run, builder: TrajectoryBuilder, adapter: TrainerAdapter) -> None:
         super().__init__(config, context)
         self.builder, self.adapter = builder, adapter
-        self._has_named_remedy = False
+        self._has_named_remedy = self._has_named_solved = False
         self._ahead: dict[int, asyncio.Task[list[art.TrajectoryGroup]]] = {}
         """The sampling of the batch after the one that trains, by the batch's number."""
 
@@ -210,6 +221,10 @@ class ArtTrainer(Part):
         say(_batch_line(run.batches, row, run.config.finetuning.num_epochs, result))
         if hint := run.agent.reward.take_hint([trajectory.reward for group in batch.groups for trajectory in group]):
             say(hint)
+        solved = solved_reward(run.folder.state.epochs)
+        if solved is not None and not self._has_named_solved:
+            self._has_named_solved = True
+            say(SOLVED.format(reward=solved))
         if row.share_cut > MOST_CUT and not self._has_named_remedy:
             self._has_named_remedy = True
             say(CUT_REMEDY)
