@@ -4,10 +4,12 @@ import asyncio
 import errno
 import logging
 import os
+import signal
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from art_server import __version__
@@ -128,6 +130,14 @@ def run(config: ServerConfig) -> None:
         port = inference.getsockname()[1] if inference is not None else None
         app = make_app(parts, port)
         server = uvicorn.Server(uvicorn.Config(app, **UVICORN))
+        loop, handle_exit = asyncio.get_running_loop(), server.handle_exit
+
+        def handle_signal(sig: int, frame: FrameType | None) -> None:
+            if not server.should_exit:  # by the loop, because a signal may interrupt a line of the log
+                loop.call_soon_threadsafe(lambda: logger.info(farewell(sig, parts.queue.pending())))
+            handle_exit(sig, frame)
+
+        server.handle_exit = handle_signal  # uvicorn's handler of SIGINT and SIGTERM
         parent = parent_pid()
         files.write_json(config.server_dir / "address.json", own_address(url, inference_url))
         logger.info("listening on %s (inference also on %s/v1)", url, inference_url)
@@ -148,6 +158,15 @@ def run(config: ServerConfig) -> None:
     take_turns_often()
     wake_in_batches()
     uvloop.run(serve())
+
+
+def farewell(number: int, pending: Mapping[str, tuple[int, float]]) -> str:
+    """The line about a signal that ends the server, with the number of jobs that the next start continues, by state."""
+    num_jobs = {state: pending[state][0] for state in ("running", "queued") if state in pending}
+    counts = " and ".join(f"{count} {state}" for state, count in num_jobs.items())
+    jobs = "job continues" if sum(num_jobs.values()) == 1 else "jobs continue"
+    rest = f"; {counts} {jobs} at the next start" if counts else ""
+    return f"{signal.Signals(number).name}: the server ends{rest}"
 
 
 def parent_pid() -> int:

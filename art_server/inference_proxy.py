@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from art_protocol.learning import ROLLOUT_SESSION
-from art_protocol.sampling import AGENTS_OWN, Sampling
+from art_protocol.sampling import AGENTS_OWN, Sampling, seeds_from
 from art_protocol.tracking import Span, Tracer, link_of
 from art_server.engine.engine import Engine
 from art_server.engine.fleet import Fleet
@@ -110,16 +110,36 @@ class InferenceRequest:
         return self.model.record.project, self.model.number
 
     def art_field(self, opened: OpenRequest, index: int) -> dict[str, Any]:
-        """The `art` field of a choice, with the id of its record and the number of its tokens; without a record,
-        `unrecorded` is the reason."""
+        """The `art` field of a choice, with the id of its record, the number of its tokens, and what the request demanded of the
+        answer; without a record, `unrecorded` is the reason."""
         mark: dict[str, Any] = {
             "id": choice_id(opened.request.request_id, index),
             "step": self.step,
             "model": self.model.id if self.model is not None else None,
         }
+        mark |= demands_of(self.body)
         if index in opened.records:
             mark["num_tokens"] = len(opened.records[index].token_ids)
         return mark | ({"unrecorded": opened.lost[index]} if index in opened.lost else {})
+
+
+def demands_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request demands of its answer, for people who read the answer: `tool_choice` unless that is "auto", and the format's
+    type, name and strictness. Schemas are left out."""
+    demands: dict[str, Any] = {}
+    if (choice := body.get("tool_choice")) not in (None, "auto", {"type": "auto"}):
+        demands["tool_choice"] = choice
+    formats = [body.get("response_format"), *(part.get("format") for part in _dicts(body, "text", "output_config"))]
+    for form in formats:
+        if isinstance(form, dict) and form.get("type") not in (None, "text"):
+            named = form["json_schema"] if isinstance(form.get("json_schema"), dict) else form
+            known = {"type": form["type"], "name": named.get("name"), "strict": named.get("strict")}
+            demands["format"] = {name: value for name, value in known.items() if value is not None}
+    return demands
+
+
+def _dicts(body: Mapping[str, Any], *names: str) -> list[dict[str, Any]]:
+    return [value for name in names if isinstance(value := body.get(name), dict)]
 
 
 MAX_SESSIONS, MAX_NAMES, MAX_NAME = 10_000, 8, 128
@@ -149,9 +169,29 @@ MAX_TOKENS_FIELDS: Mapping[str, str] = {"responses": "max_output_tokens"}
 """The field with the largest number of tokens, by API. The other APIs have `max_tokens`."""
 
 
-def set_sampling(inference: InferenceRequest) -> None:
-    """Sets the sampling parameters of the session in the body of a request."""
-    for name, value in inference.sampling.parameters.items():
+class SessionSeeds:
+    """The seeds of the requests of sessions that have a seed (`sampling.seeds_from`). Only the latest sessions are remembered."""
+
+    def __init__(self) -> None:
+        self._seeds: OrderedDict[tuple[str, str | None, int], Iterator[int]] = OrderedDict()
+
+    def next(self, owner: str, session: str | None, seed: int) -> int:
+        """The seed of the session's next request."""
+        key = owner, session, seed
+        seeds = self._seeds.setdefault(key, seeds_from(seed))
+        self._seeds.move_to_end(key)
+        while len(self._seeds) > MAX_SESSIONS:
+            self._seeds.popitem(last=False)
+        return next(seeds)
+
+
+def set_sampling(inference: InferenceRequest, seeds: SessionSeeds) -> None:
+    """Sets the sampling parameters of the session in the body of a request. A seed that the request has stays."""
+    parameters = inference.sampling.parameters
+    seed = parameters.pop("seed", None)
+    if seed is not None and inference.body.get("seed") is None and inference.api != "messages":  # which has no seed
+        inference.body["seed"] = seeds.next(inference.owner, inference.session, int(seed))
+    for name, value in parameters.items():
         field_name = MAX_TOKENS_FIELDS.get(inference.api, name) if name == "max_tokens" else name
         inference.body[field_name] = value
         if name == "max_tokens":
@@ -189,6 +229,7 @@ class Proxy:
         self._base = base
         self._wait_limit_seconds = wait_limit_seconds
         self._tracing = tracing
+        self._seeds = SessionSeeds()
         self.refused_names = RefusedNames()
 
     def resolve(self, inference: InferenceRequest) -> None:
@@ -209,7 +250,7 @@ class Proxy:
             raise
         inference.model, inference.step = resolved.model, resolved.step
         if inference.sampling is not AGENTS_OWN and (resolved.model is not None or inference.sampling.base):
-            set_sampling(inference)
+            set_sampling(inference, self._seeds)
         self._base.is_wanted = True
         if resolved.model is None:
             assert base_name is not None, "only a loaded base resolves to no model"

@@ -7,7 +7,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from art import other_providers, patches
-from art.scopes import entered, seeds_from
+from art.scopes import entered
+from art_protocol.sampling import seeds_from
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 CONFIDENCE = 0.95
 
@@ -17,7 +17,7 @@ class Estimate:
     standard_error: float
     """s / sqrt(num_scenarios), where s is the sample standard deviation; NaN for a single scenario."""
     interval: tuple[float, float]
-    """The 95% confidence interval; from -inf to inf for a single scenario."""
+    """The 95% confidence interval (`estimate_rewards`); from -inf to inf for a single scenario."""
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -45,6 +45,49 @@ def estimate(values: Sequence[float]) -> Estimate:
     error = statistics.stdev(values) / math.sqrt(len(values))
     margin = t_quantile(len(values) - 1) * error
     return Estimate(mean, len(values), error, (mean - margin, mean + margin))
+
+
+def estimate_rewards(values: Sequence[float]) -> Estimate:
+    """The mean of one reward per scenario, with an interval that does not leave the range from 0 to 1 if no reward does.
+
+    If all rewards are 0 or 1, the interval is Wilson's, which has a width also if all rewards are equal. The interval of other
+    rewards is the interval of `estimate`, without what lies outside the range: no mean of such rewards lies there.
+    Source: Wilson 1927, Probable inference, the law of succession, and statistical inference, JASA 22(158); for few scenarios
+    recommended by Brown, Cai and DasGupta 2001, Interval estimation for a binomial proportion, Statistical Science 16(2).
+
+    Raises:
+        ValueError: there are no values.
+    """
+    whole = estimate(values)
+    if len(values) == 1 or min(values) < 0 or max(values) > 1:
+        return whole
+    if set(values) <= {0, 1}:
+        whole = replace(whole, interval=wilson(whole.mean, len(values)))
+    return _within(whole, 0.0)
+
+
+def estimate_differences(values: Sequence[float], rewards: Iterable[float]) -> Estimate:
+    """The mean of paired differences, with the interval of `estimate`. If all `rewards` that were compared are between 0 and 1, the
+    interval is without what lies outside of -1 to 1: no mean difference of such rewards lies there.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    whole = estimate(values)
+    return _within(whole, -1.0) if len(values) > 1 and all(0 <= reward <= 1 for reward in rewards) else whole
+
+
+def _within(whole: Estimate, lowest: float) -> Estimate:
+    low, high = whole.interval
+    return replace(whole, interval=(max(low, lowest), min(high, 1.0)))
+
+
+def wilson(share: float, number: int) -> tuple[float, float]:
+    """Wilson's interval of a share of `number` independent draws (equation 4 of Brown, Cai and DasGupta)."""
+    z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    middle = (number * share + z * z / 2) / (number + z * z)
+    margin = z / (number + z * z) * math.sqrt(number * share * (1 - share) + z * z / 4)
+    return middle - margin, middle + margin
 
 
 def t_quantile(degrees: int) -> float:

@@ -7,9 +7,9 @@
 training uses, too. The function gets a copy of the model: the copy's `get_inference_name()`, `inference_model_name` and
 `name` name the evaluated step.
 
-With `seed`, each request of the copy's `openai_client()` has a seed, computed from `seed`, the scenario, the repetition and
-the number of the request. Partners get the same seeds. The same call then gives the same rewards, as far as the rollout's
-own code and the engine's arithmetic repeat.
+With `seed`, each request of the copy's `openai_client()`, and of any client with the address or the key of an `art.rollout`, has a
+seed, computed from `seed`, the scenario, the repetition and the number of the request. Partners get the same seeds. The same call
+then gives the same rewards, as far as the rollout's own code and the engine's arithmetic repeat.
 
 A rollout that raises, or whose reward or metric is not a finite number, has failed and has no reward.
 `estimates.py` has the formulas.
@@ -25,13 +25,13 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
-from art.core.gather import gather_trajectories
+from art.core.gather import gather_in
 from art.core.model import TrainableModel
 from art.errors import ArtError
-from art.estimates import Estimate, estimate
-from art.pool import DEFAULT_MAX_CONCURRENT_ROLLOUTS, DEFAULT_MAX_EXCEPTIONS
-from art.scopes import seeds_from
+from art.estimates import Estimate, estimate_differences, estimate_rewards
+from art.pool import DEFAULT_MAX_CONCURRENT_ROLLOUTS, DEFAULT_MAX_EXCEPTIONS, RolloutPool
 from art.trajectories import Trajectory, TrajectoryGroup, to_trajectory
+from art_protocol.sampling import seeds_from
 from art_protocol.signal import to_finite
 from art_protocol.wire import NAME_PATTERN, NAME_RULE
 
@@ -103,13 +103,15 @@ async def evaluate(
     """The mean reward of `reps` rollouts of each scenario at a step, with its standard error and 95% interval.
 
     `step` is a step's number, "base" for the base model, or None for the step that is the newest when the call begins.
-    With a `baseline`, a number or "base", each rollout has a partner at the baseline, and `difference` compares the pairs.
+    With a `baseline`, a number or "base", each rollout has a partner at the baseline, and `difference` compares the pairs. The
+    progress bar then has the means of both ("reward@30=0.81, reward@0=0.52").
 
     The means go to the history of each evaluated step, as `split`/reward, `split`/reward_standard_error and
     `split`/METRIC, with the trajectories, unless `log` is False. The base model has no history. If the history cannot be
     written, the result is returned with a warning.
 
-    `max_exceptions` limits failed rollouts as in `gather_trajectories`.
+    `max_exceptions` is the count of failed rollouts that are tolerated (an int), or their share (a float up to 1.0, which
+    tolerates all).
 
     Raises:
         ValueError: an argument is out of range, or the model is not registered.
@@ -120,12 +122,9 @@ async def evaluate(
     model.openai_client()  # made before the copies, so that all copies share the client's connections
     newest = await model.get_step() if step is None else step
     steps = [_to_number(newest)] if baseline is None else [_to_number(newest), _to_number(baseline)]
-    results = await gather_trajectories(
-        _make_rollouts(model, rollout, cases, steps, reps, seed),
-        pbar_desc=pbar_desc,
-        max_exceptions=max_exceptions,
-        max_concurrent_rollouts=max_concurrent_rollouts,
-    )
+    pool = RolloutPool(desc=pbar_desc, max_exceptions=max_exceptions, max_concurrent=max_concurrent_rollouts)
+    labels = [""] if baseline is None else ["@base" if number is None else f"@{number}" for number in steps]
+    results: list[Result] = await gather_in(pool, _make_rollouts(model, rollout, cases, steps, reps, seed), labels)
     evaluation = _summarise(model, steps, results, reps)
     # In this order: the first log call also writes what rollouts counted themselves, such as costs.
     for name, result in (("result", evaluation), ("result.baseline", evaluation.baseline)):
@@ -235,10 +234,11 @@ def _summarise(model: TrainableModel, steps: Sequence[int | None], results: Sequ
     means = _scenario_means(differences, reps)
     if not any(mean is not None for mean in means):
         raise _first_failure(results, "in each pair a rollout failed, so no pair can be compared")
+    rewards = [float(result.reward) for result in results if isinstance(result, Trajectory)]
     return replace(
         evaluation,
         baseline=baseline,
-        difference=_estimate_known(means),
+        difference=estimate_differences(_known(means), rewards),
         num_unpaired=differences.count(None),
     )
 
@@ -248,17 +248,31 @@ def _evaluation(model: TrainableModel, step: int | None, results: Sequence[Resul
     means = _scenario_means(rewards, reps)
     if not any(mean is not None for mean in means):
         raise _first_failure(results, "no rollout succeeded, so there is no mean reward")
-    groups = [TrajectoryGroup(scenario_results) for scenario_results in _by_scenario(results, reps)]
+    groups = [
+        TrajectoryGroup(scenario_results, metadata=_common_metadata(scenario_results))
+        for scenario_results in _by_scenario(results, reps)
+    ]
     return Evaluation(
         name=model._pinned(step).get_inference_name(),
         step=step,
-        reward=_estimate_known(means),
+        reward=estimate_rewards(_known(means)),
         scenario_rewards=tuple(means),
         num_rollouts=len(results),
         num_failed=rewards.count(None),
         metrics=_metric_means(groups),
         groups=groups,
     )
+
+
+def _common_metadata(results: Iterable[Result]) -> dict[str, Any]:
+    """The metadata that all trajectories of a scenario have in common, such as the scenario's id."""
+    rows = [result.metadata for result in results if isinstance(result, Trajectory)]
+    first = rows[0] if rows else {}
+    return {
+        name: value
+        for name, value in first.items()
+        if isinstance(value, str | int | float) and all(row.get(name) == value for row in rows)
+    }
 
 
 def _metric_means(groups: Iterable[TrajectoryGroup]) -> dict[str, float]:
@@ -291,8 +305,8 @@ def _scenario_means(values: Sequence[float | None], reps: int) -> list[float | N
     return means
 
 
-def _estimate_known(means: Iterable[float | None]) -> Estimate:
-    return estimate([mean for mean in means if mean is not None])
+def _known(means: Iterable[float | None]) -> list[float]:
+    return [mean for mean in means if mean is not None]
 
 
 def _first_failure(results: Iterable[Result], note: str) -> Exception:

@@ -34,7 +34,20 @@ DEFAULT_MAX_EXCEPTIONS = 0.1
 """A tenth of the rollouts. Some fail in a long run, by a tool or a prompt that is too long. A fault of the program or
 the server fails most of them."""
 
+TOKENS = "completion_tokens"
+"""The metric with the number of sampled tokens."""
+
 current_pool: ContextVar["RolloutPool | None"] = ContextVar("current_pool", default=None)
+
+
+def is_share(max_exceptions: float) -> bool:
+    """Whether a limit of failures is a share: 0.1 and 1.0 are, the count 1 is not."""
+    return isinstance(max_exceptions, float) and 0 < max_exceptions <= 1
+
+
+def num_tolerated(max_exceptions: float, num_rollouts: int) -> float:
+    """How many of the rollouts may fail. A float up to 1.0 is a share of the rollouts (1.0: all), an int a count."""
+    return max_exceptions * num_rollouts if is_share(max_exceptions) else max_exceptions
 
 
 class Finished(Protocol):
@@ -74,6 +87,8 @@ class RolloutPool:
         self._first_traceback: TracebackType | None = None
         """The traceback of the first error before every group raises the error again, which adds frames each time."""
         self._counted: dict[int, Finished] = {}  # by id(): equal trajectories count separately
+        self._rewards: dict[str, _Mean] = {}
+        """By name: "reward", or with a label "reward@30"."""
         self._means: dict[str, _Mean] = {}
         self._max_metrics = max_metrics
         self._show_total_tokens = show_total_tokens
@@ -106,7 +121,7 @@ class RolloutPool:
             logger.debug("the first failure, with all frames", exc_info=(type(error), error, whole))
             shorten(error, whole)
             limit = self._max_exceptions
-            unit = "share of the rollouts" if 0 < limit < 1 else "number of rollouts; a share is below 1"
+            unit = "share of the rollouts" if is_share(limit) else "number of rollouts; a share is 0.1 or 1.0"
             error.add_note(f"{failed}; max_exceptions={limit:g} allows no more ({unit})")
 
     @property
@@ -115,12 +130,10 @@ class RolloutPool:
 
     @property
     def has_too_many_failures(self) -> bool:
-        """Whether more rollouts failed than max_exceptions: a number, or a share of the rollouts if between 0 and 1. A group
-        of unknown size counts as many rollouts as the largest group so far."""
-        limit = self._max_exceptions
-        if 0 < limit < 1:
-            limit *= self._num_expected + self._num_unresolved * (self._largest_group - 1)
-        return self._num_failed > limit
+        """Whether more rollouts failed than max_exceptions (`num_tolerated`). A group of unknown size counts as many rollouts as
+        the largest group so far."""
+        num_rollouts = self._num_expected + self._num_unresolved * (self._largest_group - 1)
+        return self._num_failed > num_tolerated(self._max_exceptions, num_rollouts)
 
     def expect(self, num_rollouts: int) -> None:
         """Adds to the expected number of rollouts, the bar's total."""
@@ -160,18 +173,22 @@ class RolloutPool:
         self.fail(failure)  # outside the handler, so that the first error keeps its own context
         return failure
 
-    def count(self, trajectory: Finished) -> None:
-        """Adds a finished trajectory to the bar."""
+    def count(self, trajectory: Finished, label: str = "") -> None:
+        """Adds a finished trajectory to the bar. Trajectories with a label have means of their own, such as "reward@30"."""
         self._counted[id(trajectory)] = trajectory
         num_tokens = trajectory.num_sampled_tokens()
         if num_tokens:
-            trajectory.metrics.setdefault("completion_tokens", num_tokens)
-        numbers: dict[str, object] = {**trajectory.metrics, "reward": trajectory.reward}
-        for name, value in numbers.items():
-            number = to_finite(value)
-            if number is not None:
-                self._means.setdefault(name, _Mean()).add(number)
+            trajectory.metrics.setdefault(TOKENS, num_tokens)
+        self._add(self._rewards, f"reward{label}", trajectory.reward)
+        for name, value in trajectory.metrics.items():
+            self._add(self._means, name if name == TOKENS else f"{name}{label}", value)
         self._update_bar()
+
+    @staticmethod
+    def _add(means: "dict[str, _Mean]", name: str, value: object) -> None:
+        number = to_finite(value)
+        if number is not None:
+            means.setdefault(name, _Mean()).add(number)
 
     def count_unexpected(self, trajectories: Iterable[Finished]) -> None:
         """Adds trajectories that did not run in this pool, from a group that was already complete."""
@@ -199,13 +216,12 @@ class RolloutPool:
     def _update_bar(self) -> None:
         set_total(self._bar, self._num_expected)
         means = dict(self._means)
-        reward = means.pop("reward", None)
-        shown = {} if reward is None else {"reward": reward.mean}
+        shown = {name: reward.mean for name, reward in self._rewards.items()}
         if self._num_failed:
             shown["exceptions"] = self._num_failed
-        tokens = means.pop("completion_tokens", None)
+        tokens = means.pop(TOKENS, None)
         if tokens is not None:
-            shown["completion_tokens"] = tokens.total if self._show_total_tokens else tokens.mean
+            shown[TOKENS] = tokens.total if self._show_total_tokens else tokens.mean
         for name in list(means)[: self._max_metrics]:
             shown[name] = means[name].mean
         self._bar.set_postfix_str(format_numbers(shown), refresh=False)

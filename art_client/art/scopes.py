@@ -1,6 +1,5 @@
 """Scopes: the session to which the requests of the current context (`contextvars`) belong."""
 
-import random
 from collections.abc import Callable, Container, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +19,11 @@ class CapturingServer(Protocol):
 
     @property
     def is_open(self) -> bool: ...
+
+    @property
+    def trainable_names(self) -> list[str]:
+        """The names by which agents use the registered models."""
+        ...
 
     async def fetch_captured(self, session: str, known: Container[str]) -> dict[str, SessionReply]:
         """The answers of each trainable model in a session, by the model's path; without the `known` paths."""
@@ -43,12 +47,6 @@ class Scope:
 
 
 current_scope: ContextVar[Scope | None] = ContextVar("current_scope", default=None)
-
-
-def seeds_from(seed: int | str) -> Iterator[int]:
-    """Seeds of requests. They are random numbers, because vLLM gives the i-th of a request's n choices the seed + i."""
-    rng = random.Random(seed)
-    return iter(lambda: rng.getrandbits(32), -1)  # no generator, because programs may copy a model deeply
 
 
 @contextmanager

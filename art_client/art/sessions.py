@@ -41,7 +41,8 @@ def rollout(
 
     `session` is the rollout's name on the server: letters, digits, '.', '_' and '-'. A name that was used before continues
     the earlier rollout. None: a new name. `sampling` has temperature, top_p and max_tokens of the agent's requests to trainable
-    models. They win over the agent's own.
+    models. They win over the agent's own. `seed` there begins the seeds of requests that have none; in `art.evaluate(seed=)` each
+    rollout has such a seed.
     """
     return Rollout(model, session, sampling)
 
@@ -72,6 +73,8 @@ class Rollout:
         model.backend()  # raises for a model that is not registered
         self.model = model
         self._span = tracing.start_rollout(model.get_inference_name())
+        if model._seeds is not None:
+            sampling = {"seed": next(model._seeds), **(sampling or {})}
         link = self._span.link if self._span is not None else None
         # With a span's link as its name, the server's spans of the requests are this span's children (`tracking.link_of`).
         self.session = session or link or f"{ROLLOUT_SESSION}{uuid.uuid4().hex}"
@@ -185,7 +188,12 @@ class Rollout:
         self._waiting.__exit__(None, None, None)
         if isinstance(error, Exception):
             name, address = self.model.get_inference_name(), self.model.backend().base_url
-            error.add_note(f"`art show {name} --session {self.session} --url {address}` shows what it was answered")
+            error.add_note(f"{show_command(name, self.session, address)} shows what it was answered")
+
+
+def show_command(name: str, session: str, address: str) -> str:
+    """The command that shows what a model answered in a session."""
+    return f"`art show {name} --session {session} --url {address}`"
 
 
 def were(count: int) -> str:

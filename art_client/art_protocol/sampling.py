@@ -1,10 +1,11 @@
 """Sampling parameters behind a session's name: "SESSION;temperature=0.7;max_tokens=64".
 
 The name of a session reaches the server in a URL, a key or a header, whichever the agent lets you set. So these parameters
-reach the server from any agent, and win over the parameters of the agent's requests.
+reach the server from any agent, and win over the parameters of the agent's requests. A request's own seed stays.
 """
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,6 +21,8 @@ class Sampling(BaseModel):
     top_p: float | None = Field(default=None, gt=0, le=1)
     max_tokens: int | None = Field(default=None, ge=1)
     """Tokens of an answer."""
+    seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
+    """Begins the seeds of the session's requests (`seeds_from`). A request with a seed of its own keeps its seed."""
     base: bool = False
     """Whether the parameters are also those of requests to the base model, which a session evaluates in place of a trained
     one. Otherwise they are those of requests to trainable models only."""
@@ -32,7 +35,14 @@ class Sampling(BaseModel):
 
 AGENTS_OWN = Sampling()
 """No parameters: the agent's own are those of its requests."""
-PARAMETERS = tuple(name for name in Sampling.model_fields if name != "base")
+PARAMETERS = ("temperature", "top_p", "max_tokens")
+"""The parameters that many sessions can have in common. With a common seed their answers would be equal."""
+
+
+def seeds_from(seed: int | str) -> Iterator[int]:
+    """Seeds of requests. They are random numbers, because vLLM gives the i-th of a request's n choices the seed + i."""
+    rng = random.Random(seed)
+    return iter(lambda: rng.getrandbits(32), -1)  # no generator, because programs may copy a model deeply
 
 
 def checked(parameters: Mapping[str, object]) -> Sampling:
@@ -47,7 +57,7 @@ def checked(parameters: Mapping[str, object]) -> Sampling:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            raise ValueError(f"sampling has no {name!r}: known are {', '.join(PARAMETERS)}") from error
+            raise ValueError(f"sampling has no {name!r}: known are {', '.join(PARAMETERS)}, seed") from error
         raise ValueError(f"sampling: {name}={first['input']!r}: {first['msg']}") from error
 
 

@@ -210,6 +210,8 @@ async def jobs(
     state: Annotated[str, Query(max_length=100)] = "queued,running",
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> JobList:
+    """The first `limit` jobs in the states of `state`, separated by commas: queued, running, done, failed, cancelled. Without
+    `state` the jobs that have not ended, in the order in which they run. Ended jobs come last, the latest first."""
     return JobList(jobs=await runner.jobs(caller.projects, read_states(state), limit))
 
 

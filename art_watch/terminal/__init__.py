@@ -1,1 +1,1 @@
-"""The commands of `art` that show runs in a terminal: status, runs, show, plot, jobs."""
+"""The commands of `art` that show runs in a terminal, such as status and show, and the commands that change a model."""

@@ -68,15 +68,15 @@ def _default_server(path: Path) -> Source:
     )
 
 
-def need_server(source: Source) -> HttpSource:
-    """The source as a running server.
+def need_server(source: Source, what: str = "jobs") -> HttpSource:
+    """The source as a running server, which has `what`.
 
     Raises:
         NotFound: the source is a folder.
     """
     if isinstance(source, FolderSource):
         raise NotFound(
-            f"only a running server has jobs: start art-server in {source.where}, or name a server with --url",
+            f"only a running server has {what}: start art-server in {source.where}, or name a server with --url",
             code="no_server",
         )
     return source
@@ -115,10 +115,8 @@ def find_step(source: Source, model: Row, text: str, split: str) -> int:
         step = max(steps, default=None)
     elif text == "best":
         step = model["best"] and model["best"]["step"]
-    elif text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS:
-        step = int(text)
     else:
-        raise UsageError(f"'{text}' is no step: write {model['id']}@NUMBER, @best or @latest")
+        step = parse_step(text, f"write {model['id']}@NUMBER, @best or @latest")
     if step not in steps:
         at_step = "" if step is None else f" at step {step}"
         raise NotFound(
@@ -127,6 +125,17 @@ def find_step(source: Source, model: Row, text: str, split: str) -> int:
             code="unknown_step",
         )
     return step
+
+
+def parse_step(text: str, remedy: str) -> int:
+    """The number of a step.
+
+    Raises:
+        UsageError: the text is no number of a step; `remedy` is the end of the message.
+    """
+    if text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS:
+        return int(text)
+    raise UsageError(f"'{text}' is no step: {remedy}")
 
 
 def find_job(server: HttpSource, digits: str) -> str:

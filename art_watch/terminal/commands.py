@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SHOWN = ("status", "runs", "show", "plot", "tail", "jobs")
+SHOWN = ("status", "runs", "checkpoints", "show", "plot", "tail", "jobs")
 """The commands that show runs (`run.py`)."""
-SERVED = ("learn", "feedback")
-"""The commands that change how a running server learns (`learn.py`)."""
+SERVED = ("rollback", "learn", "feedback")
+"""The commands that change a model of a running server (`run.py`, `learn.py`)."""
 FROM_WHERE = "without --url: the folder of a server (%(default)s), or the server that runs in it"
 MODEL = "[PROJECT/]NAME"
 VIEW_PORT = 7624
@@ -19,11 +19,21 @@ VIEW_PORT = 7624
 
 def add_commands(commands: Any) -> None:  # Any: argparse's class for it is private
     """Adds the parsers."""
-    commands.add_parser("status", help="what a server does now, where its time goes, its jobs and models")
+    status = commands.add_parser("status", help="what a server does now, where its time goes, its jobs and models")
+    status.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"{MODEL}: what this run has trained and cost, and what of it was for nothing",
+    )
     runs = commands.add_parser("runs", help="all models in one table")
     runs.add_argument(
         "--sort", choices=("name", "reward", "time"), default="name", help="order of the models (%(default)s)"
     )
+    checkpoints = commands.add_parser(
+        "checkpoints", help="the kept steps of a model: rewards, sizes, the best, the one that serves"
+    )
+    checkpoints.add_argument("model", metavar="MODEL", help=MODEL)
     _add_show(commands.add_parser("show", help="the rollouts of a step, as people read them"))
     _add_plot(commands.add_parser("plot", help="metrics by step, as charts"))
     tail = commands.add_parser("tail", help="the last ten events, then each step and each change of a job")
@@ -37,6 +47,11 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
         parser.add_argument("--url", help="a running server; its key is read from ART_API_KEY")
         parser.add_argument("--json", action="store_true", help="JSON in place of tables")
         parser.set_defaults(run=run_shown, extra="terminal")
+    rollback = commands.add_parser(
+        "rollback", help="makes an earlier step the newest, which serves and is trained further"
+    )
+    rollback.add_argument("model", metavar="MODEL", help=MODEL)
+    rollback.add_argument("step", metavar="STEP", help="the number of a kept step, or best (`art checkpoints MODEL`)")
     _add_learn(commands.add_parser("learn", help="has a server train a model from scores of its answers, and shows it"))
     feedback = commands.add_parser("feedback", help="sends scores of answers from a file")
     feedback.add_argument("file", type=Path, metavar="FILE", help="a score on each line, as in docs/learning-in-use.md")

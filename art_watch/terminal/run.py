@@ -19,8 +19,9 @@ from art_watch.terminal.addresses import (
     listed,
     need_server,
     open_source,
+    parse_step,
 )
-from art_watch.terminal.sources import Row, Source
+from art_watch.terminal.sources import HttpSource, Row, Source
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,12 +43,72 @@ def run_command(flags: argparse.Namespace) -> None:
 
 
 def status(source: Source, flags: argparse.Namespace) -> None:
+    if flags.model is not None:
+        return status_of_model(source, flags)
     overview = source.overview()
     if flags.json:
         return print_json(overview)
     from art_watch.terminal import tables
 
     tables.print_status(make_console(), source.where, overview)
+
+
+def status_of_model(source: Source, flags: argparse.Namespace) -> None:
+    """What a run is, what it has trained and cost.
+
+    Raises:
+        NotFound: there is no such model.
+        UsageError: a step is named.
+    """
+    model = whole_model(source, flags.model)
+    document = model | source.context(model["id"])
+    if flags.json:
+        return print_json(document)
+    from art_watch.terminal import tables
+
+    tables.print_model(make_console(), document)
+
+
+def checkpoints(source: Source, flags: argparse.Namespace) -> None:
+    model = whole_model(source, flags.model)
+    rows = source.checkpoints(model["id"])
+    if flags.json:
+        return print_json({"model": model["id"], "checkpoints": rows})
+    from art_watch.terminal import tables
+
+    tables.print_checkpoints(make_console(), rows, is_served=isinstance(source, HttpSource))
+
+
+def rollback(source: Source, flags: argparse.Namespace) -> None:
+    """Makes an earlier step of a model the newest.
+
+    Raises:
+        NotFound: there is no such model, step or running server.
+        UsageError: the text is no step.
+    """
+    server = need_server(source, "models that can be rolled back")
+    model = whole_model(source, flags.model)
+    if flags.step == "best" and model["best"] is not None:
+        step = model["best"]["step"]
+    else:
+        step = parse_step(flags.step, f"`art checkpoints {model['id']}` lists the steps")
+    server.roll_back(model["id"], step)
+    print(
+        f"{model['id']}: step {step} is the newest, serves, and is trained further; later steps are kept under other names"
+    )
+
+
+def whole_model(source: Source, text: str) -> Row:
+    """The summary of a model.
+
+    Raises:
+        NotFound: there is no such model.
+        UsageError: the text names a step.
+    """
+    model, step = find_model(source, text)
+    if step:
+        raise UsageError(f"this command is about a whole model: write {model['id']} without '@{step}'")
+    return model
 
 
 def runs(source: Source, flags: argparse.Namespace) -> None:
@@ -214,6 +275,8 @@ def feedback_command(source: Source, flags: argparse.Namespace) -> None:
 COMMANDS = {
     "status": status,
     "runs": runs,
+    "checkpoints": checkpoints,
+    "rollback": rollback,
     "show": show,
     "plot": plot,
     "tail": tail,

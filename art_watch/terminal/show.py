@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from itertools import starmap
 
 from rich.console import Console
 from rich.panel import Panel
@@ -42,7 +43,9 @@ def _print_group(console: Console, group: Row, *, is_table: bool) -> None:
     _print_details(console, group)
     if not is_table:
         return
-    table = make_table("#", "reward", "turns", "tokens", "end", "origin", "text")
+    has_metrics = any(rollout["metrics"] for rollout in group["rollouts"])
+    names = ["#", "reward", "turns", "tokens", "end", "origin", *(["metrics"] if has_metrics else []), "text"]
+    table = make_table(*names)
     for rollout in group["rollouts"]:
         dropped = f" {rollout['num_dropped']} dropped" if rollout["num_dropped"] else ""
         table.add_row(
@@ -52,9 +55,14 @@ def _print_group(console: Console, group: Row, *, is_table: bool) -> None:
             plain(rollout["num_tokens"] or ""),
             plain(rollout["finish_reason"] or ""),
             plain(",".join(rollout["origins"]) + dropped, "red" if dropped else ""),
+            *([plain(" ".join(starmap(_metric, rollout["metrics"].items())))] if has_metrics else []),
             beginning(rollout["text"]),
         )
     console.print(table)
+
+
+def _metric(name: str, value: object) -> str:
+    return f"{name}={value:.3g}" if isinstance(value, int | float) else f"{name}={value}"
 
 
 def _print_details(console: Console, row: Row) -> None:
@@ -116,10 +124,13 @@ def _body(entry: Row) -> Iterable[Text]:
 
 
 def _note(entry: Row) -> tuple[str, str]:
-    """Where a turn's tokens come from or why they are not trained, and the style of this note."""
+    """What the request demanded, where a turn's tokens come from or why they are not trained, and the style of this note."""
     turn, parts = entry["turn"] or {}, []
     if entry["finish_reason"] is not None:
         parts.append(str(entry["finish_reason"]))
+    for name in ("tool_choice", "format"):
+        if demand := (entry.get("sampled_by") or {}).get(name):
+            parts.append(f"{name} {demand if isinstance(demand, str) else json.dumps(demand, ensure_ascii=False)}")
     if "origin" in turn:
         parts += [f"tokens from {turn['origin']}", f"{turn['stop'] - turn['start']} tokens"]
     if "step" in turn:

@@ -62,6 +62,14 @@ class FolderSource:
         history = self._runs.history(self._folder(model))
         return history.columns(metrics) | {"names": history.names()}
 
+    def context(self, model: str) -> Row:
+        from art_watch.context import context  # needs the packages of a job's row
+
+        return context(self._runs, self._folder(model))
+
+    def checkpoints(self, model: str) -> list[Row]:
+        return self._runs.checkpoints(self._folder(model))
+
     def splits(self, model: str) -> dict[str, list[int]]:
         return self._runs.splits(self._folder(model))
 
@@ -96,6 +104,18 @@ class HttpSource:
     def history(self, model: str, metrics: Sequence[str]) -> Row:
         path = f"/api/look/models/{model}/history"
         return self._call("GET", path, params={"metric": list(metrics)})
+
+    def context(self, model: str) -> Row:
+        fields = self._call("GET", f"/api/look/models/{model}/context")
+        del fields["can_change"]  # of the page
+        return fields
+
+    def checkpoints(self, model: str) -> list[Row]:
+        return self._call("GET", f"/api/look/models/{model}/checkpoints")["checkpoints"]
+
+    def roll_back(self, model: str, step: int) -> None:
+        """Makes an earlier step the newest."""
+        self._call("POST", f"/api/models/{model}/rollback", json={"step": step})
 
     def splits(self, model: str) -> dict[str, list[int]]:
         return self._call("GET", f"/api/look/models/{model}/rollouts")["splits"]

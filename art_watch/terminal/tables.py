@@ -1,8 +1,8 @@
-"""The tables of `art status`, `art runs` and `art jobs`."""
+"""The tables of `art status`, `art runs`, `art checkpoints` and `art jobs`."""
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from rich.console import Console
@@ -13,9 +13,9 @@ from art_watch.terminal.sources import Row
 from art_watch.terminal.tail import METRICS
 from art_watch.terminal.text import NOTHING, age, number, size, small_bars, visible
 
-NUMBERS = {"step", "reward", "val", "best", "age", "#", "turns", "tokens"}
+NUMBERS = {"step", "reward", "val", "best", "size", "age", "#", "turns", "tokens"}
 """Columns that are aligned on the right."""
-FREE = {"model", "base", "progress", "text"}
+FREE = {"model", "base", "progress", "metrics", "text"}
 """Columns that are made narrower on a terminal that is too narrow: the widest first."""
 BAR_WIDTH = 40
 NUM_BARS = 12
@@ -71,6 +71,60 @@ def print_runs(console: Console, models: Sequence[Row]) -> None:
             plain(age(seconds_since(model["last_at"]))),
         )
     console.print(table)
+
+
+def print_checkpoints(console: Console, checkpoints: Sequence[Row], *, is_served: bool) -> None:
+    """A line for each kept step, the newest last."""
+    if not checkpoints:
+        console.print("no checkpoints yet")
+        return
+    newest = "serves" if is_served else "newest"
+    table = make_table("step", "reward", "val", "size", "age", "")
+    for row in checkpoints:
+        marks = ["best"] if row["is_best"] else []
+        marks += [newest] if row is checkpoints[-1] else []
+        marks += ["weights as before"] if row["unchanged"] else []
+        table.add_row(
+            plain(row["step"]),
+            plain(number(row["reward"])),
+            plain(number(row["val_reward"])),
+            plain(size(row["size_bytes"])),
+            plain(age(time.time() - row["created_at"])),
+            plain(", ".join(marks)),
+        )
+    console.print(table)
+
+
+def print_model(console: Console, model: Row) -> None:
+    """What a run is, what it has trained and cost, and what of it trained nothing."""
+    step = NOTHING if model["step"] is None else model["step"]
+    say(console, plain(f"{model['id']}, step {step}, base model {model['base_model'] or 'unknown'}", "bold"))
+    best = "" if model["best"] is None else f", best step {model['best']['step']} by {model['best']['metric']}"
+    if model["loss"] is None:
+        say(console, plain(f"reward {number(model['reward'])}, val {number(model['val_reward'])}{best}"))
+    else:
+        say(console, plain(f"loss {number(model['loss'])}{best}"))
+    for line in _cost_lines(model):
+        say(console, plain(line))
+    for row in (model["costs"] or {"unused": []})["unused"]:
+        line = f"trained nothing: {row['num_rollouts']:,} rollouts, {row['num_tokens']:,} tokens: {row['reason']}"
+        say(console, plain(line, "yellow"))
+    if model["idle"]:
+        say(console, plain(model["idle"], "yellow"))
+
+
+def _cost_lines(model: Row) -> Iterator[str]:
+    costs, about = model["costs"], model["about"]
+    yield f"trained: {model['trained_tokens']:,.0f} tokens in {model['num_trained_steps']:,} of {model['num_jobs']:,} steps"
+    if costs is not None:
+        yield f"sampled: {costs['num_tokens']:,} tokens in {costs['num_rollouts']:,} rollouts"
+        yield f"time in steps: {age(costs['step_seconds'])}"
+    if model["price"] is None:
+        yield "price: unknown; the page takes the price of an hour of the machines"
+    else:
+        yield f"price: {number(model['price'])} at {about['price_per_hour']:g} an hour"
+    if model["logged_costs"]:
+        yield f"logged costs: {number(model['logged_costs'])}"
 
 
 def print_jobs(console: Console, jobs: Sequence[Row]) -> None:

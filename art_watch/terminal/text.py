@@ -48,7 +48,11 @@ def age(seconds: float | None) -> str:
 
 
 def size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+    """A size in the largest unit of which the size is a tenth: `2**26 -> '64.0 MiB'`."""
+    for unit, length in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= length / 10:
+            return f"{num_bytes / length:.1f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"
 
 
 def small_bars(values: Sequence[float | None]) -> str:

@@ -265,6 +265,12 @@ class Backend:
     async def _fetch_session(self, model: TrainableModel, session: str) -> SessionReply:
         return await self._call(SessionReply, "GET", f"{_model_path(model)}/sessions/{session}")
 
+    @property
+    def trainable_names(self) -> list[str]:
+        """The names by which agents use the registered trainable models, without repetition."""
+        models = [model for model in self._models if isinstance(model, TrainableModel)]
+        return list(dict.fromkeys(model.get_inference_name() for model in models))
+
     async def fetch_captured(self, session: str, known: Container[str]) -> dict[str, SessionReply]:
         """The answers of each registered trainable model in a session, by the model's path; without the `known` paths."""
         models = {_model_path(model): model for model in self._models if isinstance(model, TrainableModel)}

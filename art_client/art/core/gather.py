@@ -1,7 +1,7 @@
 """Gathering: runs rollouts concurrently, in order, with a limit on how many run at a time, and shows a progress bar.
 
-A failed rollout is recorded and counted, never turned into a reward. `max_exceptions` failures are tolerated (a number,
-or a share of all rollouts if between 0 and 1), and one warning names their number and the first. One more failure
+A failed rollout is recorded and counted, never turned into a reward. `max_exceptions` failures are tolerated (an int is a
+count, a float up to 1.0 a share of all rollouts), and one warning names their number and the first. One more failure
 cancels the running rollouts, and the first error is raised: its traceback has the program's own frames, and one line
 counts the failures by type. Groups tolerate a tenth by default. `gather_trajectories`
 raises the first failure by default, because it returns tolerated failures among the trajectories.
@@ -14,8 +14,9 @@ arXiv:2503.14476, section 3.2.
 limits the rollouts of all groups together.
 """
 
+import itertools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, cast, overload
 
 from art.contained import contained
@@ -46,6 +47,8 @@ async def gather_trajectory_groups(
     min_informative: int | None = None,
 ) -> list[TrajectoryGroup]:
     """The groups in order, each with its failed rollouts in `exceptions`.
+
+    `max_exceptions` is the count of failures that are tolerated (an int), or their share (a float up to 1.0, which tolerates all).
 
     `after_each` is awaited with every group that has a trajectory, as soon as the group is complete. It returns the
     result: a group, a list of groups, or None to leave the group out. If `after_each` or the awaitable of a group fails,
@@ -211,26 +214,37 @@ async def gather_trajectories(
     max_exceptions: float = 0,
     max_concurrent_rollouts: int = DEFAULT_MAX_CONCURRENT_ROLLOUTS,
 ) -> list[Any]:
-    """The rollouts' results, in order: a trajectory, a list of trajectories, or the exception of a failed rollout."""
-    pending = list(trajectories)
+    """The rollouts' results, in order: a trajectory, a list of trajectories, or the exception of a failed rollout.
+
+    `max_exceptions` is a count (an int) or a share (a float up to 1.0), as in `gather_trajectory_groups`.
+    """
     pool = RolloutPool(
         desc=pbar_desc,
         max_concurrent=max_concurrent_rollouts,
         max_exceptions=max_exceptions,
         show_total_tokens=pbar_total_completion_tokens,
     )
+    return await gather_in(pool, trajectories, [""])
+
+
+async def gather_in(pool: RolloutPool, trajectories: Iterable[Awaitable[Any]], labels: Sequence[str]) -> list[Any]:
+    """The rollouts' results as of `gather_trajectories`. The labels of the rollouts, in the pool's bar, are `labels` in turn."""
+    pending = list(trajectories)
     pool.expect(len(pending))
     with pool:
         try:
-            return await run_all(_run_one(pool, rollout) for rollout in pending)
+            pairs = zip(pending, itertools.cycle(labels), strict=False)
+            return await run_all(_run_one(pool, rollout, label) for rollout, label in pairs)
         finally:
             close_unstarted(pending)
 
 
-async def _run_one(pool: RolloutPool, rollout: Awaitable[object]) -> Trajectory | list[Trajectory] | Exception:
+async def _run_one(
+    pool: RolloutPool, rollout: Awaitable[object], label: str
+) -> Trajectory | list[Trajectory] | Exception:
     result = await pool.run(rollout, _to_trajectories)
     if isinstance(result, Trajectory):
-        pool.count(result)
+        pool.count(result, label)
     if isinstance(result, list):
         pool.expect(-1)  # the list counted as one rollout; its trajectories count instead
         pool.count_unexpected(result)

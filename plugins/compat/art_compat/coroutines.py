@@ -19,7 +19,7 @@ from art import other_providers, patches
 from art.capturing import captured_in
 from art.pool import RolloutPool, current_pool
 from art.scopes import current_scope
-from art.sessions import add_captured, add_histories
+from art.sessions import add_captured, add_histories, show_command
 from art.trajectories import Trajectory, TrajectoryGroup
 from art_protocol.wire import FailureBody, SessionReply
 
@@ -28,7 +28,8 @@ async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
     """Runs the coroutine, and returns the answers of all models in it as a trajectory, with metrics["duration"].
 
     The coroutine sets reward, metrics and metadata on `art.current_trajectory()`; its result is dropped. In nested
-    scopes, requests belong to the inner scope. Requests of tasks that still run when the coroutine ends may be missing.
+    scopes, requests belong to the inner scope. Requests of tasks that still run when the coroutine ends may be missing. A failure
+    has a note with the command that shows the answers (`art show MODEL --session ...`).
     """
     if isinstance(coroutine, asyncio.Future):
         raise TypeError("art.trajectory takes a coroutine, not a task: a task has its own context")
@@ -36,8 +37,16 @@ async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
     session = uuid.uuid4().hex
     scope = other_providers.Capture(session)
     captured = scope.trajectory
-    with captured_in(scope):
-        await coroutine
+    try:
+        with captured_in(scope):
+            await coroutine
+    except Exception as error:
+        commands = [
+            show_command(name, session, server.base_url) for server in scope.servers for name in server.trainable_names
+        ]
+        if commands:
+            error.add_note(f"{' or '.join(commands)} shows what it was answered")
+        raise
     replies: dict[str, SessionReply] = {}
     for server in scope.servers:
         replies |= await server.fetch_captured(session, replies)

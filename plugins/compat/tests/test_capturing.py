@@ -306,12 +306,19 @@ async def test_requests_of_a_nested_rollout_are_its_own(server, sessions, model:
 async def test_a_failure_passes_and_leaves_the_scope(sessions, model: art.TrainableModel):
     failure = ValueError("no such tool")
 
-    async def run() -> None:
+    async def run(num_requests: int) -> None:
+        for _ in range(num_requests):
+            await ask(model)
         raise failure
 
     with pytest.raises(ValueError) as caught:
-        await art.trajectory(run())
-    assert caught.value is failure
+        await art.trajectory(run(0))
+    assert caught.value is failure and not hasattr(failure, "__notes__"), "there is nothing to show"
+    with pytest.raises(ValueError):
+        await art.trajectory(run(1))
+    (session,) = sessions
+    command = f"`art show demo/agent --session {session} --url {model.backend().base_url}`"
+    assert failure.__notes__ == [f"{command} shows what it was answered"]
     assert art.current_trajectory() is None
     task = asyncio.create_task(asyncio.sleep(0))
     with pytest.raises(TypeError, match="task"):

@@ -137,7 +137,7 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
             "dataset",
             type=Path,
             metavar="FILE",
-            help="rows of the file, or of a function: json, jsonl, csv, parquet, or hub:OWNER/NAME[/SUBSET][:SPLIT]",
+            help="rows of the file, or of a function: json, jsonl, csv, tsv, parquet, or hub:OWNER/NAME[/SUBSET][:SPLIT]",
         )
         _add_flag(parser, "question_key", metavar="COLUMN", help="the column with the question (question)")
         _add_flag(parser, "answer_key", metavar="COLUMN", help="the column with the right answer (answer)")
@@ -303,15 +303,14 @@ async def evaluate_flags(flags: argparse.Namespace) -> None:
         steps: dict[str, Any] = {"step": step, "baseline": flags.baseline, "reps": flags.reps}
         files: dict[str, Any] = {"results": flags.results, "compare": flags.compare}
         with _typed_flags(flags):
-            compared = await evaluating.evaluate_and_compare(file, overrides, **steps, **rows, **files)
-        evaluation = compared.evaluation
+            evaluation = await evaluating.evaluate(file, overrides, **steps, **rows, **files)
         print(evaluation)
         if flags.id:
-            print(results.shown(compared.records))
-        if compared.comparison is not None:
-            print(f"{compared.comparison}; {compared.page}")
+            print(results.shown(evaluation.records))
+        if evaluation.comparison is not None:
+            print(f"{evaluation.comparison}; {evaluation.page}")
         results.check_at_least(f"the reward of {evaluation.name}", evaluation.reward, flags.at_least)
-        _check_difference(compared.comparison, flags)
+        _check_difference(evaluation.comparison, flags)
 
 
 def _evaluate_results(flags: argparse.Namespace) -> None:

@@ -220,7 +220,10 @@ def test_a_command_line_needs_a_file(asked: list[Any], capsys: pytest.CaptureFix
         ("--name a/b", "art: --name: 'a/b' becomes a folder"),
         ("--num_epochs 0", "art: --num_epochs: must be greater than or equal to 1, not the number 0"),
         ("--dataset none.csv", "none.csv: no such file"),
-        ("--dataset agent.py", "art: --dataset agent.py: name a file that ends with .json, .jsonl, .csv or .parquet"),
+        (
+            "--dataset agent.py",
+            "art: --dataset agent.py: name a file that ends with .json, .jsonl, .csv, .tsv or .parquet",
+        ),
         ("--dataset own.csv", "`-o eval.general.dataset.structure.question_key COLUMN`"),
         ("--dataset none", "art: --dataset none: no such file: "),
         (

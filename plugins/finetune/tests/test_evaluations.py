@@ -19,8 +19,9 @@ from art.estimates import estimate
 from art.finetune import BelowTarget, FinetuneError, NoServer, WrongInput
 from art.finetune.agreement import cohens_kappa
 from art.finetune.differences import compare, write_page
-from art.finetune.evaluating import Compared
+from art.finetune.evaluating import FileEvaluation
 from art.finetune.results import ResultRecord, read_results
+from art.finetune.runs import prepare
 from art_finetune.commands import evaluate_flags, run_eval
 from plugins.finetune.tests.commands import parsed
 from plugins.finetune.tests.policy_server import PolicyServer
@@ -147,6 +148,12 @@ async def test_results_have_ids_answers_and_reasons(policy: PolicyServer, folder
     assert failed["session"] and failed["seed"] != right["seed"]
 
 
+@pytest.mark.parametrize("number", [1, 1.0, 0.1, 0])
+async def test_a_number_of_failures_stays_a_count_or_a_share(make_file: MakeFile, number: float) -> None:
+    value = prepare(make_file(finetuning__max_exceptions=number)).config.finetuning.max_exceptions
+    assert value == number and type(value) is type(number)
+
+
 async def test_an_evaluation_that_fails_finishes_all_rows_and_leaves_its_results(
     policy: PolicyServer, folder: Path, make_file: MakeFile
 ) -> None:
@@ -189,10 +196,9 @@ def test_the_gate_is_the_lower_end_of_the_interval(
 ) -> None:
     async def evaluate(*_: Any, limit: int | None, **__: Any) -> Any:
         rewards = [0.0, 1.0] * 20 if limit is None else [1.0]
-        evaluation = art.Evaluation("demo/agent@1", 1, estimate(rewards), tuple(rewards), len(rewards), 0, {}, [])
-        return Compared(evaluation, [], None, Path("eval.html"))
+        return FileEvaluation("demo/agent@1", 1, estimate(rewards), tuple(rewards), len(rewards), 0, {}, [])
 
-    monkeypatch.setattr("art.finetune.evaluating.evaluate_and_compare", evaluate)
+    monkeypatch.setattr("art.finetune.evaluating.evaluate", evaluate)
     ended = 0
     try:
         run_eval(parsed("eval", "f.yml", *arguments))
@@ -271,6 +277,7 @@ async def test_logged_rollouts_have_the_ids_of_their_rows(policy: PolicyServer, 
     for body in logged:
         for number, group in enumerate(body["groups"]):
             assert [trajectory["metadata"]["row"] for trajectory in group["trajectories"]] == [f"row {number}"]
+            assert group["metadata"] == {"row": f"row {number}"}
 
 
 NAME = "trainer_adapters.a.backend.name"
@@ -351,19 +358,20 @@ def test_the_page_is_one_file_that_runs_nothing(tmp_path: Path) -> None:
 
 
 async def test_an_evaluation_is_compared_with_earlier_results(
-    policy: PolicyServer, folder: Path, make_file: MakeFile, capfd: pytest.CaptureFixture[str]
+    policy: PolicyServer, folder: Path, make_file: MakeFile
 ) -> None:
     file = make_file()
     policy.answer = lambda question, number: "no"
     await art.finetune.evaluate(file, results="before.jsonl")
     assert not (folder / "out" / "eval.html").exists()
     policy.answer = lambda question, number: "yes"
-    await art.finetune.evaluate(file, compare="before.jsonl")
-    assert "difference 1 (95% 1 to 1, n=4); rows: 0 worse, 4 better" in capfd.readouterr().err
+    evaluation = await art.finetune.evaluate(file, compare="before.jsonl")
+    assert "difference 1 (95% 1 to 1, n=4); rows: 0 worse, 4 better" in repr(evaluation.comparison)
+    assert evaluation.page == Path("out/eval.html") and len(evaluation.records) == 4
     assert "4 better" in (folder / "out" / "eval.html").read_text()
     everything = (folder / "out" / "eval_results.jsonl").read_text()
-    await art.finetune.evaluate(file, compare="before.jsonl", ids=["row 2"])
-    assert "rows: 0 worse, 1 better, 0 equal, 0 in one only" in capfd.readouterr().err
+    chosen = await art.finetune.evaluate(file, compare="before.jsonl", ids=["row 2"])
+    assert "rows: 0 worse, 1 better, 0 equal, 0 in one only" in repr(chosen.comparison)
     assert (folder / "out" / "eval_results.jsonl").read_text() == everything
     assert len(lines(folder / "out" / "eval_chosen_results.jsonl")) == 1
 
@@ -379,7 +387,7 @@ def test_two_files_are_compared_without_a_server(folder: Path, capsys: pytest.Ca
     assert ended.value.code == 5
 
 
-RESULTS_ALONE = [([], 2), (["--at_least", "0.2"], 5), (["--at_least", "-9"], 0)]
+RESULTS_ALONE = [([], 2), (["--at_least", "0.4"], 5), (["--at_least", "0.2"], 0)]
 
 
 @pytest.mark.parametrize(("arguments", "code"), RESULTS_ALONE)
@@ -553,6 +561,14 @@ async def test_a_judge_that_is_slow_fails_the_rollout(judge: JudgeServer, make_f
         await art.finetune.evaluate(file, limit=1)
 
 
+async def test_a_ruler_that_is_slow_fails_the_group(judge: JudgeServer, make_file: MakeFile) -> None:
+    judge.seconds = 600.0
+    file = make_file(eval__evaluators=judging(judge, _type="ruler", timeout_seconds=0.05), finetuning__num_epochs=1)
+    remedy = r"raise timeout_seconds of the evaluator \(0\.05\)"
+    with pytest.raises(FinetuneError, match=rf"did not answer within 0\.05 s, in 3 tries: {remedy}"):
+        await art.finetune.run(file)
+
+
 async def test_the_judges_max_tokens_are_sent(judge: JudgeServer, make_file: MakeFile) -> None:
     await art.finetune.evaluate(make_file(eval__evaluators=judging(judge, max_tokens=99)), limit=1)
     assert judge.requests[-1].json()["max_tokens"] == 99
@@ -563,6 +579,10 @@ async def test_wrong_fields_of_a_judge_are_named(judge: JudgeServer, make_file: 
         await art.finetune.evaluate(make_file(eval__evaluators=judging(judge, max_tokens=0)))
     with pytest.raises(WrongInput, match=r"reward\.timeout_seconds: must be a number of seconds above 0, not the text"):
         await art.finetune.evaluate(make_file(eval__evaluators=judging(judge, timeout_seconds="long")))
+    with pytest.raises(
+        WrongInput, match=r"reward\.timeout_seconds: must be a number of seconds above 0, not the number 0"
+    ):
+        await art.finetune.check(make_file(eval__evaluators=judging(judge, _type="ruler", timeout_seconds=0)))
     with pytest.raises(WrongInput, match=r"reward\.model: unknown key: did you mean 'judge_model'"):
         await art.finetune.evaluate(make_file(eval__evaluators=judging(judge, model="x")))
 

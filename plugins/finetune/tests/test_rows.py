@@ -197,6 +197,10 @@ def test_without_the_datasets_library_the_remedy_is_named(monkeypatch: pytest.Mo
     ("text", "section"),
     [
         ("a/b.csv", {"_type": "csv", "file_path": "a/b.csv"}),
+        ("a/b.CSV", {"_type": "csv", "file_path": "a/b.CSV"}),
+        ("b.tsv", {"_type": "csv", "file_path": "b.tsv", "delimiter": "\t"}),
+        ("B.TSV", {"_type": "csv", "file_path": "B.TSV", "delimiter": "\t"}),
+        ("b.JSONL", {"_type": "jsonl", "file_path": "b.JSONL"}),
         ("hub:openai/gsm8k", {"_type": "hub", "name": "openai/gsm8k"}),
         ("hub:squad:validation", {"_type": "hub", "name": "squad", "split": "validation"}),
         ("hub:o/n/main:train[:5%]", {"_type": "hub", "name": "o/n", "subset": "main", "split": "train[:5%]"}),

@@ -117,7 +117,7 @@ async def test_each_command_of_the_page_works(file: dict[str, Any]) -> None:
     assert match is not None and sum(map(int, match.groups()[1:])) == 24, printed[3]
     assert match[0] in printed[4], "the same from the files"
     assert f"{match[2]} worse" in text_of("out/eval.html") or match[2] == "0"
-    assert "Agreement(1 (95% 1 to 1, n=12), kappa 1)" in printed[6]
+    assert "Agreement(1 (95% 0.7575 to 1, n=12), kappa 1)" in printed[6]
 
 
 async def test_a_gate_has_its_exit_code(file: dict[str, Any]) -> None:

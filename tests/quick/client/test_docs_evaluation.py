@@ -66,8 +66,8 @@ async def test_the_page_runs_from_top_to_bottom(names: dict[str, Any], server, c
         if result is not None:
             await result
     printed = capsys.readouterr().out
-    assert "Evaluation(demo/agent@30: reward 1 (95% 1 to 1, n=4); demo/agent@0: " in printed
-    assert "Evaluation(demo/agent@20: reward 1 (95% 1 to 1, n=6))" in printed
+    assert "Evaluation(demo/agent@30: reward 1 (95% 0.5101 to 1, n=4); demo/agent@0: " in printed
+    assert "Evaluation(demo/agent@20: reward 1 (95% 0.6097 to 1, n=6))" in printed
     assert names["final"].name == "demo/agent@20" and names["final"].difference.mean == 1
     logged = [request.json() for request in server.sent("POST", f"{MODEL}/log")]
     assert [(body["step"], body["split"]) for body in logged] == [

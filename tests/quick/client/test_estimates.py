@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art.estimates import Estimate, estimate, t_probability, t_quantile
+from art.estimates import Estimate, estimate, estimate_differences, estimate_rewards, t_probability, t_quantile
 
 TABLE = {
     1: 12.706,
@@ -79,3 +79,31 @@ def test_one_value_has_no_known_error_and_none_has_no_mean() -> None:
 
 def test_equal_values_have_an_interval_without_width() -> None:
     assert estimate([0.5] * 4) == Estimate(0.5, 4, 0.0, (0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("num_good", "number", "interval"),
+    [(10, 10, (0.7225, 1.0)), (0, 10, (0.0, 0.2775)), (5, 10, (0.2366, 0.7634)), (63, 64, (0.9167, 0.9972))],
+)
+def test_rewards_of_0_and_1_have_wilsons_interval(num_good: int, number: int, interval: tuple[float, float]) -> None:
+    """10 of 10: 10 / (10 + 1.96^2) = 0.7225, and 1."""
+    rewards = estimate_rewards([1.0] * num_good + [0.0] * (number - num_good))
+    assert rewards.interval == pytest.approx(interval, abs=1e-4) and rewards.num_scenarios == number
+
+
+def test_the_interval_of_rewards_from_0_to_1_stays_there() -> None:
+    assert estimate_rewards([0.0, 0.5, 1.0, 1.0, 0.0]).interval == (0.0, 1.0)
+    assert estimate_rewards([0.9, 1.0, 1.0]).interval[1] == 1.0
+    assert estimate_rewards([0.5] * 4).interval == (0.5, 0.5)
+
+
+def test_rewards_of_another_range_have_the_interval_of_their_mean() -> None:
+    for rewards in ([0.0, 2.0, 1.0], [-1.0, 1.0], [0.25]):
+        assert str(estimate_rewards(rewards)) == str(estimate(rewards))
+
+
+def test_differences_of_rewards_from_0_to_1_stay_between_minus_1_and_1() -> None:
+    """Without the limits: 1/3 ± 1.4342, as the mean of 1, 0 and 0 has s = 0.5774 and t = 4.303."""
+    assert estimate_differences([1.0, 0.0, 0.0], [0.0, 1.0]).interval == (-1.0, 1.0)
+    assert estimate_differences([1.0, 0.0, 0.0], [0.0, 2.0]) == estimate([1.0, 0.0, 0.0])
+    assert str(estimate_differences([0.5], [0.5, 1.0])) == str(estimate([0.5]))

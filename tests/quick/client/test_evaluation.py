@@ -215,17 +215,28 @@ async def test_without_a_seed_requests_have_none(server, model):
 
 
 async def test_repetitions_are_averaged_before_the_error_is_computed(model):
-    """Scenarios (0, 1), (1, 1), (0, 0): means 0.5, 1, 0, so s = 0.5 and the error is 0.5 / sqrt(3); t = 4.303."""
-    values = iter([0.0, 1.0, 1.0, 1.0, 0.0, 0.0])
+    """Scenarios (0, 2), (2, 2), (0, 0): means 1, 2, 0, so s = 1 and the error is 1 / sqrt(3); t = 4.303."""
+    values = iter([0.0, 2.0, 2.0, 2.0, 0.0, 0.0])
 
     async def draws(model: art.TrainableModel, scenario: str) -> art.Trajectory:
         return art.Trajectory(reward=next(values))
 
     evaluation = await evaluate(model, draws, "abc", reps=2, log=False)
-    assert evaluation.scenario_rewards == (0.5, 1.0, 0.0)
-    assert (evaluation.reward.mean, evaluation.reward.num_scenarios, evaluation.num_rollouts) == (0.5, 3, 6)
-    assert evaluation.reward.standard_error == pytest.approx(0.5 / math.sqrt(3))
-    assert evaluation.reward.interval == pytest.approx((0.5 - 1.2421, 0.5 + 1.2421), abs=1e-4)
+    assert evaluation.scenario_rewards == (1.0, 2.0, 0.0)
+    assert (evaluation.reward.mean, evaluation.reward.num_scenarios, evaluation.num_rollouts) == (1.0, 3, 6)
+    assert evaluation.reward.standard_error == pytest.approx(1 / math.sqrt(3))
+    assert evaluation.reward.interval == pytest.approx((1 - 2.4842, 1 + 2.4842), abs=1e-4)
+
+
+async def test_the_interval_of_a_share_stays_between_0_and_1(model):
+    """63 of 64 right: mean ± t * s / sqrt(n) would end at 1.015."""
+    values = iter([0.0] + [1.0] * 63)
+
+    async def draws(model: art.TrainableModel, scenario: int) -> art.Trajectory:
+        return art.Trajectory(reward=next(values))
+
+    evaluation = await evaluate(model, draws, range(64), log=False)
+    assert evaluation.reward.interval == pytest.approx((0.9167, 0.9972), abs=1e-4)
 
 
 async def test_two_steps_are_compared_scenario_by_scenario(server, model):
@@ -237,17 +248,25 @@ async def test_two_steps_are_compared_scenario_by_scenario(server, model):
     assert [(body["step"], body["split"]) for body in logged(server)] == [(3, "val"), (0, "val")]
 
 
+async def test_the_bar_tells_the_steps_apart(model, capsys: pytest.CaptureFixture[str]):
+    await evaluate(model, rollout, [0.0, 1.0], step=3, baseline=0, log=False)
+    bar = capsys.readouterr().err.splitlines()[-1]
+    assert "4/4" in bar and "reward@3=1.25, reward@0=0.75" in bar and "won@3=0.5, won@0=0.5" in bar
+    await evaluate(model, rollout, [0.0], step=3, baseline="base", log=False)
+    assert "reward@3=0.75, reward@base=0.5" in capsys.readouterr().err.splitlines()[-1]
+
+
 async def test_the_difference_is_worked_by_hand(model):
-    """Differences by repetition (1, 0), (0.5, 0.5), (0, -1): scenario means 0.5, 0.5, -0.5, so mean 1/6 and s 0.5774."""
-    values = iter([1, 0, 0, 0, 0.5, 0, 1, 0.5, 0, 0, 0, 1])
+    """Differences by repetition (2, 0), (1, 1), (0, -2): scenario means 1, 1, -1, so mean 1/3 and s 1.1547."""
+    values = iter([2, 0, 0, 0, 1, 0, 2, 1, 0, 0, 0, 2])
 
     async def draws(model: art.TrainableModel, scenario: str) -> art.Trajectory:
         return art.Trajectory(reward=next(values))
 
     evaluation = await evaluate(model, draws, "abc", reps=2, baseline=0, log=False)
-    assert evaluation.difference is not None and evaluation.difference.mean == pytest.approx(1 / 6)
-    assert evaluation.difference.standard_error == pytest.approx(1 / 3)
-    assert evaluation.difference.interval == pytest.approx((1 / 6 - 1.4342, 1 / 6 + 1.4342), abs=1e-4)
+    assert evaluation.difference is not None and evaluation.difference.mean == pytest.approx(1 / 3)
+    assert evaluation.difference.standard_error == pytest.approx(2 / 3)
+    assert evaluation.difference.interval == pytest.approx((1 / 3 - 2.8684, 1 / 3 + 2.8684), abs=1e-4)
 
 
 async def test_the_base_is_compared_but_has_no_history(server, model):
@@ -268,6 +287,16 @@ async def test_metrics_are_means_over_scenarios(model):
 
     evaluation = await evaluate(model, draws, "xy", reps=2, log=False)
     assert evaluation.metrics == {"a": 0.75, "b": 3.0}
+
+
+async def test_a_group_has_the_metadata_that_its_trajectories_share(model):
+    rows: Any = iter([{"row": "a", "try": 1}, {"row": "a", "try": 2}, {"row": "b"}, {}])
+
+    async def draws(model: art.TrainableModel, scenario: str) -> art.Trajectory:
+        return art.Trajectory(metadata=next(rows))
+
+    evaluation = await evaluate(model, draws, "xy", reps=2, log=False)
+    assert [group.metadata for group in evaluation.groups] == [{"row": "a"}, {}]
 
 
 async def test_a_result_reads_in_one_line(model):

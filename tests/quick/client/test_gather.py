@@ -202,7 +202,17 @@ async def test_allowed_failures_are_recorded_on_their_group():
 
 @pytest.mark.parametrize(
     ("max_exceptions", "num_failing", "is_raised"),
-    [(0, 1, True), (2, 2, False), (2, 3, True), (0.5, 4, False), (0.5, 5, True), (0.01, 1, True), (math.inf, 8, False)],
+    [
+        (0, 1, True),
+        (2, 2, False),
+        (2, 3, True),
+        (0.5, 4, False),
+        (0.5, 5, True),
+        (0.01, 1, True),
+        (1.0, 8, False),
+        (1, 2, True),
+        (math.inf, 8, False),
+    ],
 )
 async def test_max_exceptions_is_a_number_or_a_share_of_all_rollouts(
     max_exceptions: float, num_failing: int, is_raised: bool

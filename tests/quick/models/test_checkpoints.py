@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import shutil
 import sqlite3
 import threading
@@ -20,9 +21,11 @@ from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, ModelFol
 from art_server.store.registry import Registry
 from art_server.store.server_database import FILE
 from art_watch.runs import Runs
+from art_watch.terminal.cli import main as art
 from tests.fakes.clock import FakeClock
 from tests.makers.demo import rows_by_step
 from tests.quick.models.house import House, add_model, commit, house
+from tests.quick.server.served import serving
 from tests.refusals import refused
 from tests.waiting import PATIENCE_SECONDS, until
 
@@ -301,6 +304,34 @@ async def test_a_rollback_sets_later_steps_and_their_rows_aside(tmp_path: Path, 
         assert (await post(here, "rollback", {"step": 2})).json()["step"] == 2
         assert (await post(here, "rollback", {"step": 4})).status_code == 404
     assert Registry(tmp_path).get("p", "a").step == 2
+
+
+async def test_the_command_rolls_a_model_back(
+    tmp_path: Path, tiny_adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_model(tmp_path, tiny_adapter, steps=5)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        code: Any = 0
+        try:
+            art([*arguments, "--url", served.url])
+        except SystemExit as end:
+            code = end.code
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    async with serving(tmp_path) as served:
+        for step, code, words in (
+            ("9", 2, "has no step 9"),
+            ("x", 2, "'x' is no step"),
+            ("2", 0, "step 2 is the newest"),
+        ):
+            ended, text = await asyncio.to_thread(run, "rollback", "a", step)
+            assert ended == code and words in text, text
+        _, listed = await asyncio.to_thread(run, "checkpoints", "a", "--json")
+        assert [row["step"] for row in json.loads(listed)["checkpoints"]] == [0, 1, 2]
+        assert (await asyncio.to_thread(run, "rollback", "a", "best"))[0] == 0
+        assert served.server.registry.get("p", "a").step == 2
 
 
 def sampled_by(here: House, step: int) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from art_server.cli import farewell
 from tests.quick.store.permissions import readable_by_others
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -69,6 +71,36 @@ def test_a_base_model_that_is_no_folder_ends_the_server_with_one_sentence(tmp_pa
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("art-server: base_model './nothing' cannot be loaded; tried: the folder")
+
+
+def test_a_signal_that_ends_the_server_is_logged(tmp_path: Path) -> None:
+    address, log = tmp_path / "art" / ".server" / "address.json", tmp_path / "log"
+    command = [sys.executable, "-m", "art_server", "--port", "0", "--inference-port", "0"]
+    with (
+        log.open("wb") as output,
+        subprocess.Popen([*command, "--path", str(tmp_path / "art")], stdout=output, stderr=output) as process,
+    ):
+        wait_until(lambda: address.exists() or process.poll() is not None, log.read_text)
+        url = json.loads(address.read_text())["url"]
+        with httpx.Client(transport=httpx.HTTPTransport(retries=5), timeout=PATIENCE_SECONDS) as client:
+            assert client.get(f"{url}/health").status_code == 200
+        process.terminate()
+    assert "SIGTERM: the server ends\n" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("pending", "line"),
+    [
+        ({}, "SIGTERM: the server ends"),
+        ({"running": (1, 0.0)}, "SIGTERM: the server ends; 1 running job continues at the next start"),
+        (
+            {"queued": (2, 0.0), "running": (1, 0.0)},
+            "SIGTERM: the server ends; 1 running and 2 queued jobs continue at the next start",
+        ),
+    ],
+)
+def test_the_line_of_a_signal_counts_the_jobs(pending: dict[str, tuple[int, float]], line: str) -> None:
+    assert farewell(signal.SIGTERM, pending) == line
 
 
 def test_a_server_whose_program_ended_before_it_looked_ends_too(tmp_path: Path) -> None:

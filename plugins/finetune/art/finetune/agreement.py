@@ -8,13 +8,13 @@ from typing import Any
 
 import art
 from art.contained import contained
-from art.estimates import Estimate, estimate
+from art.estimates import Estimate, estimate_rewards
 from art.finetune.agent import reason_of
 from art.finetune.errors import FinetuneError
 from art.finetune.results import ResultRecord
 from art.finetune.rows import DatasetRow
 from art.finetune.scoring import Reward
-from art.pool import run_all
+from art.pool import num_tolerated, run_all
 
 GOOD = 0.5
 """Scores and labels from this number on count as good."""
@@ -68,13 +68,12 @@ async def agreement(
     """The agreement of a reward with the column `label`, on the answers in the column `output`.
 
     Raises:
-        FinetuneError: more answers than `max_exceptions`, a number or a share below 1, could not be scored.
+        FinetuneError: more answers than `max_exceptions` tolerates (`num_tolerated`) could not be scored.
     """
     slots = asyncio.Semaphore(max_concurrency)
     records = await run_all(_scored(reward, row, slots) for row in rows)
     failed = [record.error for record in records if record.error is not None]
-    limit = max_exceptions * len(rows) if max_exceptions < 1 else max_exceptions
-    if len(failed) > limit or len(failed) == len(rows):
+    if len(failed) > num_tolerated(max_exceptions, len(rows)) or len(failed) == len(rows):
         raise FinetuneError(f"{len(failed)} of {len(rows)} answers could not be scored: {failed[0]}")
     labels: list[bool] = []
     scores: list[bool] = []
@@ -85,7 +84,7 @@ async def agreement(
             scores.append(record.reward >= GOOD)
             if labels[-1] != scores[-1]:
                 differing.append(row.id if record.repetition == 1 else f"{row.id} (repetition {record.repetition})")
-    share = estimate([float(label == score) for label, score in zip(labels, scores, strict=True)])
+    share = estimate_rewards([float(label == score) for label, score in zip(labels, scores, strict=True)])
     return Agreement(share, cohens_kappa(labels, scores), differing, len(failed), records)
 
 

@@ -208,7 +208,7 @@ def _components(tree: Any, toolkit: Toolkit | None) -> Wrong:
         if name in BUILT_IN[kind]:
             known = sorted(BUILT_IN[kind][name])
             yield from (((*path, key), f"unknown key: {hint(key, known)}") for key in fields if key not in known)
-        if (kind, name) == ("evaluator", "judge") and "timeout_seconds" in fields:
+        if kind == "evaluator" and name in ("judge", "ruler") and "timeout_seconds" in fields:
             seconds = typed(fields["timeout_seconds"])
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
                 yield (*path, "timeout_seconds"), f"must be a number of seconds above 0, not {described(seconds)}"

@@ -32,7 +32,7 @@ BUILT_IN: dict[Kind, dict[str, frozenset[str]]] = {
         "regex_match": frozenset({"pattern"}),
         "json_match": frozenset({"schema"}),
         "judge": frozenset({"judge_model", "base_url", "api_key", "rubric", "timeout_seconds", "max_tokens"}),
-        "ruler": frozenset({"judge_model", "base_url", "api_key", "rubric", "mode", "max_tokens"}),
+        "ruler": frozenset({"judge_model", "base_url", "api_key", "rubric", "mode", "timeout_seconds", "max_tokens"}),
     },
     "trajectory_builder": {"openpipe_art_traj_builder": frozenset({"num_generations", "reward"})},
     "trainer_adapter": {"openpipe_art_trainer_adapter": frozenset({"backend", "training", "reward"})},

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from art.estimates import Estimate, estimate
+from art.estimates import Estimate, estimate_differences
 from art.files import write_whole
 from art.finetune.errors import WrongInput
 from art.finetune.results import ResultRecord, mean_reward, row_rewards
@@ -83,13 +83,14 @@ def compare(before: Sequence[ResultRecord], after: Sequence[ResultRecord]) -> Co
         raise WrongInput(["the two evaluations have no row in common: compare evaluations of the same data set"])
     by_row = {row: (first.get(row), second.get(row)) for row in dict.fromkeys([*second, *first])}
     changes = [change for rewards in by_row.values() if (change := _change(*rewards)) is not None]
+    rewards = [record.reward for record in (*before, *after) if record.reward is not None]
     names = before[0].model, after[0].model
     if names[0] == names[1]:
         names = f"{names[0]} (before)", names[1]
     return Comparison(
         names,
         (mean_reward(before), mean_reward(after)),
-        estimate(changes) if changes else None,
+        estimate_differences(changes, rewards) if changes else None,
         by_row,
     )
 

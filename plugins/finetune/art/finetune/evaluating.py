@@ -4,7 +4,7 @@ agrees with labels."""
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -35,6 +35,7 @@ from art.finetune.runs import (
     validation_reward,
 )
 from art.finetune.sections import Config, DatasetSection
+from art.pool import num_tolerated
 
 
 class Names(NamedTuple):
@@ -62,6 +63,17 @@ COMPARED = (
 later mean replaces an earlier one."""
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class FileEvaluation(art.Evaluation):
+    """The result of `art eval`: an evaluation with its rollouts, and its comparison if it has a baseline or earlier results."""
+
+    records: list[ResultRecord] = field(default_factory=list[ResultRecord], compare=False)
+    """The rollouts, those of the baseline last."""
+    comparison: Comparison | None = None
+    page: Path | None = None
+    """The page of the comparison."""
+
+
 async def evaluate(
     file: str | Path | Mapping[str, Any],
     overrides: Overrides = (),
@@ -73,59 +85,20 @@ async def evaluate(
     ids: Sequence[str] = (),
     results: str | Path | None = None,
     compare: str | Path | None = None,
-) -> art.Evaluation:
+) -> FileEvaluation:
     """The mean reward of a step on the file's validation rows, or on the training rows if the file has no validation rows. With
     `baseline` also the paired difference from that step. `ids` and `limit` choose rows.
 
     A step is a number, "best", "base", or None for the newest step. The best step has the highest val/reward, or the highest
-    train/reward without validations. `eval.json` in the output folder has the figures, and for all rows of an unchanged file also eval/reward in the history;
-    `eval_results.jsonl` (or `results`) has the rollouts of the step. With `baseline`, or with the results of an earlier evaluation
-    (`compare`), `eval.html` shows the differences.
+    train/reward without validations. `eval.json` in the output folder has the figures. If all rows of an unchanged file are
+    evaluated, the history has eval/reward too. `eval_results.jsonl` (or `results`) has the rollouts of the step. With `baseline`,
+    or with the results of an earlier evaluation (`compare`), the result has a `comparison`, and `eval.html` shows the differences.
 
     Raises:
         WrongInput: the file is wrong, or there is no such model, step or row.
         NoServer: no server answers.
         FinetuneError: too many rollouts failed.
     """
-    compared = await evaluate_and_compare(
-        file,
-        overrides,
-        step=step,
-        baseline=baseline,
-        reps=reps,
-        limit=limit,
-        ids=ids,
-        results=results,
-        compare=compare,
-    )
-    if compared.comparison is not None:
-        say(f"{compared.comparison}; {compared.page}")
-    return compared.evaluation
-
-
-class Compared(NamedTuple):
-    """An evaluation with its comparison, if it has a baseline or earlier results."""
-
-    evaluation: art.Evaluation
-    records: list[ResultRecord]
-    """The rollouts, those of the baseline last."""
-    comparison: Comparison | None
-    page: Path
-
-
-async def evaluate_and_compare(
-    file: str | Path | Mapping[str, Any],
-    overrides: Overrides = (),
-    *,
-    step: str | None = None,
-    baseline: str | None = None,
-    reps: int | None = None,
-    limit: int | None = None,
-    ids: Sequence[str] = (),
-    results: str | Path | None = None,
-    compare: str | Path | None = None,
-) -> Compared:
-    """An evaluation as `evaluate` makes it, with its rollouts and its comparison."""
     if reps is not None and reps < 1:
         raise WrongInput([f"--reps must be at least 1, not {reps}"])
     checked_file = prepare(file, overrides)
@@ -183,7 +156,8 @@ async def evaluate_and_compare(
             earlier = [record for record in earlier if record.id in chosen]
         later = [record for record in records if record.model == evaluation.name]
         comparison = _write_differences(page, earlier, later)
-    return Compared(evaluation, records, comparison, page)
+    parts: dict[str, Any] = {part.name: getattr(evaluation, part.name) for part in fields(evaluation)}
+    return FileEvaluation(**parts, records=records, comparison=comparison, page=page)
 
 
 async def _log(model: art.TrainableModel, evaluation: art.Evaluation) -> None:
@@ -198,14 +172,13 @@ def _check_failures(records: Sequence[ResultRecord], max_exceptions: float) -> N
     """Prints how many rollouts failed, and why the first.
 
     Raises:
-        FinetuneError: more rollouts failed than `max_exceptions`, a number or a share below 1.
+        FinetuneError: more rollouts failed than `max_exceptions` tolerates (`num_tolerated`).
     """
     failed = [record for record in records if record.error is not None]
     if not failed:
         return
     line = f"{len(failed)} of {len(records)} rollouts failed; row {failed[0].id!r}: {failed[0].error}"
-    limit = max_exceptions * len(records) if max_exceptions < 1 else max_exceptions
-    if len(failed) > limit:
+    if len(failed) > num_tolerated(max_exceptions, len(records)):
         raise FinetuneError(f"{line}. finetuning.max_exceptions is {max_exceptions:g}")
     say(line)
 

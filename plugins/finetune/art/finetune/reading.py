@@ -26,7 +26,7 @@ VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-((?:[^{}]|\{[^{}]*\})*))?\}")
 """`${VAR}` or `${VAR:-default}`. A default can contain another variable."""
 OF_HUB = re.compile(r"hub:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?P<subset>[^/:]+))?(?::(?P<split>.+))?")
 """A data set of the hub as one text: hub:OWNER/NAME, with /SUBSET and :SPLIT."""
-DATASET_ENDINGS = ("json", "jsonl", "csv", "parquet")
+DATASET_ENDINGS = ("json", "jsonl", "csv", "tsv", "parquet")
 MAX_DEPTH = 100
 MAX_VALUES = 100_000
 """A file of a few lines can stand for billions of values by aliases of aliases."""
@@ -242,12 +242,15 @@ def _override(document: Document, key: str, value: Any) -> Document:
 
 def dataset_of_text(value: Any) -> Any:
     """The section of a data set that is only a path, or an id of the hub as "hub:OWNER/NAME[/SUBSET][:SPLIT]":
-    `"a.csv" -> {"_type": "csv", "file_path": "a.csv"}`."""
+    `"a.CSV" -> {"_type": "csv", "file_path": "a.CSV"}`. A file that ends with .tsv is a csv file with tabs."""
     if not isinstance(value, str | Path):
         return value
     if match := OF_HUB.fullmatch(str(value)):
         return {"_type": "hub"} | {name: text for name, text in match.groupdict().items() if text is not None}
-    return {"_type": Path(value).suffix.removeprefix("."), "file_path": value}
+    ending = Path(value).suffix.removeprefix(".").lower()
+    if ending == "tsv":
+        return {"_type": "csv", "file_path": value, "delimiter": "\t"}
+    return {"_type": ending, "file_path": value}
 
 
 def dataset_of_file(value: Any) -> Any:

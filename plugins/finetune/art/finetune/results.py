@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 import art
 from art.contained import contained
-from art.estimates import Estimate, estimate
+from art.estimates import Estimate, estimate_rewards
 from art.files import write_whole
 from art.finetune.agent import Agent, line_of_failure, reason_of, seed_of
 from art.finetune.errors import BelowTarget, WrongInput
@@ -158,7 +158,7 @@ def mean_reward(records: Sequence[ResultRecord]) -> Estimate:
     known = [reward for reward in row_rewards(records).values() if reward is not None]
     if not known:
         raise WrongInput(["no rollout has a reward: all failed"])
-    return estimate(known)
+    return estimate_rewards(known)
 
 
 def shown(records: Sequence[ResultRecord]) -> str:

@@ -3,11 +3,12 @@
 A failure is never a reward. An evaluator fails the rollout if it raises, or returns None, NaN or anything else that is no score.
 """
 
+import contextlib
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -30,8 +31,9 @@ MAX_PROBLEMS = 5
 
 JUDGE_MODEL = "openai/o3"
 OPENAI_URL = "https://api.openai.com/v1"
-JUDGE_SECONDS, JUDGE_RETRIES = 60.0, 2
-"""The default limit of a request to a judge, and how often a failed request is repeated."""
+JUDGE_SECONDS, RULER_SECONDS, JUDGE_RETRIES = 60.0, 600.0, 2
+"""The default limits of a request to a judge and to a ruler's judge, which reads whole groups, and how often a failed request is
+repeated."""
 
 T = TypeVar("T")
 Evaluator: TypeAlias = Callable[[DatasetRow, Any, art.Trajectory], Coroutine[Any, Any, Any]]
@@ -120,9 +122,10 @@ class Reward:
             Exception: the judge failed.
         """
         options = dict(self._ruler_options)
-        judge = judge_address(options) | _body_of(options)
+        seconds = options.pop("timeout_seconds", RULER_SECONDS)
+        judge = judge_address(options) | {"timeout": seconds, "max_retries": JUDGE_RETRIES} | _body_of(options)
         options = {name: value for name, value in options.items() if name not in judge}
-        with art.no_capture():
+        with art.no_capture(), _told_slow(seconds):
             judging = art.rewards.ruler_score_group(group, extra_litellm_params=judge, **options)
             scored = await self._limited(self._ruler, judging)
         if scored is None:
@@ -199,14 +202,21 @@ def judge_of(options: Mapping[str, Any]) -> Evaluator:
 
     async def evaluate(row: DatasetRow, output: Any, trajectory: art.Trajectory) -> dict[str, Any]:
         model, address = options.get("judge_model", JUDGE_MODEL), judge_address(options)
-        try:
+        with _told_slow(seconds):
             verdict = await art.rewards.grade_answer(*_graded(row, output, options), model, {**address, **params})
-        except art.rewards.JudgeTimeoutError as error:
-            remedy = f"raise timeout_seconds of the evaluator ({seconds:g}), or use a faster judge"
-            raise art.rewards.JudgeTimeoutError(f"{error}: {remedy}", retryable=True) from error
         return {"score": verdict.score, "reason": verdict.explanation}
 
     return evaluate
+
+
+@contextlib.contextmanager
+def _told_slow(seconds: float) -> Generator[None]:
+    """The error of a judge that took longer than `seconds` in the block has the remedy."""
+    try:
+        yield
+    except art.rewards.JudgeTimeoutError as error:
+        remedy = f"raise timeout_seconds of the evaluator ({seconds:g}), or use a faster judge"
+        raise art.rewards.JudgeTimeoutError(f"{error}: {remedy}", retryable=True) from error
 
 
 def _body_of(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -455,8 +455,8 @@ class Finetuning(Section):
     """Rows that are evaluated between epochs."""
     seed: int | None = Field(default=None, ge=0)
     """The seed of rollouts and curriculum. Default: drawn."""
-    max_exceptions: float = Field(default=0.1, ge=0)
-    """Failed rollouts that an epoch tolerates: a number, or a share if between 0 and 1."""
+    max_exceptions: int | float = Field(default=0.1, ge=0)
+    """Failed rollouts that an epoch tolerates: a count (1), or a share (0.1, and 1.0 for all)."""
 
     @property
     def rewards(self) -> list[RewardFunction]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from art_protocol.wire import LoRAConfig
+from art_protocol.wire import About, LoRAConfig
 from art_server.settings import ApiKey
 from art_server.store import files
 from art_server.store.model_folder import ModelFolder, ModelRecord
@@ -34,7 +34,9 @@ MODEL, OTHER = "demo/webnav-8b", "demo/webnav-lr2e5"
     "arguments",
     [
         ["status"],
+        ["status", MODEL],
         ["runs", "--sort", "reward"],
+        ["checkpoints", MODEL],
         ["show", MODEL],
         ["show", f"{MODEL}@1", "--sort", "reward", "--limit", "2"],
         ["show", f"{MODEL}@best", "--group", "0"],
@@ -70,6 +72,28 @@ def test_json_has_the_fields_that_programs_read(run: Run, folder: Path) -> None:
     curves = read("plot", MODEL)
     assert curves["metrics"] == ["train/reward", "val/reward"]
     assert len(curves["models"][MODEL]["metrics"]["val/reward"]) == 6
+
+
+def test_the_steps_of_a_model_are_listed_with_the_best_and_the_newest(run: Run, folder: Path, url: str) -> None:
+    lines = run("checkpoints", "webnav-8b", "--path", folder).out.splitlines()
+    assert lines[0].split() == ["step", "reward", "val", "size", "age"]
+    steps = [line.split()[0] for line in lines[1:]]
+    assert steps == ["1", "2", "3", "4", "5", "6"] and all(" 44." in line and " KiB " in line for line in lines[1:])
+    assert lines[-1].split()[-1] == "newest" and sum("best" in line for line in lines) == 1
+    assert run("checkpoints", "webnav-8b", "--url", url).out.splitlines()[-1].split()[-1] == "serves"
+
+
+def test_a_run_is_shown_with_what_it_cost(run: Run, folder: Path) -> None:
+    out = run("status", "webnav-8b", "--path", folder).out
+    assert out.startswith("demo/webnav-8b, step 6, base model Qwen/Qwen3-8B\nreward ")
+    assert re.search(r"\ntrained: [\d,]+ tokens in [\d,]+ of 6 steps\nsampled: [\d,]+ tokens in [\d,]+ rollouts\n", out)
+    assert "\ntime in steps: " in out and "\nprice: unknown" in out
+    record = ModelFolder(folder, "demo", "webnav-8b")
+    record.write_about(About(price_per_hour=2.0))
+    try:
+        assert re.search(r"\nprice: [\d.]+ at 2 an hour\n", run("status", "webnav-8b", "--path", folder).out)
+    finally:
+        record.write_about(About())
 
 
 def test_runs_sort_by_name_reward_and_time(run: Run, folder: Path) -> None:
@@ -108,6 +132,9 @@ def test_into_a_pipe_nothing_is_cut_off_or_coloured(run: Run, folder: Path) -> N
         (["show", MODEL, "--group", "-1"], 2, "-1 must be at least 0"),
         (["plot", f"{MODEL}@3"], 2, "without '@3'"),
         (["plot", MODEL, "--metric", "train/rewards"], 1, "metrics: train/reward"),
+        (["checkpoints", f"{MODEL}@3"], 2, "about a whole model: write demo/webnav-8b without '@3'"),
+        (["status", "none"], 1, "'none' is no model of"),
+        (["rollback", MODEL, "1"], 2, "only a running server has models that can be rolled back"),
         (["jobs"], 1, "only a running server has jobs"),
         (["jobs", "--cancel", "1"], 1, "only a running server has jobs"),
     ],
@@ -117,7 +144,7 @@ def test_an_error_has_its_code_and_names_the_remedy(
 ) -> None:
     ended, out, err = run(*arguments, "--path", folder)
     assert (ended, out) == (code, "") and re.search(message, err), err
-    if "jobs" not in arguments:
+    if not {"jobs", "rollback"} & set(arguments):
         again = run(*arguments, "--url", url)
         assert again.code == code and re.search(message, again.err), again.err
 

@@ -83,6 +83,15 @@ rollout 1 of group 0, reward 1.000
     )
 
 
+def test_an_answer_has_what_its_request_demanded() -> None:
+    form = {"type": "json_schema", "name": "city", "strict": True}
+    console = screen(120)
+    print_show(console, document(ENTRY | {"sampled_by": {"step": 4, "tool_choice": "required", "format": form}}))
+    assert 'stop, tool_choice required, format {"type": "json_schema", "name": "city", "strict": true}' in shown(
+        console
+    )
+
+
 def test_a_turn_that_begins_a_new_sequence_says_why() -> None:
     difference = "the policy's answer: expected 'a', found 'a</code>'"
     console = screen(80)
@@ -181,11 +190,13 @@ def test_the_table_has_the_prompt_and_the_calls_with_their_arguments(tmp_path: P
         messages_and_choices=[{"role": "user", "content": "Where is order 52?"}, choice],
         tools=tools,
         reward=1.0,
+        metrics={"won": True, "length": 0.25},
         metadata={"customer": "Ada"},
     )
     group = TrajectoryGroupBody(trajectories=[trajectory])
     model.write_lines("train", 1, pack_rows(map(trajectory_row, [group])))
     table = run("show", "a", "--path", tmp_path).out
+    assert "won=1 length=0.25" in table
     assert "\nWhere is order 52?\n" in table and '→ find_order({"id": "52"})' in table
     assert "Ada" not in table and "find_order" in run("show", "a", "--text", "ada", "--path", tmp_path).out
     assert '"parameters": {"type": "object"}' in run("show", "a", "--group", "0", "--path", tmp_path).out
@@ -201,7 +212,9 @@ async def test_a_rollout_that_failed_is_shown_by_its_session(tmp_path: Path, run
             async def fails() -> art.Trajectory:
                 async with art.rollout(model, "first") as r:
                     await r.openai_client().chat.completions.create(
-                        model=model.get_inference_name(), messages=[{"role": "user", "content": "hello"}]
+                        model=model.get_inference_name(),
+                        messages=[{"role": "user", "content": "hello"}],
+                        response_format={"type": "json_object"},
                     )
                     raise KeyError("no such order")
 
@@ -211,5 +224,6 @@ async def test_a_rollout_that_failed_is_shown_by_its_session(tmp_path: Path, run
             command = note.partition("`")[2].partition("`")[0].removeprefix("art ").split()
             ran = await asyncio.to_thread(run, *command)
             assert (ran.code, TEXT in ran.out, "hello" in ran.out) == (0, True, True), ran.err
+            assert 'format {"type": "json_object"}' in ran.out
             other = await asyncio.to_thread(run, *command[:-3], "second", *command[-2:])
             assert other.code == 1 and "session second has no answer of p/a" in other.err

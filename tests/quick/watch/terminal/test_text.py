@@ -31,7 +31,7 @@ def test_numbers_fit_their_column() -> None:
     shown = [number(value) for value in (None, 0.0, 0.5, -2.0, 123456.0, 4.9e-4, -5.99e-6, float("nan"))]
     assert shown == ["-", "0.000", "0.500", "-2.000", "1.23e+05", "0.00049", "-5.99e-06", "nan"]
     assert [age(seconds) for seconds in (None, -3.0, 59.0, 3600.0, 200_000.0)] == ["-", "0 s", "59 s", "1 h", "2 d"]
-    assert size(3 * 2**29) == "1.5 GiB"
+    assert [size(number) for number in (3 * 2**29, 2**26, 45_000, 0)] == ["1.5 GiB", "64.0 MiB", "43.9 KiB", "0.0 KiB"]
 
 
 def test_bars_span_lowest_to_highest_and_skip_what_is_missing() -> None:
