@@ -321,7 +321,7 @@ def is_due(chosen: Chosen, learning: Learning, now: float, *, is_asked: bool = F
 def waits_for(chosen: Chosen, learning: Learning, now: float) -> str:
     """What a model's learning waits for, in a sentence with numbers."""
     policy, count = learning.policy, len(chosen.units)
-    waiting = f"{count} of {policy.batch} scored answers wait"
+    waiting = f"{count} of {policy.batch} scored answers wait (a scored session with its answers counts as one)"
     if count and not chosen.has_two_rewards:
         return f"{waiting}, and all have the same reward: nothing can be learned before a score differs"
     hours = max(0.0, policy.every_hours - (now - learning.since) / HOUR)

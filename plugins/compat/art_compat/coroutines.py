@@ -45,7 +45,7 @@ async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
             show_command(name, session, server.base_url) for server in scope.servers for name in server.trainable_names
         ]
         if commands:
-            error.add_note(f"{' or '.join(commands)} shows what it was answered")
+            error.add_note(f"{' or '.join(commands)} shows what it was answered, if it asked the model")
         raise
     replies: dict[str, SessionReply] = {}
     for server in scope.servers:

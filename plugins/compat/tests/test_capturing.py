@@ -318,7 +318,7 @@ async def test_a_failure_passes_and_leaves_the_scope(sessions, model: art.Traina
         await art.trajectory(run(1))
     (session,) = sessions
     command = f"`art show demo/agent --session {session} --url {model.backend().base_url}`"
-    assert failure.__notes__ == [f"{command} shows what it was answered"]
+    assert failure.__notes__ == [f"{command} shows what it was answered, if it asked the model"]
     assert art.current_trajectory() is None
     task = asyncio.create_task(asyncio.sleep(0))
     with pytest.raises(TypeError, match="task"):

@@ -123,6 +123,8 @@ async def connected(loaded_file: Loaded, *, unknown: Unknown = "create") -> Asyn
     """
     config, policy, finetuning = loaded_file.config, loaded_file.policy, loaded_file.config.finetuning
     model = await _register(config, loaded_file.backend, unknown)
+    if unknown == "create":
+        await _check_learning(model)
     async with contextlib.AsyncExitStack() as opened:
         if unknown == "delete":
             opened.push_async_callback(_delete, model)
@@ -208,6 +210,21 @@ async def _register(config: Config, backend: art.Backend, unknown: Unknown = "cr
     except art.ArtError as error:  # a server that this program starts has failed
         raise NoServer(str(error)) from error
     return model
+
+
+async def _check_learning(model: art.TrainableModel) -> None:
+    """Checks that a program may train the model, before rollouts are sampled for nothing.
+
+    Raises:
+        FinetuneError: the server trains the model, from scores.
+    """
+    with contextlib.suppress(art.ArtStatusError):  # an older server has no such route
+        if (await model.learning()).state == "on":
+            name = model.get_inference_name()
+            raise FinetuneError(
+                f"{name} learns from scores, and its steps are the server's: pause that first (`art learn {name} --pause`), or "
+                "train another model"
+            )
 
 
 def _no_model(config: Config, known: Sequence[str]) -> str:
