@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from art_protocol.learning import Feedback, Policy, Score
+from art_protocol.learning import Feedback, Policy, Score, ScoreName
 from art_protocol.wire import BY_REFERENCE, TOKEN_FIELDS, HistoryBody
 from art_server.errors import Conflict, InvalidInput, NotFound, ServerError, TooMany
 from art_server.jobs.choices import is_choice
@@ -48,9 +48,11 @@ class FeedbackIntake:
         self._secret = secret
         self._max_open = max_open
 
-    def take(self, model: RegisteredModel, owner: str, feedback: Sequence[Feedback]) -> list[Score | ServerError]:
-        """The scores as rows, each with its error if it has one. `owner` is that of the caller's key. All scores without an error
-        are on disk when this returns.
+    def take(
+        self, model: RegisteredModel, owner: str, feedback: Sequence[Feedback], *, user_hash: str | None = None
+    ) -> list[Score | ServerError]:
+        """The scores as rows, each with its error if it has one. `owner` is that of the caller's key, and `user_hash` replaces the
+        scores' users. All scores without an error are on disk when this returns.
 
         Raises:
             TooMany: too many scores wait for a batch.
@@ -65,13 +67,27 @@ class FeedbackIntake:
         read: list[NewScore | Score | ServerError] = []
         for body in feedback:
             try:
-                read.append(self._read(model, owner, body, policy))
+                read.append(self._read(model, owner, body, policy, user_hash or self._hash(body.user)))
             except ServerError as error:
                 read.append(error)
         added = iter(self._scores.add([score for score in read if isinstance(score, NewScore)]))
         return [next(added) if isinstance(score, NewScore) else score for score in read]
 
-    def _read(self, model: RegisteredModel, owner: str, body: Feedback, policy: Policy) -> NewScore | Score:
+    def identify(self, model: RegisteredModel, answer: str, name: str, user: str | None) -> tuple[str, str | None]:
+        """The id of the choice that an answer's id names, and the hash of a user.
+
+        Raises:
+            NotFound: there is no such answer of the model.
+            InvalidInput: the name is not in the policy, or the answer cannot be trained.
+            Conflict: the answer may not be trained.
+        """
+        find_name(self._policies.of(model.number).policy, name)
+        (record,) = self._answer(model, answer).records
+        return record.choice_id, self._hash(user)
+
+    def _read(
+        self, model: RegisteredModel, owner: str, body: Feedback, policy: Policy, user: str | None
+    ) -> NewScore | Score:
         """A new score, or the score of an earlier request with the same id.
 
         Raises:
@@ -95,7 +111,7 @@ class FeedbackIntake:
             choices=[record.choice_id for record in judged.records],
             step=min(known, default=None),
             names_step=any(record.sampling.get(NAMES_STEP) for record in judged.records),
-            user=self._hash(body.user),
+            user=user,
             owner=owner,
             name=body.name,
             value=value,
@@ -186,20 +202,28 @@ def check_trainable(record: Record) -> None:
         )
 
 
+def find_name(policy: Policy, name: str) -> ScoreName:
+    """What a name of scores counts.
+
+    Raises:
+        InvalidInput: the policy does not have the name.
+    """
+    if name not in policy.names:
+        raise InvalidInput(
+            f"name '{name}' is not in the policy, which has {', '.join(policy.names)}: add it to `names` of PUT .../learning",
+            code="unknown_name",
+            param="name",
+        )
+    return policy.names[name]
+
+
 def value_of(body: Feedback, policy: Policy) -> float:
     """The value of a score in the range of its name.
 
     Raises:
         InvalidInput: the policy does not have the name, or the value is outside the name's range.
     """
-    name = policy.names.get(body.name)
-    if name is None:
-        raise InvalidInput(
-            f"name '{body.name}' is not in the policy, which has {', '.join(policy.names)}: add it to `names` of "
-            "PUT .../learning",
-            code="unknown_name",
-            param="name",
-        )
+    name = find_name(policy, body.name)
     if isinstance(body.value, bool):
         return name.high if body.value else name.low
     if not name.low <= body.value <= name.high:
