@@ -31,6 +31,7 @@ from art_server.jobs.runner import JobRunner
 from art_server.jobs.train_requests import TrainRequests
 from art_server.jobs.trainer import ServerTrainer
 from art_server.learning.collector import Collector
+from art_server.learning.deletion import Deletion
 from art_server.learning.feedback import FeedbackIntake
 from art_server.learning.guard import Guard
 from art_server.learning.policies import Policies
@@ -90,6 +91,7 @@ class Server:
     scores: Scores
     policies: Policies
     feedback: FeedbackIntake
+    deletion: Deletion
     releasing: Releasing
     collector: Collector
     status: Status
@@ -394,6 +396,7 @@ def build(
         scores=scores,
         policies=policies,
         feedback=feedback,
+        deletion=Deletion(scores=scores, ledger=ledger, feedback=feedback),
         releasing=releasing,
         collector=collector,
         status=status,

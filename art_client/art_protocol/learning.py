@@ -122,6 +122,20 @@ class ScoreList(Reply):
     """The value of `after` for the scores that follow; None: there are no more."""
 
 
+class Deleted(Reply):
+    """What a deletion has deleted, and what it cannot delete."""
+
+    answers: int = 0
+    """Records of the ledger."""
+    scores: int = 0
+    rollouts: int = 0
+    """Lines of the rollouts of trained steps."""
+    steps: tuple[int, ...] = ()
+    """The steps that have trained what is deleted. Their weights, and those of later steps, cannot forget it."""
+    continued_by: tuple[str, ...] = ()
+    """The answers whose conversations contain what is deleted."""
+
+
 class ScoreName(Body):
     """What a name of scores counts in the reward."""
 

@@ -95,7 +95,8 @@ class FeedbackIntake:
             InvalidInput: the name or the value is not in the policy, or the answer cannot be trained.
             Conflict: the id is of another score.
         """
-        digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
+        # Keyed, because the content names the user.
+        digest = hmac.new(self._secret, body.model_dump_json().encode(), hashlib.sha256).hexdigest()
         repeated = self._scores.find_repeated(model.number, owner, body.id, digest)
         if repeated is not None:
             return repeated
@@ -124,15 +125,17 @@ class FeedbackIntake:
             reason=None if len(known) == len(steps) else ROLLED_BACK,
         )
 
-    def _hash(self, user: str | None) -> str | None:
-        if user is None:
-            return None
+    def hash_user(self, user: str) -> str:
+        """The keyed hash by which the table of scores knows a user."""
         return hmac.new(self._secret, user.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()[:32]
 
+    def _hash(self, user: str | None) -> str | None:
+        return None if user is None else self.hash_user(user)
+
     def _answer(self, model: RegisteredModel, answer: str) -> Judged:
-        match = ANSWER_ID.fullmatch(answer)
-        choice = f"{match[1]}-{match[2] or 0}" if match is not None else answer
-        record = self._ledger.find(choice) if match is not None else None
+        request_id, index = read_answer_id(answer) or (None, 0)
+        choice = f"{request_id}-{index}"
+        record = self._ledger.find(choice) if request_id is not None else None
         if record is None or record.request.model != model.number:
             raise NotFound(
                 f"answer '{answer[:80]}' is no answer of '{model.id}' that this server has: send the `id` of an answer of this "
@@ -171,6 +174,12 @@ class FeedbackIntake:
             )
         by_id = {record.choice_id: record for record in records}
         return Judged(f"session {session}", histories, [*by_id.values()])
+
+
+def read_answer_id(answer: str) -> tuple[str, int] | None:
+    """The request's id and the choice's index in an answer's id; None for another text."""
+    match = ANSWER_ID.fullmatch(answer)
+    return (match[1], int(match[2] or 0)) if match is not None else None
 
 
 def reference(record: Record, message: dict[str, Any]) -> dict[str, Any]:
