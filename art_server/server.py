@@ -21,7 +21,7 @@ from art_server.engine.device.owner import AllDevices, DeviceOwner
 from art_server.engine.engine import Engine
 from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
-from art_server.errors import InvalidInput
+from art_server.errors import InvalidInput, StorageFull, Unavailable
 from art_server.inference_proxy import Proxy
 from art_server.jobs.job_row import PENDING, JobRow
 from art_server.jobs.layer_check import LayerCheck
@@ -143,6 +143,7 @@ class Server:
             await asyncio.to_thread(self.ledger.prune)
             await asyncio.to_thread(self.queue.prune)
             await asyncio.to_thread(self._prune_rollouts)
+            await asyncio.to_thread(self._prune_scores)
             await asyncio.sleep(PRUNE_SECONDS)
 
     def _prune_rollouts(self) -> None:
@@ -152,6 +153,16 @@ class Server:
                 model.folder.prune_rollouts(int(self.config.rollouts_max_gb * 2**30))
             except OSError as error:
                 logger.error("old rollouts of %s could not be deleted: %s", model.id, error)
+
+    def _prune_scores(self) -> None:
+        """Scores lose their texts with the ledger's records, and go later. An error of the disk is logged."""
+        try:
+            for model in self.registry.all():
+                policy = self.policies.of(model.number).policy
+                self.scores.drop_old(model.number, policy.max_age_days * 86400.0)
+            self.scores.prune(self.config.ledger_max_age_days * 86400.0)
+        except (StorageFull, Unavailable) as error:
+            logger.error("old scores could not be deleted: %s", error)
 
 
 def check_shares(config: ServerConfig, registry: Registry) -> None:

@@ -104,6 +104,7 @@ class FeedbackIntake:
         judged = (
             self._answer(model, body.answer) if body.answer is not None else self._session(model, owner, body.session)
         )
+        texts = {"comment": body.comment, "correction": body.correction, "metadata": body.metadata}
         steps = [record.request.step for record in judged.records]
         known = [step for step in steps if step is not None]
         return NewScore(
@@ -116,7 +117,7 @@ class FeedbackIntake:
             owner=owner,
             name=body.name,
             value=value,
-            texts={"comment": body.comment, "correction": body.correction, "metadata": body.metadata},
+            texts={name: text for name, text in texts.items() if text},
             client_id=body.id,
             digest=digest,
             made_at=body.made_at,

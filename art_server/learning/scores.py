@@ -22,9 +22,16 @@ from art_protocol.learning import Score, ScoreState
 from art_server.errors import Conflict, NotFound
 from art_server.shared.clock import REAL, Clock
 from art_server.store.database import Database, insert, overwriting
+from art_server.store.server_database import ENDED_SCORE
 
 COLUMNS = "score_id, state, reason, target, name, value, step, job_id, trained_step, replaces, texts, created_at, digest, number"
 WAITING = "number, target, choices, user, name, value, step, answered_at"
+KEPT_SECONDS = 90 * 86400.0
+"""Ended scores stay so much longer than the ledger's records, because they say which steps a deletion concerns."""
+PRUNED_AT_A_TIME = 500
+"""Scores that are changed in one transaction."""
+TOO_OLD = "too_old"
+"""The reason of a score whose answer is older than the policy's `max_age_days`."""
 ALREADY_TRAINED = "already_trained"
 """The reason of a score whose answer a job has taken before."""
 
@@ -309,6 +316,61 @@ class Scores:
             raise Conflict(
                 "a job has taken one of the scores meanwhile: delete again when it has ended", code="score_in_job"
             )
+
+    # --- keeping within bounds ---
+
+    def drop_old(self, model: int, max_age_seconds: float) -> None:
+        """Marks scores that have waited longer as too old, also if the model does not learn."""
+        waiting = "model = ? AND state = 'scored' AND reason IS NULL ORDER BY number LIMIT ?"
+        before = self._clock.now() - max_age_seconds
+        while True:
+            rows = self._database.select(
+                f"SELECT number, created_at FROM scores WHERE {waiting}", model, PRUNED_AT_A_TIME
+            )
+            old = [number for number, created_at in rows if created_at < before]
+            if not old:
+                return
+            self.drop(old, TOO_OLD)
+
+    def prune(self, max_age_seconds: float) -> None:
+        """Deletes the texts of ended scores that are older than the ledger's age limit, and KEPT_SECONDS later the scores, and what
+        jobs have taken of their answers. Changes a few rows at a time, because requests wait meanwhile."""
+        before = self._clock.now() - max_age_seconds
+        while self._prune_texts(before) == PRUNED_AT_A_TIME:
+            pass
+        while self._prune_rows(before - KEPT_SECONDS, before - KEPT_SECONDS + max_age_seconds) == PRUNED_AT_A_TIME:
+            pass
+
+    def _prune_texts(self, before: float) -> int:
+        with self._database.changes("the scores") as connection:
+            changed = connection.execute(
+                "UPDATE scores SET texts = '{}' WHERE number IN (SELECT number FROM scores"
+                f" WHERE {ENDED_SCORE} AND texts <> '{{}}' AND created_at < ? ORDER BY created_at LIMIT ?)",
+                (before, PRUNED_AT_A_TIME),
+            )
+            return changed.rowcount
+
+    def _prune_rows(self, before: float, waiting_since: float) -> int:
+        """Deletes some ended scores that are older than `before`, of models without a score that waits since `waiting_since`: such
+        a score may have the tokens of an answer that was trained before."""
+        oldest = (
+            "(SELECT created_at FROM scores AS waiting WHERE waiting.model = scores.model AND waiting.state = 'scored'"
+            " AND waiting.reason IS NULL ORDER BY waiting.number LIMIT 1)"
+        )
+        with self._database.changes("the scores") as connection:
+            rows = connection.execute(
+                f"SELECT number, choices FROM scores WHERE {ENDED_SCORE} AND created_at < ?"
+                f" AND COALESCE({oldest}, 1e99) >= ? ORDER BY created_at LIMIT ?",
+                (before, waiting_since, PRUNED_AT_A_TIME),
+            ).fetchall()
+            choices = [choice for row in rows for choice in json.loads(row["choices"])]
+            for table, column, values in (
+                ("taken_choices", "choice_id", choices),
+                ("scores", "number", [row["number"] for row in rows]),
+            ):
+                in_list = f"{column} IN (SELECT value FROM json_each(?))"
+                connection.execute(f"DELETE FROM {table} WHERE {in_list}", (json.dumps(values),))
+            return len(rows)
 
     # --- batches ---
 
