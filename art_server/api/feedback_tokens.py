@@ -23,6 +23,7 @@ from art_server.api.bodies import SmallBodies
 from art_server.api.error_responses import answer
 from art_server.api.keys import Keys
 from art_server.api.parameters import PathModel, TheCollector, TheFeedback, TheRegistry
+from art_server.api.score_rates import PER_TOKEN
 from art_server.errors import Forbidden, ServerError, Unauthorized
 from art_server.store.registry import RegisteredModel, Registry
 
@@ -44,6 +45,11 @@ class TokenClaim:
     """Of the key that the token was issued to."""
     expires: float
     """Seconds since 1970."""
+
+    @property
+    def sender(self) -> str:
+        """Names the one score for which tokens may be issued again and again."""
+        return f"token {self.model} {self.answer} {self.name} {self.user}"
 
 
 class FeedbackTokens:
@@ -115,6 +121,7 @@ async def give_score(
 ) -> Response:
     """Takes the score that a token is for. A later score with the token replaces an earlier one."""
     model = find_model(claim, registry, request.app.state.keys)
+    request.app.state.score_rates.count(claim.sender, 1, PER_TOKEN)
     score = Feedback(answer=claim.answer, name=claim.name, value=body.value, comment=body.comment)
     (result,) = await asyncio.to_thread(feedback.take, model, claim.owner, [score], user_hash=claim.user)
     if isinstance(result, ServerError):

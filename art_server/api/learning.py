@@ -32,6 +32,7 @@ from art_server.api.parameters import (
     TheReleasing,
     TheScores,
 )
+from art_server.api.score_rates import PER_KEY
 from art_server.errors import Conflict, Forbidden, InvalidInput, ServerError, TooLarge
 
 router = APIRouter(prefix="/api/models/{project}/{name}", route_class=SmallBodies)
@@ -69,6 +70,7 @@ async def give_feedback(
     body = await read_body(request, SMALL_MB, "send fewer scores at once")
     is_single = not request.headers.get("content-type", "").startswith(NDJSON) and body.count(b"\n{") == 0
     read = await asyncio.to_thread(read_object if is_single else read_lines, body)
+    request.app.state.score_rates.count(caller.owner, len(read), PER_KEY)
     right = [score for score in read if isinstance(score, Feedback)]
     taken = iter(await asyncio.to_thread(feedback.take, model, caller.owner, right))
     results = [next(taken) if isinstance(score, Feedback) else score for score in read]
