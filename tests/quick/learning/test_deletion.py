@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from art_server.errors import StorageFull
 from art_server.settings import ApiKey
 from tests.quick.learning.crowd import NAME, ROUTES, Crowd, crowd
 from tests.quick.server.served import serving
@@ -109,6 +110,23 @@ async def test_what_a_job_trains_is_deleted_after_the_job(tmp_path: Path) -> Non
         may_end.set()
         await shop.trained(1)
         assert (await delete(shop, f"answers/{answers[0]}"))["steps"] == [1]
+
+
+async def test_a_deletion_that_was_cut_short_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with crowd(tmp_path) as shop:
+        answer = await talk(shop, "one", SECRET.decode())
+        await shop.score(answer, comment=SECRET.decode())
+
+        def refuse(*_: object) -> None:
+            raise StorageFull("the disk is full", code="no_disk_space")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(shop.served.server.scores, "delete", refuse)
+            assert (await shop.http.delete(f"{ROUTES}/answers/{answer}")).status_code == 507
+        assert len(await shop.scores()) == 1
+        reply = await delete(shop, f"answers/{answer}")
+        assert (reply["answers"], reply["scores"]) == (0, 1)
+    assert files_with(tmp_path, SECRET) == []
 
 
 async def test_the_scores_of_a_user_are_deleted(tmp_path: Path) -> None:
