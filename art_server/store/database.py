@@ -75,11 +75,12 @@ def transaction(database: sqlite3.Connection) -> Iterator[None]:
 @contextlib.contextmanager
 def overwriting(database: sqlite3.Connection) -> Iterator[None]:
     """What the block deletes is overwritten in the file and its log, instead of left until SQLite uses the pages again."""
+    ((default,),) = database.execute("PRAGMA secure_delete").fetchall()  # it depends on SQLite's build
     database.execute("PRAGMA secure_delete=ON")
     try:
         yield
     finally:
-        database.execute("PRAGMA secure_delete=OFF")
+        database.execute(f"PRAGMA secure_delete={default}")
     database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
