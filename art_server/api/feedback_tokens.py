@@ -25,6 +25,7 @@ from art_server.api.keys import Keys
 from art_server.api.parameters import PathModel, TheCollector, TheFeedback, TheRegistry
 from art_server.api.score_rates import PER_TOKEN
 from art_server.errors import Forbidden, ServerError, Unauthorized
+from art_server.settings import ApiKey
 from art_server.store.registry import RegisteredModel, Registry
 
 router = APIRouter(route_class=SmallBodies)
@@ -141,9 +142,13 @@ def find_model(claim: TokenClaim, registry: Registry, keys: Keys) -> RegisteredM
     model = registry.of_number(claim.model)
     if model is None:
         raise wrong_token()
-    if keys.are_needed("feedback"):
-        key = keys.find_owner(claim.owner)
-        is_covered = key is not None and (key.projects is None or model.record.project in key.projects)
-        if not is_covered or not key.scopes & {"feedback", "train"}:
-            raise Forbidden("the key that issued this token is not valid any more", code="revoked_token")
+    if keys.are_needed("feedback") and not may_give(keys.find_owner(claim.owner), model.record.project):
+        raise Forbidden("the key that issued this token is not valid any more", code="revoked_token")
     return model
+
+
+def may_give(key: ApiKey | None, project: str) -> bool:
+    """Whether a key gives scores of a project's models."""
+    if key is None or not key.scopes & {"feedback", "train"}:
+        return False
+    return key.projects is None or project in key.projects
