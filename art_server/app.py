@@ -9,11 +9,13 @@ from fastapi.middleware.cors import CORSMiddleware
 from art_protocol.learning import ANSWER_HEADER
 from art_protocol.wire import STEP_HEADER
 from art_server import __version__
-from art_server.api import art_wire, checkpoints, control, error_responses, learning
+from art_server.api import art_wire, checkpoints, control, error_responses, feedback_tokens, learning
 from art_server.api.auth import Authentication
+from art_server.api.feedback_tokens import FeedbackTokens
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys
 from art_server.api.openai import routes as openai_routes
+from art_server.api.score_rates import ScoreRates
 from art_server.server import Server
 from art_server.store import files
 from art_watch import metrics, routes
@@ -43,9 +45,11 @@ def make_app(server: Server, inference_port: int | None) -> FastAPI:
     app.state.runs = Runs(config.path, server.registry.history_of)
     app.state.is_stopping = False
     app.state.model_keys = ModelKeys(files.read_secret(config.server_dir / "model_keys_secret"))
+    app.state.feedback_tokens = FeedbackTokens(files.read_secret(config.server_dir / "feedback_tokens_secret"))
+    app.state.score_rates = ScoreRates()
     error_responses.add_error_handlers(app)
     # Routes are tried in order, so the routes of most requests come first.
-    for module in (openai_routes, control, learning, checkpoints, art_wire, routes, metrics):
+    for module in (openai_routes, control, feedback_tokens, learning, checkpoints, art_wire, routes, metrics):
         app.include_router(module.router, responses=error_responses.RESPONSES)
     if server.hosts is not None:
         app.include_router(server.hosts.router)

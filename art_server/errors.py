@@ -5,6 +5,8 @@ class ServerError(Exception):
     """An error with a stable code, the field at fault, and whether the same request may succeed later."""
 
     retryable = False
+    wait_seconds = 5
+    """When a client should repeat a request that may succeed later."""
 
     def __init__(self, message: str, *, code: str, param: str | None = None):
         super().__init__(message)
@@ -50,9 +52,14 @@ class TooLarge(ServerError):
 
 
 class TooMany(ServerError):
-    """More jobs than the server accepts."""
+    """More jobs or scores than the server accepts."""
 
     retryable = True
+
+    def __init__(self, message: str, *, code: str, param: str | None = None, wait_seconds: int | None = None):
+        super().__init__(message, code=code, param=param)
+        if wait_seconds is not None:
+            self.wait_seconds = wait_seconds
 
 
 class Unavailable(ServerError):

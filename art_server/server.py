@@ -21,7 +21,7 @@ from art_server.engine.device.owner import AllDevices, DeviceOwner
 from art_server.engine.engine import Engine
 from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
-from art_server.errors import InvalidInput
+from art_server.errors import InvalidInput, StorageFull, Unavailable
 from art_server.inference_proxy import Proxy
 from art_server.jobs.job_row import PENDING, JobRow
 from art_server.jobs.layer_check import LayerCheck
@@ -31,6 +31,7 @@ from art_server.jobs.runner import JobRunner
 from art_server.jobs.train_requests import TrainRequests
 from art_server.jobs.trainer import ServerTrainer
 from art_server.learning.collector import Collector
+from art_server.learning.deletion import Deletion
 from art_server.learning.feedback import FeedbackIntake
 from art_server.learning.guard import Guard
 from art_server.learning.policies import Policies
@@ -90,6 +91,7 @@ class Server:
     scores: Scores
     policies: Policies
     feedback: FeedbackIntake
+    deletion: Deletion
     releasing: Releasing
     collector: Collector
     status: Status
@@ -141,6 +143,7 @@ class Server:
             await asyncio.to_thread(self.ledger.prune)
             await asyncio.to_thread(self.queue.prune)
             await asyncio.to_thread(self._prune_rollouts)
+            await asyncio.to_thread(self._prune_scores)
             await asyncio.sleep(PRUNE_SECONDS)
 
     def _prune_rollouts(self) -> None:
@@ -150,6 +153,16 @@ class Server:
                 model.folder.prune_rollouts(int(self.config.rollouts_max_gb * 2**30))
             except OSError as error:
                 logger.error("old rollouts of %s could not be deleted: %s", model.id, error)
+
+    def _prune_scores(self) -> None:
+        """Scores lose their texts with the ledger's records, and go later. An error of the disk is logged."""
+        try:
+            for model in self.registry.all():
+                policy = self.policies.of(model.number).policy
+                self.scores.drop_old(model.number, policy.max_age_days * 86400.0)
+            self.scores.prune(self.config.ledger_max_age_days * 86400.0)
+        except (StorageFull, Unavailable) as error:
+            logger.error("old scores could not be deleted: %s", error)
 
 
 def check_shares(config: ServerConfig, registry: Registry) -> None:
@@ -394,6 +407,7 @@ def build(
         scores=scores,
         policies=policies,
         feedback=feedback,
+        deletion=Deletion(scores=scores, ledger=ledger, feedback=feedback),
         releasing=releasing,
         collector=collector,
         status=status,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from art_server.api.auth import ART_PATHS, FEEDBACK, OPEN_PATHS
+from art_server.api.auth import ART_PATHS, FEEDBACK, OPEN_PATHS, TOKENS
 from art_server.api.bodies import SMALL_MB, V1_BYTES_PER_TOKEN, V1_MB
 from art_server.api.openai.routes import PATHS
 from art_server.settings import ServerConfig
@@ -45,6 +45,8 @@ def limit_of(route: APIRoute, method: str) -> str:
 def scope_of(path: str) -> str:
     if path in OPEN_PATHS:
         return "none; with a key the answer has more fields"
+    if path.startswith(TOKENS):
+        return "none: the path has a token"
     if path.startswith("/v1/"):
         return "infer"
     if FEEDBACK.fullmatch(path):

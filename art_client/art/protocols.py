@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from art.job import Job
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import TrainResult
-from art_protocol.learning import Feedback, LearningInfo, Policy, Score
+from art_protocol.learning import Feedback, FeedbackToken, FeedbackTokenRequest, LearningInfo, Policy, Score
 from art_protocol.wire import (
     CheckpointList,
     DeleteCheckpointsReply,
@@ -49,6 +49,8 @@ class ServerBackend(Protocol):
     ) -> Job: ...
 
     async def _feedback(self, model: Any, feedback: Feedback) -> Score: ...
+
+    async def _feedback_token(self, model: Any, request: FeedbackTokenRequest) -> FeedbackToken: ...
 
     async def _learn(self, model: Any, policy: Policy) -> LearningInfo: ...
 

@@ -11,6 +11,8 @@ MAX_LINES = 1000
 """Scores in one request."""
 MAX_TEXT = 16_384
 """Characters of a comment or a correction."""
+MAX_TOKEN_SECONDS = 30 * 86400.0
+"""How long a browser's token may be valid."""
 ANSWER_HEADER = "x-art-answer"
 """In a reply: the answer's id for feedback, where the id is known before the answer begins."""
 LEARN_HEADER = "x-art-learn"
@@ -78,10 +80,60 @@ class Score(Reply):
     """Seconds since 1970."""
 
 
+class FeedbackTokenRequest(Body):
+    """For a token with which a browser gives one score."""
+
+    answer: str = Field(min_length=1, max_length=200)
+    """As in `Feedback`."""
+    name: str = Field(default="thumb", pattern=NAME_PATTERN)
+    user: str | None = Field(default=None, min_length=1, max_length=256)
+    """Who will give the score. The token has a keyed hash only."""
+    seconds: float = Field(default=3600.0, gt=0, le=MAX_TOKEN_SECONDS)
+    """How long the token is valid."""
+
+
+class FeedbackToken(Reply):
+    token: str
+    path: str
+    """`POST` the score there, without a key."""
+    expires_at: float
+    """Seconds since 1970."""
+
+
+class TokenScore(Body):
+    """What a browser sends with a token."""
+
+    value: bool | FiniteFloat
+    comment: str | None = Field(default=None, max_length=MAX_TEXT)
+
+
+class TokenReply(Reply):
+    """What a browser learns of its score."""
+
+    name: str
+    value: float
+    state: ScoreState
+    reason: str | None = None
+
+
 class ScoreList(Reply):
     scores: list[Score]
     next: int | None = None
     """The value of `after` for the scores that follow; None: there are no more."""
+
+
+class Deleted(Reply):
+    """What a deletion has deleted, and what it cannot delete."""
+
+    answers: int = 0
+    """Records of the ledger."""
+    scores: int = 0
+    rollouts: int = 0
+    """Lines of the rollouts of trained steps."""
+    steps: tuple[int, ...] = ()
+    """The steps that have trained what is deleted. Their weights, and those of later steps, cannot forget it."""
+    continued_by: tuple[str, ...] = ()
+    """The answers whose conversations contain what is deleted."""
 
 
 class ScoreName(Body):

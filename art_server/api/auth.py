@@ -2,7 +2,7 @@
 
 A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. Inference (`/v1`) needs the scope `infer`, a machine that
 joins the scope `host`, scores the scope `feedback` or `train`, any other route the scope `train`. `/health` and `/ready` need no key; without a valid key they show
-only the engine's state. The files of the page need no key, its data the caller's key. OPTIONS of `/v1` needs none, because
+only the engine's state. A browser's score has a token in its path, in place of a key. The files of the page need no key, its data the caller's key. OPTIONS of `/v1` needs none, because
 browsers send none. A key that the ART wire issued permits inference on one model. With `--legacy-without-key`, callers without
 a key may use the routes of the ART wire only. The URL (`/s/SESSION/v1`), the header `x-art-session`, the key (`KEY::SESSION`)
 or the header `x-session-id` may name a session, which becomes part of the `Caller`. Without configured keys the server listens
@@ -36,6 +36,8 @@ HOSTS = "/api/hosts/"
 """The routes by which other machines offer their devices (`art_server/machines`)."""
 FEEDBACK = re.compile(r"/api/models/[^/]+/[^/]+/feedback(/[^/]*)?")
 """The routes of scores."""
+TOKENS = "/feedback/"
+"""The route of a browser's score, whose path has a token (`feedback_tokens.py`)."""
 PAGE = "/page/"
 """Files of the page, which contain no data."""
 ART_PATHS = frozenset(
@@ -262,8 +264,8 @@ def host_name(address: str) -> str | None:
 
 
 def is_open(path: str) -> bool:
-    """Whether a path needs no key: the engine's state, and the page without its data."""
-    return path in OPEN_PATHS or path == "/" or path.startswith(PAGE)
+    """Whether a path needs no key: the engine's state, the page without its data, and a score with a token."""
+    return path in OPEN_PATHS or path == "/" or path.startswith((PAGE, TOKENS))
 
 
 def presented_key(headers: Headers) -> str | None:

@@ -26,9 +26,6 @@ STATUS: Mapping[type[errors.ServerError], int] = {
     errors.StorageFull: 507,
 }
 
-RETRY_AFTER_SECONDS = 5
-"""The `retry-after` of an answer with 429 or 503."""
-
 SESSION_PATH = "art.session_path"
 """The key of a request's scope with the session in its URL: "s/SESSION/"."""
 MAX_FIELDS_SHOWN = 3
@@ -80,7 +77,7 @@ def detail_of(error: errors.ServerError) -> ErrorDetail:
 def answer(error: errors.ServerError, *, is_inference: bool = False) -> JSONResponse:
     """The HTTP answer to an error."""
     status = status_of(error, is_inference=is_inference)
-    headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if status in (429, 503) else {}
+    headers = {"retry-after": str(error.wait_seconds)} if status in (429, 503) else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     body = ErrorBody(error=detail_of(error)).model_dump(mode="json")

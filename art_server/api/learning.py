@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from art_protocol.learning import (
     MAX_LINES,
+    Deleted,
     Feedback,
     LearningAction,
     LearningInfo,
@@ -22,8 +23,17 @@ from art_protocol.wire import NDJSON, ErrorBody
 from art_server.api.auth import TheCaller
 from art_server.api.bodies import SMALL_MB, SmallBodies, described_body, read_body
 from art_server.api.error_responses import answer, detail_of, invalid_body
-from art_server.api.parameters import PathModel, TheCollector, TheFeedback, ThePolicies, TheReleasing, TheScores
-from art_server.errors import Conflict, InvalidInput, ServerError, TooLarge
+from art_server.api.parameters import (
+    PathModel,
+    TheCollector,
+    TheDeletion,
+    TheFeedback,
+    ThePolicies,
+    TheReleasing,
+    TheScores,
+)
+from art_server.api.score_rates import PER_KEY
+from art_server.errors import Conflict, Forbidden, InvalidInput, ServerError, TooLarge
 
 router = APIRouter(prefix="/api/models/{project}/{name}", route_class=SmallBodies)
 
@@ -60,6 +70,7 @@ async def give_feedback(
     body = await read_body(request, SMALL_MB, "send fewer scores at once")
     is_single = not request.headers.get("content-type", "").startswith(NDJSON) and body.count(b"\n{") == 0
     read = await asyncio.to_thread(read_object if is_single else read_lines, body)
+    request.app.state.score_rates.count(caller.owner, len(read), PER_KEY)
     right = [score for score in read if isinstance(score, Feedback)]
     taken = iter(await asyncio.to_thread(feedback.take, model, caller.owner, right))
     results = [next(taken) if isinstance(score, Feedback) else score for score in read]
@@ -130,6 +141,31 @@ async def show_score(model: PathModel, score: str, scores: TheScores, owner: Own
 @router.delete("/feedback/{score}")
 async def retract_score(model: PathModel, score: str, scores: TheScores, owner: OwnScores) -> Score:
     return await asyncio.to_thread(scores.retract, model.number, score, owner)
+
+
+@router.delete("/feedback")
+async def delete_user(
+    model: PathModel,
+    caller: TheCaller,
+    deletion: TheDeletion,
+    user: Annotated[str, Query(min_length=1, max_length=256)],
+) -> Deleted:
+    """Deletes the scores of a user."""
+    if caller.gives_feedback_only:
+        raise Forbidden("this key lacks the scope 'train': it takes back its own scores by their ids", code="forbidden")
+    return await asyncio.to_thread(deletion.delete_user, model, user)
+
+
+@router.delete("/answers/{answer}")
+async def delete_answer(model: PathModel, answer: str, deletion: TheDeletion) -> Deleted:
+    """Deletes an answer with its scores."""
+    return await asyncio.to_thread(deletion.delete_answer, model, answer)
+
+
+@router.delete("/sessions/{session}")
+async def delete_session(model: PathModel, session: str, deletion: TheDeletion) -> Deleted:
+    """Deletes a model's answers in a session with their messages and scores."""
+    return await asyncio.to_thread(deletion.delete_session, model, session)
 
 
 @router.put("/learning")

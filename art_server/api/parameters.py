@@ -18,6 +18,7 @@ from art_server.jobs.reports import Reports
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.train_requests import TrainRequests
 from art_server.learning.collector import Collector
+from art_server.learning.deletion import Deletion
 from art_server.learning.feedback import FeedbackIntake
 from art_server.learning.policies import Policies
 from art_server.learning.releasing import Releasing
@@ -60,6 +61,7 @@ TheScores = Annotated[Scores, part(lambda server: server.scores)]
 ThePolicies = Annotated[Policies, part(lambda server: server.policies)]
 TheFeedback = Annotated[FeedbackIntake, part(lambda server: server.feedback)]
 TheCollector = Annotated[Collector, part(lambda server: server.collector)]
+TheDeletion = Annotated[Deletion, part(lambda server: server.deletion)]
 TheReleasing = Annotated[Releasing, part(lambda server: server.releasing)]
 TheStatus = Annotated[Status, part(lambda server: server.status)]
 

@@ -80,6 +80,13 @@ def write_record(folder: ModelFolder, record: ReplayRecord, packed_batch: bytes)
             files.remove_folder(old)
 
 
+def remove_records(folder: ModelFolder, step: int, *, is_set_aside: bool) -> None:
+    """Deletes a step's record, which has the tokens of its batch; with `is_set_aside` those of rolled-back steps of this number."""
+    for checkpoint in folder.checkpoint_dirs(step, is_set_aside=is_set_aside):
+        with contextlib.suppress(FileNotFoundError):  # the step has no record, or was deleted
+            files.remove_folder(checkpoint / FOLDER)
+
+
 def _link(source: Path, target: Path) -> None:
     """A hard link, or a copy where the file system has none."""
     with contextlib.suppress(OSError):

@@ -22,7 +22,7 @@ from art_server.learning import pinned
 from art_server.learning.policies import Learning, Policies
 from art_server.learning.releasing import Releasing
 from art_server.learning.rewards import DAY, HOUR, reward_of
-from art_server.learning.scores import ALREADY_TRAINED, Scores, WaitingScore
+from art_server.learning.scores import ALREADY_TRAINED, TOO_OLD, Scores, WaitingScore
 from art_server.ledger.records import Record
 from art_server.models.registration import Registration
 from art_server.shared.clock import REAL, Clock
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 30.0
 """The collector looks so often without a new score, because scores grow old and hours pass."""
-CAPPED, TOO_OLD, TOO_STALE = "capped", "too_old", "too_stale"
+CAPPED, TOO_STALE = "capped", "too_stale"
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from art_protocol.learning import Feedback, Policy, Score
+from art_protocol.learning import Feedback, Policy, Score, ScoreName
 from art_protocol.wire import BY_REFERENCE, TOKEN_FIELDS, HistoryBody
 from art_server.errors import Conflict, InvalidInput, NotFound, ServerError, TooMany
 from art_server.jobs.choices import is_choice
@@ -48,9 +48,11 @@ class FeedbackIntake:
         self._secret = secret
         self._max_open = max_open
 
-    def take(self, model: RegisteredModel, owner: str, feedback: Sequence[Feedback]) -> list[Score | ServerError]:
-        """The scores as rows, each with its error if it has one. `owner` is that of the caller's key. All scores without an error
-        are on disk when this returns.
+    def take(
+        self, model: RegisteredModel, owner: str, feedback: Sequence[Feedback], *, user_hash: str | None = None
+    ) -> list[Score | ServerError]:
+        """The scores as rows, each with its error if it has one. `owner` is that of the caller's key, and `user_hash` replaces the
+        scores' users. All scores without an error are on disk when this returns.
 
         Raises:
             TooMany: too many scores wait for a batch.
@@ -65,13 +67,27 @@ class FeedbackIntake:
         read: list[NewScore | Score | ServerError] = []
         for body in feedback:
             try:
-                read.append(self._read(model, owner, body, policy))
+                read.append(self._read(model, owner, body, policy, user_hash or self._hash(body.user)))
             except ServerError as error:
                 read.append(error)
         added = iter(self._scores.add([score for score in read if isinstance(score, NewScore)]))
         return [next(added) if isinstance(score, NewScore) else score for score in read]
 
-    def _read(self, model: RegisteredModel, owner: str, body: Feedback, policy: Policy) -> NewScore | Score:
+    def identify(self, model: RegisteredModel, answer: str, name: str, user: str | None) -> tuple[str, str | None]:
+        """The id of the choice that an answer's id names, and the hash of a user.
+
+        Raises:
+            NotFound: there is no such answer of the model.
+            InvalidInput: the name is not in the policy, or the answer cannot be trained.
+            Conflict: the answer may not be trained.
+        """
+        find_name(self._policies.of(model.number).policy, name)
+        (record,) = self._answer(model, answer).records
+        return record.choice_id, self._hash(user)
+
+    def _read(
+        self, model: RegisteredModel, owner: str, body: Feedback, policy: Policy, user: str | None
+    ) -> NewScore | Score:
         """A new score, or the score of an earlier request with the same id.
 
         Raises:
@@ -79,7 +95,8 @@ class FeedbackIntake:
             InvalidInput: the name or the value is not in the policy, or the answer cannot be trained.
             Conflict: the id is of another score.
         """
-        digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
+        # Keyed, because the content names the user.
+        digest = hmac.new(self._secret, body.model_dump_json().encode(), hashlib.sha256).hexdigest()
         repeated = self._scores.find_repeated(model.number, owner, body.id, digest)
         if repeated is not None:
             return repeated
@@ -87,6 +104,7 @@ class FeedbackIntake:
         judged = (
             self._answer(model, body.answer) if body.answer is not None else self._session(model, owner, body.session)
         )
+        texts = {"comment": body.comment, "correction": body.correction, "metadata": body.metadata}
         steps = [record.request.step for record in judged.records]
         known = [step for step in steps if step is not None]
         return NewScore(
@@ -95,11 +113,11 @@ class FeedbackIntake:
             choices=[record.choice_id for record in judged.records],
             step=min(known, default=None),
             names_step=any(record.sampling.get(NAMES_STEP) for record in judged.records),
-            user=self._hash(body.user),
+            user=user,
             owner=owner,
             name=body.name,
             value=value,
-            texts={"comment": body.comment, "correction": body.correction, "metadata": body.metadata},
+            texts={name: text for name, text in texts.items() if text},
             client_id=body.id,
             digest=digest,
             made_at=body.made_at,
@@ -108,15 +126,17 @@ class FeedbackIntake:
             reason=None if len(known) == len(steps) else ROLLED_BACK,
         )
 
-    def _hash(self, user: str | None) -> str | None:
-        if user is None:
-            return None
+    def hash_user(self, user: str) -> str:
+        """The keyed hash by which the table of scores knows a user."""
         return hmac.new(self._secret, user.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()[:32]
 
+    def _hash(self, user: str | None) -> str | None:
+        return None if user is None else self.hash_user(user)
+
     def _answer(self, model: RegisteredModel, answer: str) -> Judged:
-        match = ANSWER_ID.fullmatch(answer)
-        choice = f"{match[1]}-{match[2] or 0}" if match is not None else answer
-        record = self._ledger.find(choice) if match is not None else None
+        request_id, index = read_answer_id(answer) or (None, 0)
+        choice = f"{request_id}-{index}"
+        record = self._ledger.find(choice) if request_id is not None else None
         if record is None or record.request.model != model.number:
             raise NotFound(
                 f"answer '{answer[:80]}' is no answer of '{model.id}' that this server has: send the `id` of an answer of this "
@@ -157,6 +177,12 @@ class FeedbackIntake:
         return Judged(f"session {session}", histories, [*by_id.values()])
 
 
+def read_answer_id(answer: str) -> tuple[str, int] | None:
+    """The request's id and the choice's index in an answer's id; None for another text."""
+    match = ANSWER_ID.fullmatch(answer)
+    return (match[1], int(match[2] or 0)) if match is not None else None
+
+
 def reference(record: Record, message: dict[str, Any]) -> dict[str, Any]:
     """A choice of a trajectory that names its record."""
     kept = {name: value for name, value in message.items() if name not in TOKEN_FIELDS}
@@ -186,20 +212,28 @@ def check_trainable(record: Record) -> None:
         )
 
 
+def find_name(policy: Policy, name: str) -> ScoreName:
+    """What a name of scores counts.
+
+    Raises:
+        InvalidInput: the policy does not have the name.
+    """
+    if name not in policy.names:
+        raise InvalidInput(
+            f"name '{name}' is not in the policy, which has {', '.join(policy.names)}: add it to `names` of PUT .../learning",
+            code="unknown_name",
+            param="name",
+        )
+    return policy.names[name]
+
+
 def value_of(body: Feedback, policy: Policy) -> float:
     """The value of a score in the range of its name.
 
     Raises:
         InvalidInput: the policy does not have the name, or the value is outside the name's range.
     """
-    name = policy.names.get(body.name)
-    if name is None:
-        raise InvalidInput(
-            f"name '{body.name}' is not in the policy, which has {', '.join(policy.names)}: add it to `names` of "
-            "PUT .../learning",
-            code="unknown_name",
-            param="name",
-        )
+    name = find_name(policy, body.name)
     if isinstance(body.value, bool):
         return name.high if body.value else name.low
     if not name.low <= body.value <= name.high:

@@ -10,20 +10,28 @@ before a request is acknowledged. A batch of rows and their job are one transact
 state: each answer is trained at most once.
 """
 
+import contextlib
 import json
 import sqlite3
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from art_protocol.learning import Score, ScoreState
 from art_server.errors import Conflict, NotFound
 from art_server.shared.clock import REAL, Clock
-from art_server.store.database import Database, insert
+from art_server.store.database import Database, insert, overwriting
+from art_server.store.server_database import ENDED_SCORE
 
 COLUMNS = "score_id, state, reason, target, name, value, step, job_id, trained_step, replaces, texts, created_at, digest, number"
 WAITING = "number, target, choices, user, name, value, step, answered_at"
+KEPT_SECONDS = 90 * 86400.0
+"""Ended scores stay so much longer than the ledger's records, because they say which steps a deletion concerns."""
+PRUNED_AT_A_TIME = 500
+"""Scores that are changed in one transaction."""
+TOO_OLD = "too_old"
+"""The reason of a score whose answer is older than the policy's `max_age_days`."""
 ALREADY_TRAINED = "already_trained"
 """The reason of a score whose answer a job has taken before."""
 
@@ -66,6 +74,16 @@ class WaitingScore:
     value: float
     step: int | None
     answered_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class DoomedScore:
+    """A score that is to be deleted."""
+
+    number: int
+    choices: Sequence[str]
+    trained_step: int | None
+    is_rolled_back: bool
 
 
 class Scores:
@@ -220,6 +238,140 @@ class Scores:
                 counts[f"dropped: {reason}"] = count
         return counts
 
+    # --- deletion ---
+
+    def of_request(self, model: int, request_id: str) -> list[DoomedScore]:
+        """The scores of a request's choices, and of the session that they are in.
+
+        Raises:
+            Conflict: a job has one of them, here and below.
+        """
+        doomed = self._doomed("model = ? AND target > ? AND target < ?", model, *answers_of(request_id))
+        in_sessions = "model = ? AND target >= 'session ' AND target < 'session!' AND instr(choices, ?)"
+        return doomed + self._doomed(in_sessions, model, request_id)
+
+    def of_session(self, model: int, session: str, choices: Sequence[str]) -> list[DoomedScore]:
+        """The scores of a session, of its choices, and of these choices."""
+        doomed = self._doomed("model = ? AND target = ?", model, f"session {session}")
+        targets = {f"answer {choice}" for choice in (*choices, *(c for score in doomed for c in score.choices))}
+        in_list = "model = ? AND target IN (SELECT value FROM json_each(?))"
+        return doomed + self._doomed(in_list, model, json.dumps([*targets]))
+
+    def of_user(self, model: int, user: str) -> list[DoomedScore]:
+        """The scores of a user."""
+        return self._doomed("model = ? AND user = ?", model, user)
+
+    def _doomed(self, where: str, *values: object) -> list[DoomedScore]:
+        columns = "number, choices, trained_step, state, score_id, job_id"
+        # Inside `changes`, because the event loop waits for other reads, and this one may take long.
+        with self._database.changes("the scores") as connection:
+            rows = connection.execute(f"SELECT {columns} FROM scores WHERE {where} ORDER BY number", values).fetchall()
+        for row in rows:
+            if row["state"] == "queued":
+                raise Conflict(
+                    f"job {row['job_id']} trains score {row['score_id']}: delete again when the job has ended",
+                    code="score_in_job",
+                )
+        return [
+            DoomedScore(row["number"], json.loads(row["choices"]), row["trained_step"], row["state"] == "dropped")
+            for row in rows
+        ]
+
+    def delete(self, scores: Sequence[DoomedScore], choices: Iterable[str]) -> None:
+        """Deletes scores, and what jobs have taken of these choices, which the ledger does not have any more."""
+        with self._deleting() as connection:
+            self._delete(connection, scores)
+            connection.execute(
+                "DELETE FROM taken_choices WHERE choice_id IN (SELECT value FROM json_each(?))",
+                (json.dumps([*choices]),),
+            )
+
+    def delete_of_user(self, scores: Sequence[DoomedScore]) -> None:
+        """Deletes scores. Those that have trained a step stay without their user and texts."""
+        with self._deleting() as connection:
+            self._delete(connection, [score for score in scores if score.trained_step is None])
+            connection.execute(
+                "UPDATE scores SET user = NULL, texts = '{}', client_id = NULL, digest = ''"
+                " WHERE number IN (SELECT value FROM json_each(?))",
+                (json.dumps([score.number for score in scores]),),
+            )
+
+    @contextlib.contextmanager
+    def _deleting(self) -> Iterator[sqlite3.Connection]:
+        database = self._database
+        with database.lock, overwriting(database.connection), database.changes("the scores") as connection:
+            yield connection
+
+    def _delete(self, connection: sqlite3.Connection, scores: Sequence[DoomedScore]) -> None:
+        """Deletes scores in the caller's transaction.
+
+        Raises:
+            Conflict: a job has taken one of them meanwhile.
+        """
+        deleted = connection.execute(
+            "DELETE FROM scores WHERE state <> 'queued' AND number IN (SELECT value FROM json_each(?))",
+            (json.dumps([score.number for score in scores]),),
+        )
+        if deleted.rowcount != len(scores):
+            raise Conflict(
+                "a job has taken one of the scores meanwhile: delete again when it has ended", code="score_in_job"
+            )
+
+    # --- keeping within bounds ---
+
+    def drop_old(self, model: int, max_age_seconds: float) -> None:
+        """Marks scores that have waited longer as too old, also if the model does not learn."""
+        waiting = "model = ? AND state = 'scored' AND reason IS NULL ORDER BY number LIMIT ?"
+        before = self._clock.now() - max_age_seconds
+        while True:
+            rows = self._database.select(
+                f"SELECT number, created_at FROM scores WHERE {waiting}", model, PRUNED_AT_A_TIME
+            )
+            old = [number for number, created_at in rows if created_at < before]
+            if not old:
+                return
+            self.drop(old, TOO_OLD)
+
+    def prune(self, max_age_seconds: float) -> None:
+        """Deletes the texts of ended scores that are older than the ledger's age limit, and KEPT_SECONDS later the scores, and what
+        jobs have taken of their answers. Changes a few rows at a time, because requests wait meanwhile."""
+        before = self._clock.now() - max_age_seconds
+        while self._prune_texts(before) == PRUNED_AT_A_TIME:
+            pass
+        while self._prune_rows(before - KEPT_SECONDS, before - KEPT_SECONDS + max_age_seconds) == PRUNED_AT_A_TIME:
+            pass
+
+    def _prune_texts(self, before: float) -> int:
+        with self._database.changes("the scores") as connection:
+            changed = connection.execute(
+                "UPDATE scores SET texts = '{}' WHERE number IN (SELECT number FROM scores"
+                f" WHERE {ENDED_SCORE} AND texts <> '{{}}' AND created_at < ? ORDER BY created_at LIMIT ?)",
+                (before, PRUNED_AT_A_TIME),
+            )
+            return changed.rowcount
+
+    def _prune_rows(self, before: float, waiting_since: float) -> int:
+        """Deletes some ended scores that are older than `before`, of models without a score that waits since `waiting_since`: such
+        a score may have the tokens of an answer that was trained before."""
+        oldest = (
+            "(SELECT created_at FROM scores AS waiting WHERE waiting.model = scores.model AND waiting.state = 'scored'"
+            " AND waiting.reason IS NULL ORDER BY waiting.number LIMIT 1)"
+        )
+        with self._database.changes("the scores") as connection:
+            rows = connection.execute(
+                f"SELECT number, choices FROM scores WHERE {ENDED_SCORE} AND created_at < ?"
+                f" AND COALESCE({oldest}, 1e99) >= ? ORDER BY created_at LIMIT ?",
+                (before, waiting_since, PRUNED_AT_A_TIME),
+            ).fetchall()
+            choices = [choice for row in rows for choice in json.loads(row["choices"])]
+            for table, column, values in (
+                ("taken_choices", "choice_id", choices),
+                ("scores", "number", [row["number"] for row in rows]),
+            ):
+                in_list = f"{column} IN (SELECT value FROM json_each(?))"
+                connection.execute(f"DELETE FROM {table} WHERE {in_list}", (json.dumps(values),))
+            return len(rows)
+
     # --- batches ---
 
     def waiting(self, model: int) -> list[WaitingScore]:
@@ -311,6 +463,11 @@ class Scores:
                 " AND trained_step > ?",
                 (model, step),
             )
+
+
+def answers_of(request_id: str) -> tuple[str, str]:
+    """The bounds of the targets of a request's choices."""
+    return f"answer {request_id}-", f"answer {request_id}."
 
 
 def waiting_score(row: sqlite3.Row) -> WaitingScore:

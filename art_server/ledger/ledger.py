@@ -39,7 +39,7 @@ from art_server.ledger.storage import OF_REQUEST, Storage, of_request, unpack_ar
 from art_server.shared.clock import REAL, Clock, tick
 from art_server.shared.engine_messages import FinishedChoice
 from art_server.store.base_facts import Facts, TemplateRules
-from art_server.store.database import database_errors, transaction
+from art_server.store.database import database_errors, overwriting, transaction
 
 logger = logging.getLogger(__name__)
 
@@ -462,6 +462,39 @@ class Ledger:
                     "UPDATE records SET step = NULL WHERE model = ? AND step > ? AND number >= ? AND number < ?",
                     (model, after, start, start + CHANGED_AT_A_TIME),
                 )
+
+    # --- deletion ---
+
+    def choices_of_request(self, model: int, request_id: str) -> list[str]:
+        """The ids of the choices of a model's answer."""
+        return self._choices(f"{OF_REQUEST} AND model = ?", *of_request(request_id), model)
+
+    def choices_of_session(self, model: int, session: str) -> list[str]:
+        """The ids of a model's choices in a session, also of choices that did not reach the agent."""
+        return self._choices("session = ? AND model = ?", session, model)
+
+    def _choices(self, where: str, *values: object) -> list[str]:
+        with self._lock:
+            rows = self._storage.db.execute(f"SELECT choice_id FROM records WHERE {where} ORDER BY number", values)
+            return [choice for (choice,) in rows.fetchall()]
+
+    def delete(self, choices: Sequence[str]) -> list[str]:
+        """Deletes the records of choices and what only they need, and overwrites it in the file. Returns the choices whose prompts
+        contain them."""
+        with self._lock:
+            continued_by = self._storage.continued_by(choices)
+        for start in range(0, len(choices), PRUNED_AT_A_TIME):
+            part = choices[start : start + PRUNED_AT_A_TIME]
+            with self._lock, database_errors("the records"), overwriting(self._storage.db):
+                self._storage.drop(self._storage.numbers_of(part), self._used_prompts())
+                self._texts.clear()
+                self._thoughts.clear()
+        return continued_by
+
+    def forget_session(self, model: int, session: str) -> None:
+        """Deletes the number of choices that a model's session lacks."""
+        with self._lock, database_errors("the records"):
+            self._storage.forget_session(model, session)
 
     # --- keeping within bounds ---
 

@@ -9,7 +9,7 @@ from art_server.ledger import conversation
 from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.splice import Link
 
-PRUNED = "the ledger no longer has the record: it was deleted by age or size (art-server --ledger-max-age-days, --ledger-max-gb)"
+PRUNED = "the ledger no longer has the record: it was deleted by age or size (art-server --ledger-max-age-days, --ledger-max-gb), or by DELETE"
 UNRECORDED = "the answer could not be recorded: the server's log has the reason"
 """Why the ledger does not have a choice that an agent got in a session."""
 NOT_DELIVERED = "the answer did not reach the agent in full: the agent closed the connection before the end"

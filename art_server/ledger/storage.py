@@ -600,6 +600,22 @@ class Storage:
         (page_size,) = self.db.execute("PRAGMA page_size").fetchone()
         return (pages - free) * page_size
 
+    def numbers_of(self, choices: Sequence[str]) -> list[int]:
+        rows = self.db.execute(f"SELECT number FROM records WHERE choice_id {IN_LIST}", (json.dumps(choices),))
+        return [number for (number,) in rows.fetchall()]
+
+    def continued_by(self, choices: Sequence[str]) -> list[str]:
+        """The other choices whose prompts are stored as continuations of these choices."""
+        rows = self.db.execute(
+            "SELECT choice_id FROM prompts JOIN records ON prompt = prompts.number"
+            f" WHERE parent {IN_LIST} AND NOT choice_id {IN_LIST} ORDER BY records.number",
+            (json.dumps(choices), json.dumps(choices)),
+        )
+        return [choice for (choice,) in rows.fetchall()]
+
+    def forget_session(self, model: int, session: str) -> None:
+        self.db.execute("DELETE FROM lost_choices WHERE session = ? AND model = ?", (session, model))
+
     def drop(self, numbers: Sequence[int], used_prompts: Iterable[int]) -> None:
         """Deletes records and everything that only they need, except `used_prompts`, which open requests need."""
         in_use = json.dumps(list(used_prompts))

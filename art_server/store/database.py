@@ -72,6 +72,18 @@ def transaction(database: sqlite3.Connection) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def overwriting(database: sqlite3.Connection) -> Iterator[None]:
+    """What the block deletes is overwritten in the file and its log, instead of left until SQLite uses the pages again."""
+    ((default,),) = database.execute("PRAGMA secure_delete").fetchall()  # it depends on SQLite's build
+    database.execute("PRAGMA secure_delete=ON")
+    try:
+        yield
+    finally:
+        database.execute(f"PRAGMA secure_delete={default}")
+    database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
 class Database:
     """A database that several threads share: one change runs at a time. Reads wait for no change, because the event loop reads,
     and a large job takes long to write."""

@@ -14,11 +14,12 @@ logs/vllm.log            a link to the engine's log
 """
 
 import contextlib
+import gzip
 import json
 import logging
 import os
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -322,6 +323,31 @@ class ModelFolder:
         if deleted:
             logger.info("%s/%s: %d files of old rollouts deleted", self.project, self.name, deleted)
         return deleted
+
+    def forget_rollouts(self, step: int, ids: Collection[str], *, is_set_aside: bool) -> int:
+        """Deletes the groups of a trained step's rollouts that contain one of these ids, and the step's record of tokens.
+        `is_set_aside`: the step was rolled back. Returns the number of deleted groups."""
+        rollouts, tokens = [self.trajectories_file("train", step)], [self.tokens_file(step)]
+        if is_set_aside:
+            rollouts = [*self.path.glob(f"trajectories.rolled-back/train/{step:04d}.*.jsonl.gz")]
+            tokens = [*self.path.glob(f"tokens.rolled-back/{step:04d}.*")]
+        for file in tokens:
+            file.unlink(missing_ok=True)
+        wanted = [choice.encode() for choice in ids]
+        num_deleted = 0
+        for file in rollouts:
+            with contextlib.suppress(FileNotFoundError), gzip.open(file, "rb") as reader:
+                lines = reader.readlines()
+                kept = [line for line in lines if not any(choice in line for choice in wanted)]
+                if len(kept) < len(lines):
+                    files.write_file(file, gzip.compress(b"".join(kept), mtime=0))
+                    num_deleted += len(lines) - len(kept)
+        return num_deleted
+
+    def checkpoint_dirs(self, step: int, *, is_set_aside: bool) -> list[Path]:
+        """The folder of a step, or the folders of steps of this number that were rolled back."""
+        aside = self.checkpoints_dir.glob(f".rolled-back-{step:04d}-*")
+        return [*aside] if is_set_aside else [self.checkpoint_dir(step)]
 
     def tokens_file(self, step: int) -> Path:
         return self.path / "tokens" / f"{step:04d}.safetensors"

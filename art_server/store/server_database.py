@@ -89,6 +89,8 @@ SCHEMA = (
     "CREATE INDEX jobs_by_state ON jobs (state, number)",
 )
 
+ENDED_SCORE = "state IN ('trained', 'dropped', 'replaced', 'retracted')"
+"""Of scores that no job may take any more."""
 LEARNING = (
     """
     CREATE TABLE IF NOT EXISTS scores (         -- art_server/learning/scores.py
@@ -121,6 +123,9 @@ LEARNING = (
     "CREATE INDEX IF NOT EXISTS scores_by_target ON scores (model, target)",
     "CREATE INDEX IF NOT EXISTS scores_by_state ON scores (model, state, reason, number)",
     "CREATE INDEX IF NOT EXISTS scores_by_job ON scores (job_id) WHERE job_id IS NOT NULL",
+    # For pruning (`Scores.prune`).
+    f"CREATE INDEX IF NOT EXISTS scores_by_end ON scores (created_at) WHERE {ENDED_SCORE}",
+    f"CREATE INDEX IF NOT EXISTS scores_with_texts ON scores (created_at) WHERE {ENDED_SCORE} AND texts <> '{{}}'",
     """
     CREATE TABLE IF NOT EXISTS taken_choices (  -- by jobs of scores: no choice is trained by two
         choice_id TEXT PRIMARY KEY,

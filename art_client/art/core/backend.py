@@ -30,7 +30,7 @@ from art.reporting import OnStep, Reporting
 from art.scopes import add_server
 from art.trajectories import Trajectory, TrajectoryGroup, group_list
 from art.types import TrainResult, to_train_config
-from art_protocol.learning import Feedback, LearningInfo, Policy, Score
+from art_protocol.learning import Feedback, FeedbackToken, FeedbackTokenRequest, LearningInfo, Policy, Score
 from art_protocol.wire import (
     DIGEST_HEADER,
     IDEMPOTENCY_HEADER,
@@ -334,6 +334,9 @@ class Backend:
 
     async def _feedback(self, model: Model, feedback: Feedback) -> Score:
         return await self._call(Score, "POST", f"{_model_path(model)}/feedback", feedback)
+
+    async def _feedback_token(self, model: Model, request: FeedbackTokenRequest) -> FeedbackToken:
+        return await self._call(FeedbackToken, "POST", f"{_model_path(model)}/feedback/tokens", request)
 
     async def _learn(self, model: Model, policy: Policy) -> LearningInfo:
         return await self._call(LearningInfo, "PUT", f"{_model_path(model)}/learning", policy)

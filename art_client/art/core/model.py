@@ -26,7 +26,7 @@ from art.protocols import ServerBackend
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import LoRAConfig, TrainResult, TrainSFTConfig, to_sft_config, to_train_config
 from art_protocol.display import Displayed
-from art_protocol.learning import Feedback, LearningInfo, Policy, Score
+from art_protocol.learning import Feedback, FeedbackToken, FeedbackTokenRequest, LearningInfo, Policy, Score
 from art_protocol.wire import (
     NAME_PATTERN,
     NAME_RULE,
@@ -519,6 +519,18 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
             metadata=metadata or {},
         )
         return await self.backend()._feedback(self, feedback)
+
+    async def feedback_token(
+        self, answer: str | HasId, *, name: str = "thumb", user: str | None = None, seconds: float = 3600.0
+    ) -> FeedbackToken:
+        """A token with which a browser gives one score of an answer, without a key: it sends `{"value": ...}` to the token's `path`.
+
+        Raises:
+            ArtStatusError: the server does not have the answer, or the name is not in the policy.
+        """
+        answer_id = answer if isinstance(answer, str) else answer.id
+        request = FeedbackTokenRequest(answer=answer_id, name=name, user=user, seconds=seconds)
+        return await self.backend()._feedback_token(self, request)
 
     async def learn(self, policy: Policy | None = None) -> LearningInfo:
         """Has the server train this model from scores, without a program: a step when the policy's batch is full. Returns how the

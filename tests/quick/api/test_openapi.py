@@ -173,6 +173,6 @@ POSTS = sorted({path for method, path in OPERATIONS if method == "POST"} | {"/v1
 @settings(max_examples=12, deadline=None, suppress_health_check=EVERY_CHECK)
 @given(body=st.binary(max_size=60) | JSON)
 def test_a_value_that_does_not_fit_is_reported(path: str, app: FastAPI, body: Any) -> None:
-    path = path.format(project="p", name="a", job_id="x")
+    path = path.format(project="p", name="a", job_id="x", token="t")
     content = body if isinstance(body, bytes) else json.dumps(body)
     told(send(app, "POST", path, headers=KEY, content=content))

@@ -160,6 +160,15 @@ def test_a_prompt_whose_past_is_dropped_stays_whole(tmp_path: Path) -> None:
     parent = add(ledger, 1, [1, 2])
     clock.advance(86_401)
     whole = [1, 2, 7, 8, 9, 10]
+    later = add_later_turn(ledger, parent, whole)
+    assert ledger.prune() == 1
+    ledger._storage._prompts.clear()
+    stored = ledger.find(later)
+    assert stored is not None and stored.prompt_token_ids == whole
+
+
+def add_later_turn(ledger: Ledger, parent: str, whole: list[int]) -> str:
+    """The id of a choice whose prompt continues `parent`."""
     with ledger.open_request(REQUEST) as opened:
         prompt = ledger._make_prompt(opened, whole)
         prompt.link, prompt.continues = "exact", parent
@@ -167,14 +176,20 @@ def test_a_prompt_whose_past_is_dropped_stays_whole(tmp_path: Path) -> None:
         prompt.number = ledger._storage.store_prompt(prompt)
         opened.prompts[0] = prompt
         ledger.take_samples([(REQUEST.request_id, 0, 0, sample())])
-    (delta_parent,) = ledger._storage.db.execute(
-        "SELECT parent FROM prompts WHERE number = ?", (prompt.number,)
-    ).fetchone()
-    assert delta_parent == parent
-    assert ledger.prune() == 1
-    ledger._storage._prompts.clear()
-    stored = ledger.find(f"{'f' * 32}-0")
-    assert stored is not None and stored.prompt_token_ids == whole
+    select = "SELECT parent FROM prompts WHERE number = ?"
+    assert ledger._storage.db.execute(select, (prompt.number,)).fetchone()[0] == parent
+    return f"{REQUEST.request_id}-0"
+
+
+def test_a_deletion_names_the_answers_that_continue_it(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.sqlite")
+    parent, other = add(ledger, 1, [1, 2]), add(ledger, 2, [1, 2])
+    later = add_later_turn(ledger, parent, [1, 2, 7, 8, 9, 10])
+    assert ledger.choices_of_request(1, f"{1:032x}") == [parent] and ledger.choices_of_request(2, f"{1:032x}") == []
+    assert ledger.delete([parent]) == [later]
+    assert ledger.find(parent) is None and ledger.find(other) is not None
+    stored = ledger.find(later)
+    assert stored is not None and stored.prompt_token_ids == [1, 2, 7, 8, 9, 10]
 
 
 def test_a_prompt_that_is_with_the_engine_is_not_pruned(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from art_server.store.database import overwriting
 from art_server.store.server_database import open_server_database
 from tests.waiting import PATIENCE_SECONDS
 
@@ -52,4 +53,18 @@ def test_a_temporary_database_is_read_and_changed(tmp_path: Path) -> None:
     with database.changes("a test") as connection:
         connection.execute(ADD, ("first",))
     assert len(database.select(NUMBERS)) == 1
+    database.close()
+
+
+@pytest.mark.parametrize("default", ["ON", "OFF"])
+def test_overwriting_leaves_the_builds_setting(default: str, tmp_path: Path) -> None:
+    database = open_server_database(tmp_path)
+    connection = database.connection
+    connection.execute(f"PRAGMA secure_delete={default}")
+    connection.execute(ADD, ("a secret job",))
+    with overwriting(connection):
+        connection.execute("DELETE FROM jobs")
+    assert connection.execute("PRAGMA secure_delete").fetchone()[0] == int(default == "ON")
+    files = (tmp_path / ".server").iterdir()
+    assert not any(b"a secret job" in file.read_bytes() for file in files)
     database.close()
