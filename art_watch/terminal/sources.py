@@ -25,6 +25,7 @@ from art_server.errors import (
 )
 from art_server.settings import KEY_VARIABLE
 from art_server.store.model_folder import ModelFolder
+from art_watch import scores
 from art_watch.messages import entry_row
 from art_watch.remote import open_client
 from art_watch.runs import Runs
@@ -73,7 +74,8 @@ class FolderSource:
     def rollout(self, model: str, split: str, step: int, group: int, index: int) -> Row:
         from art_watch import rollouts  # needs numpy and safetensors
 
-        return rollouts.rollout(self._folder(model), split, step, group, index)
+        row = rollouts.rollout(self._folder(model), split, step, group, index)
+        return row | {"scores": scores.of_rollout(self._folder(model), row)}
 
     def _folder(self, model: str) -> ModelFolder:
         project, _, name = model.partition("/")
