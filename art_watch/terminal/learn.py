@@ -11,6 +11,8 @@ from art_watch.terminal.sources import Row, Source
 
 FIELDS = ("batch", "every_hours", "user_share", "release", "share", "steps_per_release")
 """Fields of a policy that have a flag."""
+STATES = {"steps": "refused", "canary": "decided", "rolled_back": "rolled back"}
+"""What the newest decision on a release was, by the release's state."""
 
 
 def learn(source: Source, flags: argparse.Namespace) -> None:
@@ -38,6 +40,31 @@ def learn(source: Source, flags: argparse.Namespace) -> None:
     print(f"scores: {counts or 'none yet'}")
     if (release := info.get("release")) is not None and release["reason"] is not None:
         print(f"newest decision: {release['reason']}")
+
+
+def learning_lines(model: str, info: Row) -> list[str]:
+    """A model that learns in one line and, if the line does not say all, what its learning waits for or why it stopped."""
+    policy, counts, release = info["policy"], info["counts"], info["release"] or {"state": None, "reason": None}
+    words = [model, f"serving {info['serving_step']}"]
+    if release["state"] == "canary":
+        incumbent, candidate = release["arms"]
+        words.append(f"canary {release['candidate']} ({release['share']:.0%})")
+        if release["z"] is not None:
+            words.append(f"{candidate['mean'] - incumbent['mean']:+.2f} (z {release['z']:.1f})")
+        words.append(f"{incumbent['scored'] + candidate['scored']} of {policy['looks'][-1]} scores")
+    elif release["state"] == "steps" and release["passed"] > release["incumbent"]:
+        words.append(f"guarded {release['passed']}")
+    words.append(f"waiting {counts.get('scored', 0)} of {policy['batch']}")
+    if counts.get("dropped"):
+        reasons = {name.removeprefix("dropped: "): count for name, count in counts.items() if ": " in name}
+        names = [reason if len(reasons) == 1 else f"{count} {reason}" for reason, count in reasons.items()]
+        words.append(f"dropped {counts['dropped']} ({', '.join(names)})")
+    lines = ["  ".join(words)]
+    if info["state"] == "paused" or release["state"] != "canary":
+        lines.append(f"  {info['reason']}")
+    if release["reason"] is not None and release["state"] != "promoted":
+        lines.append(f"  {STATES[release['state']]}: {release['reason']}")
+    return lines
 
 
 def policy_changes(flags: argparse.Namespace) -> Row:
