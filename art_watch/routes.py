@@ -30,7 +30,7 @@ LOOK_SECONDS = 1.0
 """The time between two checks for changes."""
 KEEP_ALIVE_SECONDS = 10.0
 """The longest time without a line in the stream of events."""
-MAX_METRICS, MAX_JOBS, MAX_CHOICES = 64, 100, 500
+MAX_METRICS, MAX_JOBS = 64, 100
 PENDING: Sequence[JobState] = ("queued", "running")
 CHARTS = "plotly.min.js"
 ASSETS = resources.files("art_watch") / "page"
@@ -178,7 +178,7 @@ async def learning(folder: TheFolder, live: MaybeLive) -> dict[str, Any]:
 @router.get("/api/look/models/{project}/{name}/scores")
 async def scores_of(
     folder: TheFolder,
-    choice: Annotated[tuple[str, ...], Query(max_length=MAX_CHOICES)] = (),
+    choice: Annotated[tuple[str, ...], Query(max_length=scores.MAX_CHOICES)] = (),
     session: Annotated[str | None, Query(max_length=200)] = None,
 ) -> dict[str, Any]:
     """The scores of each `choice`, and of a session."""

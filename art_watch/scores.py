@@ -24,6 +24,8 @@ NUM_NEWEST = 10_000
 USER_DIGITS = 8
 """Digits of a user's hash that people see."""
 MAX_RELEASES = 100
+MAX_CHOICES = 500
+"""Choices that one request may name."""
 LEDGER = "ledger.sqlite"
 NUMBER = "SELECT model FROM models WHERE project = ? AND folder = ? AND registered_at = ? AND NOT is_deleted"
 NOT_TAKEN_BACK = "state NOT IN ('replaced', 'retracted')"
@@ -99,9 +101,13 @@ def answers(file: Path, database: sqlite3.Connection, model: int) -> Row | None:
 
 def of_rollout(folder: ModelFolder, rollout: Row) -> list[Row]:
     """The scores of a rollout's answers, and of the sessions in which they trained."""
-    entries = [entry for history in rollout["histories"] for entry in history["entries"]]
-    choices = [choice for entry in entries if (choice := (entry.get("sampled_by") or {}).get("id")) is not None]
-    return of_choices(folder, choices)
+    return of_choices(folder, choices_of(rollout["histories"]))
+
+
+def choices_of(histories: Sequence[Row]) -> list[str]:
+    """The ids of the choices in conversations."""
+    entries = [entry for history in histories for entry in history["entries"]]
+    return [str(choice) for entry in entries if (choice := (entry.get("sampled_by") or {}).get("id")) is not None]
 
 
 def of_choices(folder: ModelFolder, choices: Sequence[str], session: str | None = None) -> list[Row]:

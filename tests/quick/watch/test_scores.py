@@ -8,6 +8,7 @@ import pytest
 
 from art_server.store.model_folder import ModelFolder
 from art_watch import scores
+from art_watch.terminal.cli import main as art
 from tests.quick.learning.crowd import NAME, Crowd, crowd
 
 pytestmark = pytest.mark.anyio
@@ -74,6 +75,19 @@ async def test_a_rollout_shows_its_scores_and_who_gave_them(tmp_path: Path) -> N
         assert {len(row[0]["user"]) for row in shown} == {scores.USER_DIGITS}
         listed = await look(shop, f"scores?session=order-52&choice={answers[0].removeprefix('chatcmpl-')}-0")
         assert [score["name"] for score in listed["scores"]] == ["thumb", "tests"]
+
+
+async def test_a_session_shows_its_scores_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with crowd(tmp_path) as shop:
+        await shop.learn(**FOUR)
+        *_, answer = await teach(shop)
+        await shop.trained(1)
+        await shop.score(answer, 0, user="late")
+        arguments = ["show", NAME, "--session", "order-52", "--url", shop.served.url]
+        await asyncio.to_thread(art, arguments)
+        out = capsys.readouterr().out
+        assert "score tests 1.000 by " in out and ", trained step 1" in out
+        assert "score thumb 0.000 by " in out and ", dropped: already_trained" in out
 
 
 async def test_a_canary_shows_both_rates_with_their_intervals(tmp_path: Path) -> None:
