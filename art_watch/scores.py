@@ -33,6 +33,9 @@ BY_DAY = f"""
     SELECT {DAY} AS day, name, step, count(*) AS number, avg(value) AS mean
     FROM scores WHERE model = ? AND {DAY} > ? AND {NOT_TAKEN_BACK} GROUP BY {DAY}, name, step
 """
+MEANS = f"""
+    SELECT name, avg(value) FROM scores WHERE model = ? AND {DAY} >= ? AND created_at >= ? AND {NOT_TAKEN_BACK} GROUP BY name
+"""
 DELAYS = f"SELECT created_at - answered_at FROM scores WHERE model = ? ORDER BY {DAY} DESC LIMIT {NUM_NEWEST}"
 ANSWERS = f"""
     SELECT choice_id, session FROM records
@@ -74,6 +77,14 @@ def report(folder: ModelFolder) -> Row | None:
             "answers": answers(server_dir(folder) / LEDGER, database, model),
             "releases": [dict(row) for row in database.execute(RELEASES, (model,))],
         }
+
+
+def means(folder: ModelFolder) -> dict[str, float]:
+    """The mean value of a model's scores of the last 24 hours, by name."""
+    with opened_scores(folder) as (database, model):
+        since = time.time() - 86400
+        rows = [] if database is None else database.execute(MEANS, (model, int(since // 86400), since)).fetchall()
+        return dict(map(tuple, rows))
 
 
 def delay(seconds: Sequence[float]) -> Row:
