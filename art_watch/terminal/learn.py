@@ -7,7 +7,9 @@ import sys
 from art_protocol.learning import MAX_LINES
 from art_server.errors import NotFound, UsageError
 from art_watch.terminal.addresses import find_model, need_server
+from art_watch.terminal.exports import read_scores
 from art_watch.terminal.sources import Row, Source
+from art_watch.terminal.text import visible
 
 FIELDS = ("batch", "every_hours", "user_share", "release", "share", "steps_per_release")
 """Fields of a policy that have a flag."""
@@ -98,17 +100,20 @@ def feedback(source: Source, flags: argparse.Namespace) -> None:
     """
     server = need_server(source)
     model = find_model(source, flags.model)[0]["id"]
-    lines = [(number, line) for number, line in enumerate(flags.file.read_bytes().split(b"\n"), 1) if line.strip()]
-    if not lines:
-        raise UsageError(f"{flags.file} has no score: write a JSON object on each line")
-    num_refused = 0
-    for start in range(0, len(lines), MAX_LINES):
-        part = lines[start : start + MAX_LINES]
-        results = server.give_feedback(model, [line for _, line in part])
-        for (number, _), result in zip(part, results, strict=True):
-            if "error" in result:
-                num_refused += 1
-                print(f"{flags.file}, line {number}: {result['error']['message']}", file=sys.stderr)
-    print(f"{len(lines) - num_refused} of {len(lines)} scores taken")
+    scores = read_scores(flags.file.read_bytes())
+    refused = [(score.where, score.reason) for score in scores if score.body is None]
+    bodies = [(score.where, score.body) for score in scores if score.body is not None]
+    for start in range(0, len(bodies), MAX_LINES):
+        part = bodies[start : start + MAX_LINES]
+        results = server.give_feedback(model, [body for _, body in part])
+        refused += [
+            (where, result["error"]["message"])
+            for (where, _), result in zip(part, results, strict=True)
+            if "error" in result
+        ]
+    for where, reason in refused:
+        print(visible(f"{flags.file}, {where}: {reason}"), file=sys.stderr)
+    num_refused = len(refused)
+    print(f"{len(scores) - num_refused} of {len(scores)} scores taken")
     if num_refused:
         raise NotFound(f"{num_refused} scores were refused", code="scores_refused")
