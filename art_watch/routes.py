@@ -167,12 +167,12 @@ async def run_context(folder: TheFolder, runs: TheRuns, live: MaybeLive) -> dict
 async def learning(folder: TheFolder, live: MaybeLive) -> dict[str, Any]:
     """A model's scores by day, name and step, their delays, and the releases. `info`: how it learns at this moment, on a running
     server. Both are null without scores and learning."""
-    infos = {} if live is None else await live.collector.learners(only=folder.model_id)
+    reading = asyncio.to_thread(scores.report, folder)
+    if live is None:
+        return {"info": None, "scores": await reading}
+    report, infos = await asyncio.gather(reading, live.collector.learners(only=folder.model_id))
     info = infos.get(folder.model_id)
-    return {
-        "info": None if info is None else info.model_dump(mode="json"),
-        "scores": await asyncio.to_thread(scores.report, folder),
-    }
+    return {"info": None if info is None else info.model_dump(mode="json"), "scores": report}
 
 
 @router.get("/api/look/models/{project}/{name}/scores")

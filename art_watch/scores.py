@@ -17,8 +17,8 @@ from art_server.store.server_database import DAY, FILE
 from art_watch.costs import opened
 from art_watch.runs import read_record
 
-NUM_DAYS = 30
-"""Newest days whose scores are summed."""
+NUM_DAYS = 14
+"""Newest days whose scores are summed: as long as a canary may take."""
 NUM_NEWEST = 10_000
 """Newest scores whose delay is read, and newest answers whose share of scored ones is counted."""
 USER_DIGITS = 8
