@@ -46,7 +46,8 @@ def learn(source: Source, flags: argparse.Namespace) -> None:
 
 def learning_lines(model: str, info: Row) -> list[str]:
     """A model that learns in one line and, if the line does not say all, what its learning waits for or why it stopped."""
-    policy, counts, release = info["policy"], info["counts"], info["release"] or {"state": None, "reason": None}
+    policy, counts = info["policy"], info["counts"]
+    release: Row = info["release"] or {"state": None, "reason": None}
     words = [model, f"serving {info['serving_step']}"]
     if release["state"] == "canary":
         incumbent, candidate = release["arms"]

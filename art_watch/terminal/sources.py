@@ -121,9 +121,9 @@ class HttpSource:
         ]
         choices = scores.choices_of(histories)
         params = {"session": session, "choice": choices[: scores.MAX_CHOICES]}
-        given = self._call("GET", f"/api/look/models/{model}/scores", params=params)["scores"]
+        judgements = self._call("GET", f"/api/look/models/{model}/scores", params=params)["scores"]
         logs = [f"{count} answers left out: {reason}" for reason, count in reply["unused"].items()]
-        return {"metrics": {}, "metadata": {}, "logs": logs, "scores": given, "histories": histories}
+        return {"metrics": {}, "metadata": {}, "logs": logs, "scores": judgements, "histories": histories}
 
     def learning(self, model: str) -> Row:
         """How a model learns from scores."""

@@ -536,9 +536,9 @@ def test_a_model_shows_how_it_learns_from_scores(page: Any, serve: Any, root: Pa
     assert shapes == [[12, "solid"], [8, "dot"], [4, "solid"]], "releases on the reward"
     page.goto("about:blank")
     page.goto(serve(make_live(root)).url + ROLLOUT)
-    given = page.locator("section[aria-labelledby=scores]")
-    given.wait_for()
-    assert re.search(r"(thumb|tests) [01] by [0-9a-f]{8}, scored, ", given.inner_text())
+    listed = page.locator("section[aria-labelledby=scores]")
+    listed.wait_for()
+    assert re.search(r"(thumb|tests) [01] by [0-9a-f]{8}, scored, ", listed.inner_text())
 
 
 def test_a_model_without_scores_has_no_section_about_them(page: Any, serve: Any, root: Path) -> None:

@@ -47,15 +47,15 @@ async def test_scores_are_summed_by_day_name_and_step(tmp_path: Path) -> None:
         await shop.score(await shop.answer(9), 1, user="u9")
         await shop.answer(10)
         await shop.trained(1)
-        found = await look(shop, "learning")
-        summed = {(row["name"], row["step"]): (row["number"], row["mean"]) for row in found["scores"]["days"]}
+        shown = await look(shop, "learning")
+        summed = {(row["name"], row["step"]): (row["number"], row["mean"]) for row in shown["scores"]["days"]}
         assert summed == {("thumb", 0): (4, 0.5), ("tests", 0): (1, 1.0)}
-        assert found["scores"]["answers"] == {"number": 6, "scored": 5}
-        assert found["scores"]["delay"]["number"] == 5 and found["scores"]["delay"]["p95"] >= 0
-        (release,) = found["scores"]["releases"]
+        assert shown["scores"]["answers"] == {"number": 6, "scored": 5}
+        assert shown["scores"]["delay"]["number"] == 5 and shown["scores"]["delay"]["p95"] >= 0
+        (release,) = shown["scores"]["releases"]
         assert (release["state"], release["step"]) == ("promoted", 1)
-        assert found["info"]["serving_step"] == 1 and found["info"]["counts"]["trained"] == 4
-    assert scores.report(folder_of(tmp_path)) == found["scores"], "also without the server"
+        assert shown["info"]["serving_step"] == 1 and shown["info"]["counts"]["trained"] == 4
+    assert scores.report(folder_of(tmp_path)) == shown["scores"], "also without the server"
 
 
 async def test_a_rollout_shows_its_scores_and_who_gave_them(tmp_path: Path) -> None:
