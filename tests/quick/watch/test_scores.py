@@ -1,12 +1,14 @@
 """What people see of scores: numbers by day, the scores of a rollout, and a canary, over HTTP and from the folder."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from art_server.store.model_folder import ModelFolder
+from art_server.store.server_database import open_server_database
 from art_watch import scores
 from art_watch.terminal.cli import main as art
 from tests.quick.learning.crowd import NAME, Crowd, crowd
@@ -88,6 +90,11 @@ async def test_a_session_shows_its_scores_in_the_terminal(tmp_path: Path, capsys
         out = capsys.readouterr().out
         assert "score tests 1.000 by " in out and ", trained step 1" in out
         assert "score thumb 0.000 by " in out and ", dropped: already_trained" in out
+        await asyncio.to_thread(art, ["status", "--url", shop.served.url])
+        status = capsys.readouterr().out
+        assert (
+            f"\n{NAME}  serving 1  waiting 0 of 4  dropped 1 (already_trained)\n  0 of 4 scored answers wait" in status
+        )
 
 
 async def test_a_canary_shows_both_rates_with_their_intervals(tmp_path: Path) -> None:
@@ -106,6 +113,13 @@ async def test_a_canary_shows_both_rates_with_their_intervals(tmp_path: Path) ->
         for arm in release["arms"]:
             low, high = arm["interval"]
             assert low < arm["mean"] < high < 1.5
+
+
+@pytest.mark.parametrize("query", [scores.BY_DAY, scores.DELAYS, scores.MEANS])
+def test_sums_over_many_scores_read_one_index_and_no_row(query: str) -> None:
+    with contextlib.closing(open_server_database(None)) as database:
+        plan = database.select(f"EXPLAIN QUERY PLAN {query}", *[1] * query.count("?"))
+    assert plan[0]["detail"].startswith("SEARCH scores USING COVERING INDEX scores_by_day (model=?")
 
 
 async def test_a_damaged_database_shows_no_scores(tmp_path: Path) -> None:
