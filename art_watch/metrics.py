@@ -15,6 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from art_protocol.learning import LearningInfo, ScoreState
 from art_protocol.wire import Health
 from art_server.api.parameters import TheCaller, TheServer
 from art_server.engine.engine import Engine, EngineState
@@ -23,6 +24,7 @@ from art_server.jobs.reports import Totals
 from art_server.server import Server
 from art_server.shared import clock
 from art_server.store.registry import RegisteredModel
+from art_watch import scores
 
 Pending = Mapping[str, tuple[int, float]]
 """For each state of jobs that have not ended: their number, and when the oldest was accepted (`JobQueue.pending`)."""
@@ -58,7 +60,10 @@ async def metrics(server: TheServer, caller: TheCaller) -> Response:
     """Numbers for Prometheus."""
     pending = await asyncio.to_thread(server.queue.pending)
     models = server.registry.all(caller.projects)
-    own = exposition(metrics_snapshot(server), server.status.health(), pending, models)
+    learners = await server.collector.learners(caller.projects)
+    folders = [model.folder for model in models if model.id in learners]
+    means = {folder.model_id: await asyncio.to_thread(scores.means, folder) for folder in folders}
+    own = exposition(metrics_snapshot(server), server.status.health(), pending, models, learners, means)
     of_engine = await engine_metrics(server.fleet.replicas) if caller.projects is None else b""
     return Response(own + of_engine, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
@@ -78,9 +83,17 @@ async def engine_metrics(replicas: Sequence[Engine]) -> bytes:
     return families_text(list(merged.values()))
 
 
-def exposition(figures: MetricsSnapshot, health: Health, pending: Pending, models: Iterable[RegisteredModel]) -> bytes:
+def exposition(
+    figures: MetricsSnapshot,
+    health: Health,
+    pending: Pending,
+    models: Iterable[RegisteredModel],
+    learners: Mapping[str, LearningInfo],
+    means: Mapping[str, Mapping[str, float]],
+) -> bytes:
     """The server's part."""
-    return families_text([*request_families(figures, health), *job_families(figures, pending), *model_families(models)])
+    own = [*request_families(figures, health), *job_families(figures, pending), *model_families(models)]
+    return families_text([*own, *score_families(learners, means)])
 
 
 def families_text(families: Sequence[Metric]) -> bytes:
@@ -144,6 +157,31 @@ def model_families(models: Iterable[RegisteredModel]) -> Iterator[Metric]:
     for model in models:
         steps.add_metric([model.record.project, model.record.name], model.step)
     yield steps
+
+
+def score_families(learners: Mapping[str, LearningInfo], means: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
+    """The scores and releases of the models that learn from scores. Names of scores are those of the policy: 32 at most."""
+    of_model = ["project", "model"]
+    states = GaugeMetricFamily("art_scores_by_state", "Scores by state.", labels=[*of_model, "state"])
+    total = CounterMetricFamily("art_scores", "Scores that were taken.", labels=of_model)
+    mean = GaugeMetricFamily("art_score_mean", "Mean of the scores of 24 hours.", labels=[*of_model, "name"])
+    paused = GaugeMetricFamily("art_learning_paused", "1 if learning is paused.", labels=of_model)
+    candidate = GaugeMetricFamily("art_model_candidate_step", "The step of a canary.", labels=of_model)
+    z = GaugeMetricFamily("art_canary_z", "The canary's difference in standard errors.", labels=of_model)
+    for model, info in learners.items():
+        labels = model.split("/")
+        for state in get_args(ScoreState):
+            states.add_metric([*labels, state], info.counts.get(state, 0))
+        total.add_metric(labels, sum(info.counts.get(state, 0) for state in get_args(ScoreState)))
+        for name in means[model].keys() & info.policy.names.keys():
+            mean.add_metric([*labels, name], means[model][name])
+        paused.add_metric(labels, float(info.state == "paused"))
+        release = info.release
+        if release is not None and release.state == "canary" and release.candidate is not None:
+            candidate.add_metric(labels, release.candidate)
+            if release.z is not None:
+                z.add_metric(labels, release.z)
+    yield from (states, total, mean, paused, candidate, z)
 
 
 def gauge(name: str, text: str, value: float) -> Metric:

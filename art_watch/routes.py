@@ -16,13 +16,14 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, Response, StreamingResponse
 
+from art_protocol.learning import LearningInfo
 from art_protocol.wire import JobInfo, JobState
 from art_server.api.auth import PAGE, Caller, HealthSource, TheCaller, visible_health
 from art_server.errors import Forbidden, NotFound
 from art_server.status import machine
 from art_server.store.model_folder import ModelFolder
 from art_server.store.registry import check_name
-from art_watch import context, rollouts, tokens
+from art_watch import context, rollouts, scores, tokens
 from art_watch.runs import Runs
 
 LOOK_SECONDS = 1.0
@@ -52,6 +53,8 @@ class Live(Protocol):
     def status(self) -> "LiveStatus": ...
     @property
     def runner(self) -> "LiveJobs": ...
+    @property
+    def collector(self) -> "LiveLearning": ...
 
 
 class LiveStatus(HealthSource, Protocol):
@@ -61,6 +64,12 @@ class LiveStatus(HealthSource, Protocol):
 
 class LiveJobs(Protocol):
     async def jobs(self, projects: frozenset[str] | None, states: Sequence[JobState], limit: int) -> list[JobInfo]: ...
+
+
+class LiveLearning(Protocol):
+    async def learners(
+        self, projects: frozenset[str] | None = None, only: str | None = None
+    ) -> dict[str, LearningInfo]: ...
 
 
 # Dependencies are `async`, because FastAPI runs others in threads.
@@ -137,10 +146,12 @@ async def overview(runs: TheRuns, live: MaybeLive, caller: TheCaller) -> dict[st
 async def live_state(live: Live, caller: Caller) -> dict[str, Any]:
     """What the server does now, as far as the caller's projects are concerned."""
     jobs = await live.runner.jobs(caller.projects, PENDING, MAX_JOBS)
+    learners = await live.collector.learners(caller.projects)
     return {
         "health": visible_health(live.status, caller).model_dump(mode="json"),
         "activity": live.status.activity(),
         "jobs": [job.model_dump(mode="json") for job in jobs],
+        "learning": {model: info.model_dump(mode="json") for model, info in learners.items()},
     }
 
 
@@ -150,6 +161,28 @@ async def run_context(folder: TheFolder, runs: TheRuns, live: MaybeLive) -> dict
     `can_change`: whether a running server has the model, and has routes that change the model."""
     fields = await asyncio.to_thread(context.context, runs, folder)
     return fields | {"can_change": live is not None and folder.exists()}
+
+
+@router.get("/api/look/models/{project}/{name}/learning")
+async def learning(folder: TheFolder, live: MaybeLive) -> dict[str, Any]:
+    """A model's scores by day, name and step, their delays, and the releases. `info`: how it learns at this moment, on a running
+    server. Both are null without scores and learning."""
+    reading = asyncio.to_thread(scores.report, folder)
+    if live is None:
+        return {"info": None, "scores": await reading}
+    report, infos = await asyncio.gather(reading, live.collector.learners(only=folder.model_id))
+    info = infos.get(folder.model_id)
+    return {"info": None if info is None else info.model_dump(mode="json"), "scores": report}
+
+
+@router.get("/api/look/models/{project}/{name}/scores")
+async def scores_of(
+    folder: TheFolder,
+    choice: Annotated[tuple[str, ...], Query(max_length=scores.MAX_CHOICES)] = (),
+    session: Annotated[str | None, Query(max_length=200)] = None,
+) -> dict[str, Any]:
+    """The scores of each `choice`, and of a session."""
+    return {"scores": await asyncio.to_thread(scores.of_choices, folder, choice, session)}
 
 
 @router.get("/api/look/models/{project}/{name}/history")
@@ -193,7 +226,8 @@ async def groups(
 async def rollout(
     folder: TheFolder, split: TheSplit, step: PathNumber, group: PathNumber, rollout: PathNumber
 ) -> dict[str, Any]:
-    return await asyncio.to_thread(rollouts.rollout, folder, split, step, group, rollout)
+    row = await asyncio.to_thread(rollouts.rollout, folder, split, step, group, rollout)
+    return row | {"scores": await asyncio.to_thread(scores.of_rollout, folder, row)}
 
 
 @router.get("/api/look/models/{project}/{name}/trees/{step}/{group}")

@@ -216,6 +216,8 @@ class ReleaseArm(Reply):
     users: int
     mean: float | None = None
     """The mean reward; None without scores."""
+    interval: tuple[float, float] | None = None
+    """The 95% interval of the mean, computed over users; None: fewer than two users."""
 
 
 class ReleaseInfo(Reply):

@@ -290,6 +290,15 @@ class Collector:
             release=await asyncio.to_thread(self._releasing.info, model),
         )
 
+    async def learners(
+        self, projects: frozenset[str] | None = None, only: str | None = None
+    ) -> dict[str, LearningInfo]:
+        """How the models of these projects learn (None: of all), or the model `only`, by id. Models whose learning is off are not
+        there."""
+        numbers = {*await asyncio.to_thread(self._policies.not_off)}
+        models = [model for model in self._registry.all(projects, only) if model.number in numbers]
+        return {model.id: await self.info(model) for model in models}
+
     async def _reason(self, model: RegisteredModel, learning: Learning) -> str:
         if learning.state == "off":
             return "learning is off: `art learn` or PUT .../learning turns it on"

@@ -114,6 +114,7 @@ class FeedbackIntake:
             step=min(known, default=None),
             names_step=any(record.sampling.get(NAMES_STEP) for record in judged.records),
             user=user,
+            session=self._hash(next((record.request.session for record in judged.records), None)),
             owner=owner,
             name=body.name,
             value=value,

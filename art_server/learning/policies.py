@@ -40,6 +40,10 @@ class Policies:
         """The models that learn."""
         return [model for (model,) in self._database.select("SELECT model FROM learning WHERE state = 'on'")]
 
+    def not_off(self) -> list[int]:
+        """The models that learn, and those whose learning is paused."""
+        return [model for (model,) in self._database.select("SELECT model FROM learning WHERE state != 'off'")]
+
     def check_own_jobs(self, model: RegisteredModel) -> None:
         """Checks that programs may train a model.
 

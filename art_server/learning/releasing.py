@@ -6,6 +6,7 @@ done, so a killed server goes on where it was.
 
 import asyncio
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -14,7 +15,7 @@ from art_protocol.learning import Policy, ReleaseArm, ReleaseInfo
 from art_server.engine.engine import AdapterRefused
 from art_server.errors import Conflict, ServerError
 from art_server.learning import canary
-from art_server.learning.canary import Look, Opinion
+from art_server.learning.canary import Arm, Look, Opinion
 from art_server.learning.guard import Guard
 from art_server.learning.policies import Policies
 from art_server.learning.releases import MAX_REFUSED, Release, Releases
@@ -145,10 +146,10 @@ class Releasing:
         sentence = f"the guard has refused step {step}: {reason}"
         logger.warning("%s: %s", model.id, sentence)
         await asyncio.to_thread(self._releases.note_refused, release, sentence)
-        await self._checkpoints.roll_back(model, release.incumbent if is_last else max(kept, default=release.incumbent))
-        if is_last:
+        if is_last:  # first, so that a server that is killed here does not learn on
             why = f"{counted(MAX_REFUSED, 'step')} in a row were refused; the last: {sentence}"
             await asyncio.to_thread(self._policies.set_state, model.number, "paused", why)
+        await self._checkpoints.roll_back(model, release.incumbent if is_last else max(kept, default=release.incumbent))
         self.on_decision()
 
     async def _promote(self, model: RegisteredModel, release: Release, step: int, reason: str) -> None:
@@ -254,12 +255,7 @@ class Releasing:
             return info
         seen = self._look(release)
         named = ((release.incumbent, seen.incumbent), (release.candidate, seen.candidate))
-        arms = tuple(
-            ReleaseArm(
-                step=step or 0, scored=arm.num_scored, users=arm.num_users, mean=arm.mean if arm.num_scored else None
-            )
-            for step, arm in named
-        )
+        arms = tuple(arm_info(step or 0, arm) for step, arm in named)
         return info.model_copy(update={"arms": arms, "z": finite(seen.z), "share": release.share})
 
     def _progress(self, release: Release, policy: Policy, seen: Look) -> str:
@@ -272,20 +268,34 @@ class Releasing:
         )
 
 
+def arm_info(step: int, arm: Arm) -> ReleaseArm:
+    """What the users of a step said, as clients read it."""
+    half = 1.96 * math.sqrt(arm.variance) if arm.num_users > 1 else None
+    return ReleaseArm(
+        step=step,
+        scored=arm.num_scored,
+        users=arm.num_users,
+        mean=arm.mean if arm.num_scored else None,
+        interval=None if half is None else (arm.mean - half, arm.mean + half),
+    )
+
+
 def split_of(release: Release) -> Split:
     assert release.candidate is not None and release.share is not None, "a canary has both"
     return Split(release.candidate, release.share, release.number)
 
 
 def opinions_of(scores: Sequence[WaitingScore], policy: Policy) -> dict[int, list[Opinion]]:
-    """The rewards of scored answers and sessions, by the step that gave the answers. An answer without a user is a user's of its own."""
+    """The rewards of scored answers and sessions, by the step that gave the answers. Without a user, the
+    answers of a session are one user's, and an answer without a session is a user's of its own, as the split has it."""
     targets: dict[str, list[WaitingScore]] = {}
     for score in scores:
         if score.name in policy.names:
             targets.setdefault(score.target, []).append(score)
     opinions: defaultdict[int, list[Opinion]] = defaultdict(list)
     for target, of_target in targets.items():
-        user = next((score.user for score in of_target if score.user is not None), target)
+        users = (score.user or score.session for score in of_target)
+        user = next((user for user in users if user is not None), target)
         step = of_target[0].step
         if step is not None:
             opinions[step].append(Opinion(user, reward_of(of_target, policy)))

@@ -25,7 +25,7 @@ from art_server.store.database import Database, insert, overwriting
 from art_server.store.server_database import ENDED_SCORE
 
 COLUMNS = "score_id, state, reason, target, name, value, step, job_id, trained_step, replaces, texts, created_at, digest, number"
-WAITING = "number, target, choices, user, name, value, step, answered_at"
+WAITING = "number, target, choices, user, name, value, step, answered_at, session"
 KEPT_SECONDS = 90 * 86400.0
 """Ended scores stay so much longer than the ledger's records, because they say which steps a deletion concerns."""
 PRUNED_AT_A_TIME = 500
@@ -49,6 +49,8 @@ class NewScore:
     names_step: bool
     """Whether a judged request named its step, or was a rollout's: such a score counts for no canary."""
     user: str | None
+    session: str | None
+    """A keyed hash of the session of a judged answer."""
     owner: str
     name: str
     value: float
@@ -74,6 +76,8 @@ class WaitingScore:
     value: float
     step: int | None
     answered_at: float
+    session: str | None = None
+    """A keyed hash of the session of a judged answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +153,7 @@ class Scores:
             "step": score.step,
             "names_step": score.names_step,
             "user": score.user,
+            "session": score.session,
             "owner": score.owner,
             "name": score.name,
             "value": score.value,
@@ -291,7 +296,7 @@ class Scores:
         with self._deleting() as connection:
             self._delete(connection, [score for score in scores if score.trained_step is None])
             connection.execute(
-                "UPDATE scores SET user = NULL, texts = '{}', client_id = NULL, digest = ''"
+                "UPDATE scores SET user = NULL, session = NULL, texts = '{}', client_id = NULL, digest = ''"
                 " WHERE number IN (SELECT value FROM json_each(?))",
                 (json.dumps([score.number for score in scores]),),
             )

@@ -91,6 +91,8 @@ SCHEMA = (
 
 ENDED_SCORE = "state IN ('trained', 'dropped', 'replaced', 'retracted')"
 """Of scores that no job may take any more."""
+DAY = "CAST(created_at / 86400 AS INTEGER)"
+"""The day of a score, in days since 1970 (UTC)."""
 LEARNING = (
     """
     CREATE TABLE IF NOT EXISTS scores (         -- art_server/learning/scores.py
@@ -102,6 +104,7 @@ LEARNING = (
         step INTEGER,                           -- the oldest step that sampled one of them
         names_step INTEGER NOT NULL DEFAULT 0,  -- whether a judged request named its step, or was a rollout's
         user TEXT,                              -- a keyed hash; NULL: the score names no user
+        session TEXT,                           -- a keyed hash of the judged answer's session; NULL: it has none
         owner TEXT NOT NULL,                    -- of the key
         name TEXT NOT NULL,
         value REAL NOT NULL,
@@ -126,6 +129,9 @@ LEARNING = (
     # For pruning (`Scores.prune`).
     f"CREATE INDEX IF NOT EXISTS scores_by_end ON scores (created_at) WHERE {ENDED_SCORE}",
     f"CREATE INDEX IF NOT EXISTS scores_with_texts ON scores (created_at) WHERE {ENDED_SCORE} AND texts <> '{{}}'",
+    "CREATE INDEX IF NOT EXISTS scores_by_step ON scores (model, step, answered_at)",  # a canary's looks
+    # What people see of a million scores is read from this index alone, in the order of its groups (art_watch/scores.py).
+    f"CREATE INDEX IF NOT EXISTS scores_by_day ON scores (model, {DAY}, name, step, state, value, created_at, answered_at)",
     """
     CREATE TABLE IF NOT EXISTS taken_choices (  -- by jobs of scores: no choice is trained by two
         choice_id TEXT PRIMARY KEY,
@@ -219,8 +225,9 @@ def add_tables(database: Database) -> None:
     with database.changes("the tables") as connection:
         for statement in LEARNING:
             connection.execute(statement)
-        if "names_step" not in column_names(connection, "scores"):  # a table of an earlier commit
-            connection.execute("ALTER TABLE scores ADD COLUMN names_step INTEGER NOT NULL DEFAULT 0")
+        for column, kind in (("names_step", "INTEGER NOT NULL DEFAULT 0"), ("session", "TEXT")):
+            if column not in column_names(connection, "scores"):  # a table of an earlier commit
+                connection.execute(f"ALTER TABLE scores ADD COLUMN {column} {kind}")
 
 
 @contextlib.contextmanager

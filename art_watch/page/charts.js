@@ -129,6 +129,7 @@ export class Chart {
   constructor(options) {
     this.options = options;
     this.lines = [];
+    this.marks = []; // vertical lines [{x, dash}]
     this.plot = el("div", { class: "plot", "aria-hidden": "true" }); // the caption has the numbers
     this.legend = el("ul", { class: "legend" });
     this.note = el("p", { class: "note" }, options.note);
@@ -245,6 +246,9 @@ export class Chart {
       height: this.options.height ?? HEIGHT, margin: { l: 12 + room(up.labels), r: 8 + room(across.labels) / 2, t: 8, b: 26 },
       paper_bgcolor: "transparent", plot_bgcolor: "transparent",
       font: { family: "system-ui, sans-serif", color: colour("--muted") }, hovermode: "x", hoverdistance: -1,
+      shapes: this.marks.map(({ x, dash }) => ({
+        type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, layer: "below", line: { color: colour("--muted"), width: 1, dash },
+      })),
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       xaxis: { ...axis, showgrid: false, range: [first, last], tickvals: across.values, ticktext: across.labels },
       yaxis: {

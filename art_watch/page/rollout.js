@@ -3,6 +3,7 @@
 import { look, ofModel } from "./api.js";
 import { button, el, empty, hashOf, keepSettings, link, number, plural, refill, select, signed } from "./dom.js";
 import { details, stepTools } from "./groups.js";
+import { scoreList } from "./learning.js";
 import { runHead, runPage } from "./run.js";
 import { COLOURS, hasNumbers, legend, scaleOf, tokenBlock } from "./tokens.js";
 
@@ -55,6 +56,7 @@ export async function rollout(route) {
       ["reward", found.reward], ["mean of its group", found.group_mean], ...advantageOf(found.sequences), ...Object.entries(found.metrics),
     ].map(([key, value]) =>
       el("div", {}, el("dt", {}, key), el("dd", {}, typeof value === "number" ? number(value) : String(value ?? "–"))))),
+    scoreList(found.scores),
     found.prompt && el("p", { class: "prompt" }, el("span", { class: "muted" }, "Prompt "), found.prompt),
     split === "train" && !found.has_token_record && el("p", { class: "muted" }, "There is no record of this step's tokens."),
     bar, list, details("Logs", found.logs?.join("\n")), details("Metadata", found.metadata));

@@ -5,6 +5,7 @@ import { kindOf } from "./axes.js";
 import { Board, Chart } from "./charts.js";
 import { contextPanel } from "./context.js";
 import { ago, button, el, empty, hashOf, keepSettings, link, refill, select, short } from "./dom.js";
+import { learningPanel } from "./learning.js";
 
 const GAP = "Engine against trainer, on the same tokens. Only rounding is normal: a mean below 1e-4 in float32, "
   + "0.03 with float16, 0.25 with bfloat16. Above four times that the server trains nothing."; // docs/precision.md
@@ -26,6 +27,9 @@ const CHARTS = [
 
 const OURS = /^(loss|data|time|throughput|costs)\/|^sampled_step|\/(reward|reward_std_dev|exception_rate)$/;
 const MAX_OWN = 8;
+const REFRESH_SECONDS = 15; // scores come without a new step
+const SCORES = { title: "Scores", note: "Mean of the scores of a step's answers, by name." };
+const RELEASES = " Vertical lines: releases; dotted ones are not decided, or were set aside.";
 
 // Charts of the first metrics that the user's program logged: of training and validation in one.
 function ownCharts(names) {
@@ -72,8 +76,8 @@ export async function charts(route) {
     const wanted = [...chartsOf(names).flatMap((each) => linesOf(each, names).map(([name]) => name)), ...added];
     return look(ofModel(route, "history"), [...new Set(wanted)].map((name) => ["metric", name]));
   };
-  const about = contextPanel(route);
-  let [found] = await Promise.all([read(), about.refresh()]), step = null;
+  const about = contextPanel(route), learning = learningPanel(route);
+  let [found] = await Promise.all([read(), about.refresh(), learning.refresh()]), step = null;
   const grid = el("div", { class: "charts" }), chooser = el("div", { class: "tools" }), stepper = el("div", { class: "tools" });
   const drawing = el("div");
   const at = el("output", { id: "at", for: "step" });
@@ -86,9 +90,18 @@ export async function charts(route) {
   };
 
   const fill = (chart, lines) => chart.set(lines.map(([name, label]) => ({ label, x: found.steps, steps: found.steps, y: found.metrics[name] ?? [] })));
+  const mark = (chart) => {
+    chart.marks = learning.marks().filter(({ x }) => found.steps.includes(x));
+    chart.options.note = CHARTS[0].note + (chart.marks.length ? RELEASES : "");
+    chart.note.textContent = chart.options.note;
+  };
   const addChart = (options, lines) => {
-    const chart = board.add(new Chart(options));
-    chart.refill = () => fill(chart, options.lines ? linesOf(options, found.names) : lines);
+    const chart = board.add(new Chart({ ...options }));
+    chart.refill = () => {
+      if (options.title === CHARTS[0].title) mark(chart);
+      if (options.title === SCORES.title) chart.set(learning.lines(found.steps));
+      else fill(chart, options.lines ? linesOf(options, found.names) : lines);
+    };
     chart.refill();
     grid.append(chart.node);
     return chart;
@@ -134,6 +147,8 @@ export async function charts(route) {
     slider.max = found.steps.length - 1;
     chooser.hidden = !found.steps.length;
     if (!found.steps.length) return;
+    addNew([CHARTS[0]], (each) => linesOf(each, found.names).length, addChart);
+    addNew([SCORES], () => learning.lines(found.steps).length, addChart);
     addNew(chartsOf(found.names), (each) => linesOf(each, found.names).length, addChart);
     addNew(added, (name) => found.names.includes(name), addMetric);
     if (stepper.childElementCount) return;
@@ -146,13 +161,13 @@ export async function charts(route) {
   offer();
   if (found.steps.length) show(null);
   const refresh = async () => {
-    [found] = await Promise.all([read(), about.refresh()]);
+    [found] = await Promise.all([read(), about.refresh(), learning.refresh()]);
     if (!found.steps.includes(step)) step = null; // rolled back
     start();
     board.charts.forEach((chart) => chart.refill());
     offer();
     if (found.steps.length) show(step);
   };
-  const node = el("div", {}, runHead(route, "charts"), about.node, none, stepper, drawing, grid, chooser);
-  return runPage(route, "Charts", node, { refresh, close: () => board.close(), up: hashOf([]) });
+  const node = el("div", {}, runHead(route, "charts"), about.node, learning.node, none, stepper, drawing, grid, chooser);
+  return runPage(route, "Charts", node, { refresh, close: () => board.close(), up: hashOf([]), every: learning.isLive() ? REFRESH_SECONDS : null });
 }

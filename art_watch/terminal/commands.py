@@ -54,7 +54,12 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     rollback.add_argument("step", metavar="STEP", help="the number of a kept step, or best (`art checkpoints MODEL`)")
     _add_learn(commands.add_parser("learn", help="has a server train a model from scores of its answers, and shows it"))
     feedback = commands.add_parser("feedback", help="sends scores of answers from a file")
-    feedback.add_argument("file", type=Path, metavar="FILE", help="a score on each line, as in docs/learning-in-use.md")
+    feedback.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="a score on each line, or an export of Langfuse or Open WebUI (docs/learning-in-use.md)",
+    )
     feedback.add_argument("--model", required=True, metavar="MODEL", help=MODEL)
     for name in SERVED:
         parser = commands.choices[name]

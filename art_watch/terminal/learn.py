@@ -7,10 +7,14 @@ import sys
 from art_protocol.learning import MAX_LINES
 from art_server.errors import NotFound, UsageError
 from art_watch.terminal.addresses import find_model, need_server
+from art_watch.terminal.exports import read_scores
 from art_watch.terminal.sources import Row, Source
+from art_watch.terminal.text import visible
 
 FIELDS = ("batch", "every_hours", "user_share", "release", "share", "steps_per_release")
 """Fields of a policy that have a flag."""
+STATES = {"steps": "refused", "canary": "decided", "rolled_back": "rolled back"}
+"""What the newest decision on a release was, by the release's state."""
 
 
 def learn(source: Source, flags: argparse.Namespace) -> None:
@@ -38,6 +42,32 @@ def learn(source: Source, flags: argparse.Namespace) -> None:
     print(f"scores: {counts or 'none yet'}")
     if (release := info.get("release")) is not None and release["reason"] is not None:
         print(f"newest decision: {release['reason']}")
+
+
+def learning_lines(model: str, info: Row) -> list[str]:
+    """A model that learns in one line and, if the line does not say all, what its learning waits for or why it stopped."""
+    policy, counts = info["policy"], info["counts"]
+    release: Row = info["release"] or {"state": None, "reason": None}
+    words = [model, f"serving {info['serving_step']}"]
+    if release["state"] == "canary":
+        incumbent, candidate = release["arms"]
+        words.append(f"canary {release['candidate']} ({release['share']:.0%})")
+        if release["z"] is not None:
+            words.append(f"{candidate['mean'] - incumbent['mean']:+.2f} (z {release['z']:.1f})")
+        words.append(f"{incumbent['scored'] + candidate['scored']} of {policy['looks'][-1]} scores")
+    elif release["state"] == "steps" and release["passed"] > release["incumbent"]:
+        words.append(f"guarded {release['passed']}")
+    words.append(f"waiting {counts.get('scored', 0)} of {policy['batch']}")
+    if counts.get("dropped"):
+        reasons = {name.removeprefix("dropped: "): count for name, count in counts.items() if ": " in name}
+        names = [reason if len(reasons) == 1 else f"{count} {reason}" for reason, count in reasons.items()]
+        words.append(f"dropped {counts['dropped']} ({', '.join(names)})")
+    lines = ["  ".join(words)]
+    if info["state"] == "paused" or release["state"] != "canary":
+        lines.append(f"  {info['reason']}")
+    if release["reason"] is not None and release["state"] != "promoted":
+        lines.append(f"  {STATES[release['state']]}: {release['reason']}")
+    return lines
 
 
 def policy_changes(flags: argparse.Namespace) -> Row:
@@ -71,17 +101,20 @@ def feedback(source: Source, flags: argparse.Namespace) -> None:
     """
     server = need_server(source)
     model = find_model(source, flags.model)[0]["id"]
-    lines = [(number, line) for number, line in enumerate(flags.file.read_bytes().split(b"\n"), 1) if line.strip()]
-    if not lines:
-        raise UsageError(f"{flags.file} has no score: write a JSON object on each line")
-    num_refused = 0
-    for start in range(0, len(lines), MAX_LINES):
-        part = lines[start : start + MAX_LINES]
-        results = server.give_feedback(model, [line for _, line in part])
-        for (number, _), result in zip(part, results, strict=True):
-            if "error" in result:
-                num_refused += 1
-                print(f"{flags.file}, line {number}: {result['error']['message']}", file=sys.stderr)
-    print(f"{len(lines) - num_refused} of {len(lines)} scores taken")
+    scores = read_scores(flags.file.read_bytes())
+    refused = [(score.where, score.reason) for score in scores if score.body is None]
+    bodies = [(score.where, score.body) for score in scores if score.body is not None]
+    for start in range(0, len(bodies), MAX_LINES):
+        part = bodies[start : start + MAX_LINES]
+        results = server.give_feedback(model, [body for _, body in part])
+        refused += [
+            (where, result["error"]["message"])
+            for (where, _), result in zip(part, results, strict=True)
+            if "error" in result
+        ]
+    for where, reason in refused:
+        print(visible(f"{flags.file}, {where}: {reason}"), file=sys.stderr)
+    num_refused = len(refused)
+    print(f"{len(scores) - num_refused} of {len(scores)} scores taken")
     if num_refused:
         raise NotFound(f"{num_refused} scores were refused", code="scores_refused")

@@ -73,6 +73,16 @@ def _print_details(console: Console, row: Row) -> None:
             say(console, plain(f"{name}: {text}", "bright_black"))
 
 
+def _print_scores(console: Console, scores: Iterable[Row]) -> None:
+    """The scores of a rollout or a session: what was scored, by whom, and what became of the score."""
+    for score in scores:
+        state = score["state"] if score["reason"] is None else f"{score['state']}: {score['reason']}"
+        trained = "" if score["trained_step"] is None else f" step {score['trained_step']}"
+        user = "" if score["user"] is None else f" by {score['user']}"
+        comment = "" if score["comment"] is None else f": {score['comment']}"
+        say(console, plain(f"score {score['name']} {number(score['value'])}{user}, {state}{trained}{comment}", "cyan"))
+
+
 def print_session(console: Console, document: Row) -> None:
     """Prints the conversations of a session in full."""
     _print_conversations(console, document, f"{document['model']}, session {document['session']}")
@@ -87,6 +97,7 @@ def _print_conversations(console: Console, rollout: Row, title: str) -> None:
     console.print()
     console.print(plain(title, "bold"))
     _print_details(console, rollout)
+    _print_scores(console, rollout["scores"])
     for index, history in enumerate(rollout["histories"]):
         if index:
             console.print(plain(f"conversation {index + 1}", "bold"))

@@ -25,6 +25,7 @@ from art_server.errors import (
 )
 from art_server.settings import KEY_VARIABLE
 from art_server.store.model_folder import ModelFolder
+from art_watch import scores
 from art_watch.messages import entry_row
 from art_watch.remote import open_client
 from art_watch.runs import Runs
@@ -81,7 +82,8 @@ class FolderSource:
     def rollout(self, model: str, split: str, step: int, group: int, index: int) -> Row:
         from art_watch import rollouts  # needs numpy and safetensors
 
-        return rollouts.rollout(self._folder(model), split, step, group, index)
+        row = rollouts.rollout(self._folder(model), split, step, group, index)
+        return row | {"scores": scores.of_rollout(self._folder(model), row)}
 
     def _folder(self, model: str) -> ModelFolder:
         project, _, name = model.partition("/")
@@ -137,8 +139,11 @@ class HttpSource:
             }
             for history in reply["histories"]
         ]
+        choices = scores.choices_of(histories)
+        params = {"session": session, "choice": choices[: scores.MAX_CHOICES]}
+        judgements = self._call("GET", f"/api/look/models/{model}/scores", params=params)["scores"]
         logs = [f"{count} answers left out: {reason}" for reason, count in reply["unused"].items()]
-        return {"metrics": {}, "metadata": {}, "logs": logs, "histories": histories}
+        return {"metrics": {}, "metadata": {}, "logs": logs, "scores": judgements, "histories": histories}
 
     def learning(self, model: str) -> Row:
         """How a model learns from scores."""

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from art_watch.terminal.learn import learning_lines
 from art_watch.terminal.sources import Row
 from art_watch.terminal.tail import METRICS
 from art_watch.terminal.text import NOTHING, age, number, size, small_bars, visible
@@ -169,6 +170,16 @@ def print_status(console: Console, where: str, status: Row) -> None:
     print_runs(console, newest[:MAX_MODELS])
     if len(newest) > MAX_MODELS:
         console.print(f"and {len(newest) - MAX_MODELS} older models: art runs")
+    _print_learning(console, {} if live is None else live["learning"])
+
+
+def _print_learning(console: Console, learners: dict[str, Row]) -> None:
+    """The models that learn from scores."""
+    if learners:
+        console.print()
+    for model, info in learners.items():
+        for line in learning_lines(model, info):
+            say(console, plain(line, "yellow" if info["state"] == "paused" else ""))
 
 
 def _print_server(console: Console, where: str, live: Row) -> None:

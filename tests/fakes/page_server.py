@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from art_protocol.learning import LearningInfo, Policy, ReleaseArm, ReleaseInfo
 from art_protocol.wire import Dropped, ErrorDetail, Health, JobInfo, JobReport, JobState
 from art_server.api import control
 from art_server.shared import clock
@@ -14,6 +15,7 @@ from art_server.status.activity import Activity, Doing
 from art_server.status.machine import memory
 from art_watch.view import make_view
 
+LEARNER = "demo/webnav-8b"
 DISK_FREE_BYTES = 1.2e9
 
 
@@ -22,7 +24,7 @@ class DemoServer:
 
     def __init__(self, root: Path, is_idle: bool = False):
         self._root, self._is_idle = root, is_idle
-        self.status = self.runner = self
+        self.status = self.runner = self.collector = self
         self._activity = Activity(lambda: frozenset())
         samples: list[tuple[int, frozenset[Doing]]] = [
             (1230, frozenset({"rollouts"})),
@@ -70,6 +72,13 @@ class DemoServer:
         del projects
         return [job for job in self.infos.values() if job.state in states][:limit]
 
+    async def learners(
+        self, projects: frozenset[str] | None = None, only: str | None = None
+    ) -> dict[str, LearningInfo]:
+        del projects
+        known = {} if self._is_idle else {LEARNER: learning_info()}
+        return {model: info for model, info in known.items() if only in (None, model)}
+
     async def get(self, job_id: str) -> JobInfo:
         return self.infos[job_id]
 
@@ -77,6 +86,32 @@ class DemoServer:
 
     async def cancel(self, job_id: str) -> None:
         self.infos[job_id] = self.infos[job_id].model_copy(update={"state": "cancelled"})
+
+
+def learning_info() -> LearningInfo:
+    """A model that learns, in the middle of a canary."""
+    arms = (
+        ReleaseArm(step=12, scored=288, users=201, mean=0.613, interval=(0.556, 0.67)),
+        ReleaseArm(step=16, scored=124, users=88, mean=0.653, interval=(0.568, 0.738)),
+    )
+    return LearningInfo(
+        state="on",
+        policy=Policy(release="canary"),
+        reason="step 16 answers 30% of the users: 412 of 800 scored answers, +0.040 (z 1.1); the next look comes at 800",
+        counts={"scored": 61, "trained": 2048, "dropped": 9, "dropped: capped": 9},
+        serving_step=12,
+        newest_step=16,
+        release=ReleaseInfo(
+            state="canary",
+            incumbent=12,
+            passed=16,
+            candidate=16,
+            share=0.3,
+            arms=arms,
+            z=1.1,
+            began_at=clock.now() - 86400,
+        ),
+    )
 
 
 def make_job(job_id: str, name: str, state: JobState, seconds_ago: float) -> JobInfo:

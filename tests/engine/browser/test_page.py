@@ -12,13 +12,14 @@ from art_protocol.wire import About, ErrorDetail, JobReport, Unused
 from art_server.api.keys import Keys
 from art_server.settings import ApiKey
 from art_server.store.model_folder import ModelFolder
-from art_watch import rollouts
+from art_watch import rollouts, scores
 from art_watch.runs import Runs
 from art_watch.view import make_view
 from tests.engine.browser.charts import captions
 from tests.engine.browser.conftest import NUM_STEPS
 from tests.fakes.page_server import make_live
 from tests.makers.demo import HOSTILE_METRIC, log, rows_by_step, write_jobs
+from tests.makers.demo_scores import make_scores
 from tests.quick.models.house import House
 
 RUN = "#/run/demo/webnav-8b"
@@ -511,6 +512,39 @@ def test_a_running_server_shows_its_time_and_its_jobs(page: Any, serve: Any, roo
     assert served.app.state.server.infos["job-1"].state == "cancelled"
     page.get_by_role("link", name="Server").click()
     page.wait_for_selector("text=the disk is nearly full")
+
+
+def test_a_model_shows_how_it_learns_from_scores(page: Any, serve: Any, root: Path) -> None:
+    folder = folder_of(root)
+    choices = scores.choices_of(rollouts.rollout(folder, "train", 1, 0, 1)["histories"])
+    make_scores(root, folder, choice=choices[0])
+    page.goto(serve(make_live(root)).url + RUN)
+    panel = page.locator("section[aria-labelledby=learning]")
+    panel.wait_for()
+    text = panel.inner_text()
+    assert "412 of 800 scored answers, +0.040 (z 1.1)" in text and "61 for a batch of 128" in text
+    assert re.search(r"step 12 serves\s+0.613 0.556 to 0.670\s+288 scores of 201 users", text)
+    assert "step 8 was set aside" in text and "13 min" in text
+    widths = [float(bar.evaluate("bar => bar.style.width.slice(0, -1)")) for bar in panel.locator(".rates .fill").all()]
+    assert widths == pytest.approx([11.4, 17.0])
+    page.locator(".plot").first.scroll_into_view_if_needed()
+    page.wait_for_selector(".plot.js-plotly-plot")
+    assert "Scores" in page.locator(".chart h3").all_inner_texts()[1]
+    shapes = page.evaluate(
+        "document.querySelector('.plot.js-plotly-plot').layout.shapes.map(({x0, line}) => [x0, line.dash])"
+    )
+    assert shapes == [[12, "solid"], [8, "dot"], [4, "solid"]], "releases on the reward"
+    page.goto("about:blank")
+    page.goto(serve(make_live(root)).url + ROLLOUT)
+    listed = page.locator("section[aria-labelledby=scores]")
+    listed.wait_for()
+    assert re.search(r"(thumb|tests) [01] by [0-9a-f]{8}, scored, ", listed.inner_text())
+
+
+def test_a_model_without_scores_has_no_section_about_them(page: Any, serve: Any, root: Path) -> None:
+    page.goto(serve(make_view(root)).url + RUN)
+    page.wait_for_selector(".plot.js-plotly-plot")
+    assert page.locator("#learning").count() == 0 and "Vertical lines" not in page.inner_text("main")
 
 
 def test_a_job_that_runs_again_shows_its_progress(page: Any, serve: Any, root: Path) -> None:

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from art_protocol.learning import Policy
+from art_server.learning.releasing import opinions_of
+from art_server.learning.scores import WaitingScore
 from tests.quick.learning.crowd import NAME, ROUTES, Crowd, crowd
 
 pytestmark = pytest.mark.anyio
@@ -175,3 +178,18 @@ async def test_a_rollback_by_hand_ends_the_canary(tmp_path: Path) -> None:
         info = await until(shop, state="rolled_back")
         assert info["release"]["reason"] == "somebody has rolled the model back to step 0"
         assert {await step_of(shop, f"u{user}") for user in range(20)} == {0}
+
+
+def test_answers_of_a_session_are_one_users_opinion_in_a_canary() -> None:
+    def scored(number: int, user: str | None, session: str | None) -> WaitingScore:
+        return WaitingScore(number, f"answer {number}", [str(number)], user, "thumb", 1.0, 3, 0.0, session)
+
+    scores = [
+        scored(1, "u", "s"),
+        scored(2, None, "s"),
+        scored(3, None, "s"),
+        scored(4, None, None),
+        scored(5, None, None),
+    ]
+    users = [opinion.user for opinion in opinions_of(scores, Policy())[3]]
+    assert users == ["u", "s", "s", "answer 4", "answer 5"]

@@ -34,6 +34,7 @@ class Table:
             step=0,
             names_step=False,
             user=f"u{next(NUMBERS)}",
+            session=None,
             owner="me",
             name="thumb",
             value=1.0,

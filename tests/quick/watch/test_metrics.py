@@ -1,5 +1,6 @@
 """`/metrics`: what Prometheus reads, who may read it, and the dashboard that shows it."""
 
+import asyncio
 import importlib.util
 import json
 import re
@@ -18,6 +19,7 @@ from art_server.settings import ApiKey
 from art_server.shared.trainer_messages import Batch
 from art_watch.metrics import MetricsSnapshot, engine_metrics, exposition
 from tests.fakes.parts import FakeEngine
+from tests.quick.learning.crowd import crowd
 from tests.quick.server.served import Served, sample_group, serving
 
 pytestmark = pytest.mark.anyio
@@ -77,6 +79,29 @@ async def test_the_numbers_follow_what_the_server_does(tmp_path: Path) -> None:
     assert numbers["vllm:num_requests_running",] == 3.0, "vLLM's own follow"
 
 
+async def test_a_model_that_learns_has_the_numbers_of_its_scores_and_its_canary(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        await shop.learn(batch=4, user_share=1, names={"thumb": {}}, release="canary", steps_per_release=1)
+        for number in range(4):
+            await shop.score(await shop.answer(number), number % 2, user=f"u{number}")
+        while ((await shop.info())["release"] or {}).get("state") != "canary":  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        await shop.score(await shop.answer(9), 1)
+        numbers = samples((await fetch(shop.served)).text)
+        await shop.http.post("/api/models/shop/helper/learning", json={"action": "pause"})
+        assert samples((await fetch(shop.served)).text)["art_learning_paused", "helper", "shop"] == 1
+    assert numbers["art_scores_by_state", "helper", "shop", "trained"] == 4
+    assert numbers["art_scores_by_state", "helper", "shop", "scored"] == 1
+    assert numbers["art_scores_total", "helper", "shop"] == 5
+    assert numbers["art_score_mean", "helper", "thumb", "shop"] == pytest.approx(0.6)
+    assert (numbers["art_model_step", "helper", "shop"], numbers["art_model_candidate_step", "helper", "shop"]) == (
+        0,
+        1,
+    )
+    assert ("art_canary_z", "helper", "shop") not in numbers, "too few users"
+    assert numbers["art_learning_paused", "helper", "shop"] == 0
+
+
 async def test_waiting_requests_and_queued_jobs_are_counted(tmp_path: Path) -> None:
     async with serving(tmp_path) as served:
         model = await add_model(served)
@@ -112,7 +137,7 @@ async def test_the_numbers_of_several_engines_have_their_names(tmp_path: Path) -
     assert numbers["vllm:num_requests_running", "engine"] == numbers["vllm:num_requests_running", "engine-1"] == 3.0
     replicas = [ReplicaHealth(name="engine-0", engine="ready", num_requests=3), ReplicaHealth(name="engine-1")]
     figures = MetricsSnapshot(0, 3, 2, {}, Totals())
-    own = samples(exposition(figures, Health(engine="ready", replicas=replicas), {}, []).decode())
+    own = samples(exposition(figures, Health(engine="ready", replicas=replicas), {}, [], {}, {}).decode())
     assert (own["art_replica_ready", "engine-0"], own["art_replica_ready", "engine-1"]) == (1, 0)
     assert own["art_replica_requests", "engine-0"] == 3
 
@@ -131,6 +156,8 @@ async def test_a_key_sees_the_models_of_its_projects_and_no_key_sees_nothing(
         assert (await fetch(served, "infer")).status_code == 403
 
 
+FAMILY = re.compile(r"^# TYPE (art_\w+?)(?:_total)? (counter|gauge)$", re.MULTILINE)
+"""Also families without a sample, such as those of a canary."""
 NAME = re.compile(r"\b(?:art_[a-z_]+|vllm:[a-z_]+)")
 
 
@@ -151,7 +178,9 @@ async def test_the_dashboard_names_only_metrics_that_are_exported(tmp_path: Path
         model = await add_model(served)
         await model.train([await sample_group(model)])
         served.server.background.record_fault("test", ValueError("a fault"))
-        exported = {name for name, *_ in samples((await fetch(served)).text)}
+        text = (await fetch(served)).text
+        exported = {name for name, *_ in samples(text)}
+        exported |= {f"{name}_total" * (kind == "counter") or name for name, kind in FAMILY.findall(text)}
         await model.backend().close()
     own = {name for name in exported if name.startswith("art_")}
     assert named <= own | vllm_names()

@@ -209,7 +209,7 @@ def look_paths(app: FastAPI) -> list[str]:
 async def test_data_need_a_key_for_training_and_the_page_needs_none(root: Path, tmp_path: Path) -> None:
     app = guarded(root, tmp_path)
     paths = look_paths(app)
-    assert len(paths) == 10
+    assert len(paths) == 12
     for path in paths:
         for key, status in ((None, 401), ("wrong", 401), ("infer-only", 403)):
             async with client(app, key) as http:

@@ -43,6 +43,7 @@ def document(*entries: dict[str, Any]) -> dict[str, Any]:
         "histories": [{"entries": list(entries), "tools": None}],
         "sequences": [],
         "has_token_record": False,
+        "scores": [],
     }
     return {
         "model": "p/a",
@@ -227,3 +228,34 @@ async def test_a_rollout_that_failed_is_shown_by_its_session(tmp_path: Path, run
             assert 'format {"type": "json_object"}' in ran.out
             other = await asyncio.to_thread(run, *command[:-3], "second", *command[-2:])
             assert other.code == 1 and "session second has no answer of p/a" in other.err
+
+
+SCORES = (
+    {
+        "name": "thumb",
+        "value": 1.0,
+        "user": "5f2a91c0",
+        "state": "trained",
+        "reason": None,
+        "trained_step": 6,
+        "comment": None,
+    },
+    {
+        "name": "tests",
+        "value": 0.25,
+        "user": None,
+        "state": "dropped",
+        "reason": "capped",
+        "trained_step": None,
+        "comment": ESCAPES,
+    },
+)
+
+
+def test_a_rollout_shows_its_scores() -> None:
+    shown_document = document(ENTRY)
+    shown_document["rollouts"][0]["scores"] = SCORES
+    console = screen(200)
+    print_show(console, shown_document)
+    assert "score thumb 1.000 by 5f2a91c0, trained step 6\n" in shown(console)
+    assert f"score tests 0.250, dropped: capped: {SHOWN_ESCAPES}\n" in shown(console)
