@@ -6,7 +6,7 @@ in words what it wants. With --method text these words train the groups of zeros
 and its probabilities of the tokens that it sampled without them are the advantages (docs/howto/distillation.md). Rewards train the
 other groups. With --method grpo only the rewards train.
 
-    python examples/learn_from_errors.py [--method text] [--seed 0] [--steps 12] [--server http://127.0.0.1:7623]
+    python examples/learn_from_errors.py [--method text] [--seed 0] [--steps 16] [--server http://127.0.0.1:7623]
 """
 
 import argparse
@@ -85,8 +85,8 @@ async def train(model: art.TrainableModel, flags: argparse.Namespace) -> list[fl
 
 
 async def main() -> None:
-    parser = flag_parser((__doc__ or "").splitlines()[0], 8, {"art/tiny": 2e-3})
-    parser.set_defaults(steps=12, group_size=4)
+    parser = flag_parser((__doc__ or "").splitlines()[0], 8, {"art/tiny": 1e-3})
+    parser.set_defaults(steps=16, group_size=4)
     parser.add_argument("--method", choices=["text", "grpo"], default="text")
     parser.add_argument("--seed", type=int, default=0, help="of the questions and the answers")
     flags = parser.parse_args()
