@@ -30,6 +30,7 @@ from art.job import Job
 from art.retrying import retry
 from art.scopes import no_capture
 from art.sessions import Rollout, rollout
+from art.teacher_prompts import with_feedback
 from art.trajectories import History, Trajectory, TrajectoryGroup
 from art.types import (
     LoRAConfig,
@@ -128,6 +129,7 @@ __all__ = [
     "retry",
     "rollout",
     "types",
+    "with_feedback",
 ]
 
 # In the repository each package of plugins/ has a folder `art` of its own. An installed package has one for all.

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import art
 from art_server.store.base_models import TINY_DIR
@@ -177,6 +179,56 @@ async def test_a_student_learns_from_its_teacher_s_probabilities(backend: art.Ba
     for trajectory in taught.trajectories:  # step 0 is the base model: nothing to learn
         assert trajectory.metrics["teacher_gap"] == pytest.approx(0.0, abs=1e-4)
     await base.close()
+
+
+async def test_a_model_learns_from_text_about_its_errors(model: art.TrainableModel) -> None:
+    """Advantages against Hugging Face's own forward pass of the base model."""
+    fresh = art.TrainableModel(name="hinted", project="demo", base_model="art/tiny")
+    await fresh.register(model.backend())
+    names: dict[str, Any] = {"art": art, "model": fresh, "questions": [QUESTION], "STEPS": 1}
+    names["check"] = lambda text: None if text == "perhaps" else "Say perhaps"
+    await run("distillation.md", 1, names)
+    (row,) = [row for row in history("hinted") if "train/teacher_gap" in row]
+    assert row["train/teacher_gap"] < -0.5
+    (group,) = names["groups"]
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY_DIR)
+    tiny = AutoModelForCausalLM.from_pretrained(TINY_DIR, dtype=torch.float32)
+    for trajectory in group.trajectories[:3]:
+        choice: Any = trajectory.messages_and_choices[-1]
+        read = names["hint"](trajectory.messages()[:1], trajectory, group)
+        if read is None:
+            continue
+        gaps = [
+            scores(
+                tiny,
+                tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False),
+                choice.token_ids,
+            )
+            for messages in (read, trajectory.messages()[:1])
+        ]
+        expected = [max(-5.0, min(5.0, taught - own)) for taught, own in zip(*gaps, strict=True)]
+        assert trajectory.turn_advantages == [pytest.approx(expected, abs=1e-3)]
+    same = await art.TrajectoryGroup(rollout(fresh, QUESTION) for _ in range(2))
+    taught = await art.distill([same], fresh, teacher_messages=lambda messages, *_: messages)
+    assert all(set(advantages) == {0.0} for advantages in map(only_advantages, taught[0]))
+    assert (await fresh.train(taught)).metrics["data/step_num_groups_trainable"] == 0
+    with pytest.raises(art.ArtError, match="shorten the feedback"):
+        await art.distill(
+            [same], fresh, teacher_messages=lambda messages, *_: art.with_feedback(messages, feedback="a " * 9999)
+        )
+
+
+def only_advantages(trajectory: art.Trajectory) -> list[float]:
+    (advantages,) = trajectory.turn_advantages or []
+    assert isinstance(advantages, list)
+    return advantages
+
+
+def scores(model: Any, prompt: list[int], tokens: list[int]) -> list[float]:
+    """The log-probabilities of an answer's tokens."""
+    with torch.no_grad():
+        logprobs_TV = torch.log_softmax(model(torch.tensor([[*prompt, *tokens]])).logits[0], -1)
+    return [float(logprobs_TV[len(prompt) + index - 1, token]) for index, token in enumerate(tokens)]
 
 
 def write_examples(trajectories: list[art.Trajectory]) -> None:

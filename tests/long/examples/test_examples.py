@@ -61,6 +61,17 @@ def test_a_student_is_distilled_from_the_teacher_that_the_program_trained(server
     check_jobs(done_jobs(server, "distillation", "art-tiny-student"), [1, 2])
 
 
+def test_a_model_learns_from_what_its_checker_says(server: Server, tmp_path: Path) -> None:
+    arguments = [str(ROOT / "examples" / "learn_from_errors.py"), "--server", server.url]
+    printed = run([*arguments, "--steps", "2", "--groups", "3", "--seed", "7"], tmp_path)
+    assert re.findall(r"^step +(\d+)  reward [01]\.\d+  groups of zeros [0-3] of 3", printed, re.MULTILINE) == [
+        "1",
+        "2",
+    ]
+    check_jobs(done_jobs(server, "learn-from-errors", "art-tiny-text-7"), [1, 2])
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_notebook_runs_from_its_first_cell_to_its_last(server: Server, tmp_path: Path) -> None:
     notebook: Any = nbformat.read(ROOT / "examples" / "temporal_clue.ipynb", as_version=4)
     assert all(cell.cell_type == "markdown" or not cell.outputs for cell in notebook.cells)

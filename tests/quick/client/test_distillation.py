@@ -13,12 +13,18 @@ from tests.quick.client.conftest import Answer, FakeServer, Request
 pytestmark = pytest.mark.anyio
 
 
+HINT = 99
+
+
 class Teacher:
-    """Gives the token t the log-probability -t / 10."""
+    """Gives the token t the log-probability -t / 10, and behind a hint -t / 20. Renders each word as its number."""
 
     def __init__(self, server: FakeServer) -> None:
         self.prompts: list[list[int]] = []
         self.knows_prompts = True
+        self.mark: dict[str, Any] = {}
+        self.chats: list[dict[str, Any]] = []
+        self.room = 100
         self.model = art.Model(
             name="teacher",
             project="p",
@@ -27,13 +33,27 @@ class Teacher:
             inference_api_key="k",
         )
         server.on("POST", "/v1/completions", self.reply)
+        server.on("POST", "/v1/chat/completions", self.render)
+
+    def render(self, request: Request) -> Answer:
+        body = request.json()
+        assert (body["model"], body["return_token_ids"], body["max_tokens"]) == ("big", True, 1)
+        self.chats.append(body)
+        prompt = [int(word) for message in body["messages"] for word in message["content"].split()]
+        if len(prompt) > self.room:
+            return Answer(400, {"error": {"message": "This model's maximum context length is 100 tokens"}})
+        kind = {"id": "1", "object": "chat.completion", "created": 1, "model": "big"}
+        message = {"role": "assistant", "content": "x"}
+        choices = [{"index": 0, "finish_reason": "length", "message": message}]
+        return Answer(body=kind | {"choices": choices} | ({"prompt_token_ids": prompt} if self.knows_prompts else {}))
 
     def reply(self, request: Request) -> Answer:
         body = request.json()
         assert (body["model"], body["prompt_logprobs"], body["max_tokens"]) == ("big", 0, 1)
         self.prompts.append(body["prompt"])
-        entries = [{str(t): {"logprob": -t / 10, "rank": 1}} for t in body["prompt"]]
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "text": "x"}
+        scale = 20 if HINT in body["prompt"] else 10
+        entries = [{str(t): {"logprob": -t / scale, "rank": 1}} for t in body["prompt"]]
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "text": "x", "art": self.mark}
         if self.knows_prompts:
             choice["prompt_logprobs"] = [None, *entries[1:]]
         kind = {"id": "1", "object": "text_completion", "created": 1, "model": "big"}
@@ -47,7 +67,9 @@ async def teacher(server: FakeServer) -> AsyncIterator[Teacher]:
     await scripted.model.close()
 
 
-def choice(prompt: list[int], tokens: list[int], logprob: float = -0.5, identity: str | None = None) -> Choice:
+def choice(
+    prompt: list[int], tokens: list[int], logprob: float = -0.5, identity: str | None = None, **mark: Any
+) -> Choice:
     entries = [{"token": f"token_id:{t}", "logprob": logprob, "bytes": None, "top_logprobs": []} for t in tokens]
     return Choice.model_validate(
         {
@@ -58,11 +80,11 @@ def choice(prompt: list[int], tokens: list[int], logprob: float = -0.5, identity
             "prompt_token_ids": prompt,
             "token_ids": tokens,
         }
-        | ({"art": {"id": identity}} if identity is not None else {})
+        | ({"art": {"id": identity, **mark}} if identity is not None else {})
     )
 
 
-def user(text: str = "q") -> Any:
+def user(text: Any = "q") -> Any:
     return {"role": "user", "content": text}
 
 
@@ -160,3 +182,139 @@ async def test_one_token_that_the_teacher_never_says_does_not_outweigh_its_sibli
     assert same == [[pytest.approx([0.625])]] * 7
     assert outlier == [pytest.approx([-4.375])]
     assert advised.trajectories[-1].metrics["teacher_gap"] == pytest.approx(-40.0)
+
+
+# --- a teacher that reads more than the student -----------------------------------------------------------------------
+
+
+def told(messages: Any, trajectory: art.Trajectory, group: art.TrajectoryGroup) -> Any:
+    """The messages with the trajectory's hint, if it has one."""
+    hint = trajectory.metadata.get("hint")
+    return None if hint is None else [*messages, user(hint)]
+
+
+def hinted(*entries: Any, hint: str | None = f"{HINT}") -> art.Trajectory:
+    return art.Trajectory(messages_and_choices=list(entries), metadata={} if hint is None else {"hint": hint})
+
+
+async def test_a_teacher_that_reads_more_scores_the_same_tokens(teacher: Teacher) -> None:
+    """The two siblings with one hint keep their gaps: no mean is subtracted."""
+    siblings = [hinted(user("1 2"), choice([1, 2], [3, 4])) for _ in range(2)]
+    left_out = hinted(user("1 2"), choice([1, 2], [3, 8]), hint=None)
+    (taught,) = await art.distill([art.TrajectoryGroup([*siblings, left_out])], teacher.model, teacher_messages=told)
+    for trajectory in taught.trajectories[:2]:
+        assert trajectory.turn_advantages == [pytest.approx([0.5 - 3 / 20, 0.5 - 4 / 20])]
+        assert trajectory.metrics["teacher_gap"] == pytest.approx(0.5 - 7 / 40)
+    assert taught.trajectories[2].turn_advantages == [[0.0, 0.0]]
+    assert "teacher_gap" not in taught.trajectories[2].metrics
+    assert teacher.prompts == [[1, 2, HINT, 3, 4]], "equal texts are scored once"
+    assert len(teacher.chats) == 1, "equal messages are rendered once"
+    assert siblings[0].turn_advantages is None
+
+
+async def test_each_turn_has_its_teacher_s_messages(teacher: Teacher) -> None:
+    branch = art.History(messages_and_choices=[user("8"), choice([8], [2])])
+    tools: Any = [{"type": "function", "function": {"name": "f"}}]
+    first = choice([1], [3], identity="c-0")
+    first.message.content = "33"
+    played = hinted(user("1"), first, user("5"), choice([1, 3, 5], [4]))
+    played.additional_histories, played.tools = [branch], tools
+    (taught,) = await art.distill(
+        [art.TrajectoryGroup([played])], teacher.model, teacher_messages=told, chat_template_kwargs={"thinking": False}
+    )
+    (advised,) = taught.trajectories
+    assert sorted(teacher.prompts) == [[1, 33, 5, HINT, 4], [1, HINT, 3], [8, HINT, 2]]
+    assert advised.turn_advantages == [pytest.approx([0.35]), pytest.approx([0.3])]
+    assert advised.additional_histories[0].turn_advantages == [pytest.approx([0.4])]
+    assert [chat.get("tools") for chat in teacher.chats].count(tools) == 2
+    assert {chat["chat_template_kwargs"]["thinking"] for chat in teacher.chats} == {False}
+
+
+SAME = {"step": 3, "model": "p/student"}
+
+
+@pytest.mark.parametrize(
+    ("of_teacher", "advantage"),
+    [(SAME, 0.0), (SAME | {"step": 2}, 0.2), ({}, 0.2), ({"step": None, "model": None}, 0.2)],
+)
+async def test_who_reads_the_same_as_the_policy_that_sampled_teaches_nothing(
+    teacher: Teacher, of_teacher: dict[str, Any], advantage: float
+) -> None:
+    """An earlier step that reads the same teaches: it holds the policy back."""
+    teacher.mark = of_teacher
+    sampled = hinted(user("1 2"), choice([1, 2], [3], identity="c-0", **SAME))
+    (taught,) = await art.distill(
+        [art.TrajectoryGroup([sampled])], teacher.model, teacher_messages=lambda messages, *_: messages
+    )
+    (advantages,) = taught.trajectories[0].turn_advantages or []
+    assert advantages == ([0.0] if advantage == 0 else pytest.approx([advantage]))
+
+
+async def test_a_trajectory_s_group_is_that_of_the_caller(teacher: Teacher) -> None:
+    right, wrong = hinted(user("1"), choice([1], [3])), hinted(user("1"), choice([1], [4]))
+    right.reward = 1.0
+    group = art.TrajectoryGroup([right, wrong])
+
+    def shown(messages: Any, trajectory: art.Trajectory, group: art.TrajectoryGroup) -> Any:
+        siblings = [sibling for sibling in group if sibling is not trajectory and sibling.reward == 1]
+        return [*messages, user(f"{HINT}")] if siblings else None
+
+    (taught,) = await art.distill([group], teacher.model, teacher_messages=shown)
+    assert [trajectory.turn_advantages for trajectory in taught] == [[[0.0]], [pytest.approx([0.3])]]
+
+
+@pytest.mark.parametrize(
+    ("messages", "error", "words"),
+    [
+        ([], ValueError, "empty list"),
+        ([user("1"), {"role": "assistant", "content": "3"}], ValueError, "end with an answer"),
+        ([user("1 " * 101)], art.ArtError, "shorten the feedback"),
+    ],
+)
+async def test_messages_that_no_teacher_can_read_are_refused(
+    teacher: Teacher, messages: Any, error: type[Exception], words: str
+) -> None:
+    group = art.TrajectoryGroup([hinted(user("1"), choice([1], [3]))])
+    with pytest.raises(error, match=words):
+        await art.distill([group], teacher.model, teacher_messages=lambda *_: messages)
+    assert not teacher.prompts
+
+
+async def test_a_teacher_without_the_prompt_s_tokens_is_named(teacher: Teacher) -> None:
+    teacher.knows_prompts = False
+    group = art.TrajectoryGroup([hinted(user("1"), choice([1], [3]))])
+    with pytest.raises(art.ArtError, match="'big' gives no prompt_token_ids"):
+        await art.distill([group], teacher.model, teacher_messages=told)
+
+
+# --- art.with_feedback ------------------------------------------------------------------------------------------------
+
+
+def with_feedback(messages: list[Any], **texts: str) -> list[Any]:
+    hinted: Any = art.with_feedback(messages, **texts)
+    return hinted
+
+
+def test_a_solution_displaces_the_feedback() -> None:
+    (both,) = with_feedback([user()], feedback="line 3 fails", solution="<think>\nhm\n</think>\n\n42")
+    assert "42" in both["content"] and "line 3" not in both["content"] and "hm" not in both["content"]
+    (error,) = with_feedback([user()], feedback="line 3 fails")
+    assert error["content"].startswith("q\n") and "line 3 fails" in error["content"]
+
+
+@pytest.mark.parametrize("texts", [{}, {"feedback": " "}, {"solution": "<think>\nhm\n</think>\n"}])
+def test_without_a_text_nothing_is_learnt(texts: dict[str, str]) -> None:
+    assert art.with_feedback([user()], **texts) is None
+
+
+def test_the_text_is_in_the_last_user_message() -> None:
+    call: Any = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+    result: Any = {"role": "tool", "content": "7", "tool_call_id": "1"}
+    messages = [user("a"), call, result]
+    first, *rest = with_feedback(messages, feedback="no")
+    assert first["content"].startswith("a\n\n") and "no" in first["content"] and rest == [call, result]
+    assert messages[0] == user("a")
+    (parts,) = with_feedback([user([{"type": "image_url"}])], feedback="no")
+    assert [part["type"] for part in parts["content"]] == ["image_url", "text"]
+    system: Any = {"role": "system", "content": "s"}
+    assert [message["role"] for message in with_feedback([system], feedback="no")] == ["system", "user"]
