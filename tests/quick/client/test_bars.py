@@ -84,10 +84,10 @@ async def test_a_file_has_the_beginning_and_the_end_of_a_gather(
         await beginning.wait()
         return art.Trajectory(reward=1.0)
 
-    gathering = asyncio.create_task(art.gather_trajectories(rollout() for _ in range(2)))
-    await until(is_said)
-    beginning.set()
-    await gathering
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(art.gather_trajectories(rollout() for _ in range(2)))
+        await until(is_said)
+        beginning.set()
     first, last = (said + capsys.readouterr().err).splitlines()
     assert "0/2" in first and "2 running" in first and "<" not in first, "no estimate of the time that is left"
     assert "2/2" in last and "reward=1" in last and "running" not in last
