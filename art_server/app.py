@@ -15,6 +15,7 @@ from art_server.api.feedback_tokens import FeedbackTokens
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys
 from art_server.api.openai import routes as openai_routes
+from art_server.api.refused_keys import RefusedKeys
 from art_server.api.score_rates import ScoreRates
 from art_server.server import Server
 from art_server.store import files
@@ -47,6 +48,7 @@ def make_app(server: Server, inference_port: int | None) -> FastAPI:
     app.state.model_keys = ModelKeys(files.read_secret(config.server_dir / "model_keys_secret"))
     app.state.feedback_tokens = FeedbackTokens(files.read_secret(config.server_dir / "feedback_tokens_secret"))
     app.state.score_rates = ScoreRates()
+    app.state.refused_keys = RefusedKeys()
     error_responses.add_error_handlers(app)
     # Routes are tried in order, so the routes of most requests come first.
     for module in (openai_routes, control, feedback_tokens, learning, checkpoints, art_wire, routes, metrics):
@@ -59,6 +61,7 @@ def make_app(server: Server, inference_port: int | None) -> FastAPI:
         inference_port=inference_port,
         keys=keys,
         model_keys=app.state.model_keys,
+        refused_keys=app.state.refused_keys,
     )
     if config.cors_origins:
         # Added last, so that it comes before authentication: a browser sends no key with its first question. Cookies are not

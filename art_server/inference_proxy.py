@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from art_server.ledger.ledger import Ledger, OpenRequest
 from art_server.ledger.records import NOT_DELIVERED, Request, choice_id
 from art_server.models.base_loader import BaseLoader
 from art_server.shared.engine_messages import new_request_id
+from art_server.shared.refusals import MAX_SESSIONS, Refusals
 from art_server.store.registry import RegisteredModel, Registry, ResolvedModel, split_step
 
 OPERATIONS: Mapping[str, str] = {"completions": "text_completion"}
@@ -142,29 +143,6 @@ def _dicts(body: Mapping[str, Any], *names: str) -> list[dict[str, Any]]:
     return [value for name in names if isinstance(value := body.get(name), dict)]
 
 
-MAX_SESSIONS, MAX_NAMES, MAX_NAME = 10_000, 8, 128
-"""Sessions, names of a session, and characters of a name that `RefusedNames` remembers."""
-
-
-class RefusedNames:
-    """Model names in requests of sessions that no model has. Only the latest sessions are remembered."""
-
-    def __init__(self) -> None:
-        self._names: OrderedDict[tuple[str, str], Counter[str]] = OrderedDict()
-
-    def add(self, owner: str, session: str, name: str) -> None:
-        names = self._names.setdefault((owner, session), Counter())
-        self._names.move_to_end((owner, session))
-        if len(names) < MAX_NAMES or name[:MAX_NAME] in names:
-            names[name[:MAX_NAME]] += 1
-        while len(self._names) > MAX_SESSIONS:
-            self._names.popitem(last=False)
-
-    def of_session(self, owner: str, session: str) -> dict[str, int]:
-        """The number of requests by name."""
-        return dict(self._names.get((owner, session), {}))
-
-
 MAX_TOKENS_FIELDS: Mapping[str, str] = {"responses": "max_output_tokens"}
 """The field with the largest number of tokens, by API. The other APIs have `max_tokens`."""
 
@@ -230,7 +208,7 @@ class Proxy:
         self._wait_limit_seconds = wait_limit_seconds
         self._tracing = tracing
         self._seeds = SessionSeeds()
-        self.refused_names = RefusedNames()
+        self.refused_names = Refusals()
 
     def resolve(self, inference: InferenceRequest) -> None:
         """Sets the model, step and adapter that answer a request at this moment. `refused_names` remembers a name that no model

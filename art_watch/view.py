@@ -13,6 +13,7 @@ from art_server.api import error_responses
 from art_server.api.auth import Authentication
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys
+from art_server.api.refused_keys import RefusedKeys
 from art_server.errors import UsageError
 from art_server.settings import ServerConfig
 from art_watch import routes
@@ -31,6 +32,7 @@ def make_view(path: Path) -> FastAPI:
         inference_port=None,
         keys=Keys(()),
         model_keys=ModelKeys(b""),
+        refused_keys=RefusedKeys(),
     )
     return app
 

@@ -10,8 +10,10 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+FIRST_SECONDS = 1.0
+"""The time until a bar has a line in a file, unless another bar has printed a line just before."""
 SECONDS = 30.0
-"""The least time between two lines of bars in a file."""
+"""The time between two lines of bars in a file."""
 AGAIN_SECONDS = 60.0
 """The time until a file gets the same reason for waiting again."""
 
@@ -32,19 +34,21 @@ def make_bar(**options: Any) -> "tqdm[Any]":  # Any: tqdm's arguments
 
 class _Lines(io.StringIO):
     """A file for a bar, which passes the bar's text on as lines: during the bar and at its end, if no bar has printed a line for
-    `SECONDS`."""
+    `SECONDS`. A bar that has printed a line prints its end, too."""
 
     def __init__(self) -> None:
         super().__init__()
         self._text = ""
+        self._printed = ""
         self._since = time.monotonic()
 
     def write(self, text: str, /) -> int:
         global _printed_at
         self._text = text.strip() or self._text
         now, is_end = time.monotonic(), text == "\n"
-        if self._text and now - (_printed_at if is_end else max(_printed_at, self._since)) >= SECONDS:
-            _printed_at = now
+        is_due = now - _printed_at >= SECONDS and (is_end or now - self._since >= min(FIRST_SECONDS, SECONDS))
+        if self._text != self._printed and (is_due or (is_end and self._printed)):
+            _printed_at, self._printed = now, self._text
             print(self._text, file=sys.stderr, flush=True)
         return len(text)
 

@@ -34,6 +34,11 @@ DEFAULT_MAX_EXCEPTIONS = 0.1
 """A tenth of the rollouts. Some fail in a long run, by a tool or a prompt that is too long. A fault of the program or
 the server fails most of them."""
 
+TICK_SECONDS = 1.0
+"""The time between two displays of the bar while no rollout ends."""
+WITHOUT_ESTIMATE = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+"""The bar before two rollouts have ended: rollouts run at the same time, so the first says nothing about the time that is left."""
+
 TOKENS = "completion_tokens"
 """The metric with the number of sampled tokens."""
 
@@ -83,6 +88,7 @@ class RolloutPool:
         self._largest_group = 1
         self._failed: Counter[str] = Counter()
         """Failed rollouts, by the type of their exception."""
+        self._num_running = 0
         self._first_error: BaseException | None = None
         self._first_traceback: TracebackType | None = None
         """The traceback of the first error before every group raises the error again, which adds frames each time."""
@@ -92,17 +98,23 @@ class RolloutPool:
         self._means: dict[str, _Mean] = {}
         self._max_metrics = max_metrics
         self._show_total_tokens = show_total_tokens
-        self._bar = make_bar(desc=desc, total=0, disable=desc is None)
+        self._bar = make_bar(desc=desc, total=0, disable=desc is None, bar_format=WITHOUT_ESTIMATE)
+        self._ticks: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Self:
         self._token = current_pool.set(self)
         self._watch = watched(RolloutPool.run.__code__)
         self._watch.__enter__()
+        if not self._bar.disable:
+            self._ticks = asyncio.create_task(self._tick())
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         current_pool.reset(self._token)
         self._watch.__exit__(None, None, None)
+        if self._ticks is not None:
+            self._ticks.cancel()
+        self._update_bar()
         self._bar.close()
         if self._first_error is None:
             return
@@ -163,12 +175,14 @@ class RolloutPool:
         async with self._slots:
             # A group that the rollout awaits must not wait for the slot that the rollout occupies.
             token = current_pool.set(None)
+            self._num_running += 1
             try:
                 with contained("the rollout"):
                     return check(await rollout)
             except Exception as error:
                 failure = error
             finally:
+                self._num_running -= 1
                 current_pool.reset(token)
         self.fail(failure)  # outside the handler, so that the first error keeps its own context
         return failure
@@ -213,6 +227,12 @@ class RolloutPool:
         if self.has_too_many_failures and self._first_error is not None:
             raise self._first_error
 
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._update_bar()
+            self._bar.refresh()
+
     def _update_bar(self) -> None:
         set_total(self._bar, self._num_expected)
         means = dict(self._means)
@@ -224,8 +244,11 @@ class RolloutPool:
             shown[TOKENS] = tokens.total if self._show_total_tokens else tokens.mean
         for name in list(means)[: self._max_metrics]:
             shown[name] = means[name].mean
-        self._bar.set_postfix_str(format_numbers(shown), refresh=False)
-        self._bar.update(len(self._counted) + self._num_failed - self._bar.n)
+        running = [f"{self._num_running} running"] if self._num_running else []
+        self._bar.set_postfix_str(", ".join([format_numbers(shown)] * bool(shown) + running), refresh=False)
+        num_ended = len(self._counted) + self._num_failed
+        self._bar.bar_format = WITHOUT_ESTIMATE if num_ended < 2 else None
+        self._bar.update(num_ended - self._bar.n)
 
 
 def set_total(bar: "tqdm[Any]", total: int) -> None:

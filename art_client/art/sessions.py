@@ -147,13 +147,21 @@ class Rollout:
         facts += [
             f"{count} of its requests named {other!r}, which is no model here" for other, count in unknown.items()
         ]
+        refused = [
+            f"{count} requests that name the session were refused: {reason}"
+            for reason, count in reply.refused_keys.items()
+        ]
         if facts:
+            facts += refused
             remedy = f"The agent has to send model={name!r}"
             if others:
                 remedy += f"; the answers of {next(iter(others))} are in r.trajectory(model=...) of that model"
         elif reply.unused:
             facts = [f"{were(count)} left out: {reason}" for reason, count in reply.unused.items()]
             remedy = "docs/agents.md has each reason, and what to do"
+        elif refused:
+            facts = refused
+            remedy = "The agent needs the rollout's api_key, or another key with the scope infer"
         elif reply.num_unnamed_requests:
             minutes = UNNAMED_SECONDS // 60
             facts = [f"{reply.num_unnamed_requests} requests to {name} in the last {minutes} minutes name no session"]

@@ -20,6 +20,8 @@ FIRST_SECONDS = 10.0
 """The wait after which a reason is printed."""
 START = "start"
 """The beginning of the reasons of reports about the server's start."""
+AWAY = "the server, which does not answer"
+"""The reason of reports about a server that is away."""
 LOOK_SECONDS = 1.0
 """The time between two checks of how long the calls have waited."""
 
@@ -38,6 +40,8 @@ class Waiting:
         self._started_at = 0.0
         self._is_ready = False
         """Whether the engine was ready or failed at the last check, so that nothing of a start is left to report."""
+        self._away_since: float | None = None
+        """When the server did not answer for the first time; None: the server answered the last check."""
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -86,12 +90,29 @@ class Waiting:
             checked_at = now
             health = await self._health()
             if health is None:
-                if what is not None:
-                    self.report(what, since, f"the server at {self._base_url}, which does not answer")
+                self._show_away(now, since, what)
                 continue
+            self._end_away(health)
             self._show_start(health, since)
             if health.waits_for is not None and self._is_ready and what is not None:
                 self.report(what, since, health.waits_for)
+
+    def _show_away(self, now: float, since: float, what: str | None) -> None:
+        """Shows that the server does not answer: at once where a call has waited, else when the server has been away for long."""
+        self._is_ready = False
+        self._away_since = self._away_since or now
+        server = f"the server at {self._base_url}"
+        if what is not None and now - since >= FIRST_SECONDS:
+            self._line.show(f"art: {what} has waited {now - since:.0f} s for {server}, which does not answer", AWAY)
+        elif now - self._away_since >= FIRST_SECONDS:
+            self._line.show(f"art: {server} does not answer; requests wait", AWAY)
+
+    def _end_away(self, health: Health) -> None:
+        self._away_since = None
+        if self._line.reason == AWAY:
+            is_ready = health.engine in ("ready", "failed")
+            text = "the server answers again" if is_ready else "the server was restarted; its engine starts"
+            self._line.end(f"art: {text}")
 
     def _show_start(self, health: Health, since: float) -> None:
         """Shows what the server's start does, or that the start has ended."""
@@ -99,9 +120,10 @@ class Waiting:
         lines = [
             line for line in health.progress if not line.text.startswith("trainer")
         ]  # no request waits for the trainer
-        if lines and (self._last is None or lines[-1].number > self._last.number):
-            self._last = lines[-1]
-            self._started_at = time.monotonic() - self._last.seconds
+        newest = lines[-1] if lines else None
+        if newest != self._last:  # also after a restart of the server, whose lines begin again
+            self._last = newest
+            self._started_at = time.monotonic() - (newest.seconds if newest is not None else 0.0)
         if self._is_ready:
             if self._line.reason is not None and self._line.reason.startswith(START):
                 text = "the engine could not be started" if health.engine == "failed" else "the engine is ready"

@@ -655,6 +655,8 @@ class SessionReply(Reply):
     """If this model has no answer in the session: the number of answers of the base model."""
     unknown_models: dict[str, int] = {}
     """If this model has no answer in the session: the number of refused requests by the name that no model has."""
+    refused_keys: dict[str, int] = {}
+    """If this model has no answer in the session: the number of requests that were refused for their key, by the reason."""
     num_unnamed_requests: int = 0
     """If the session has no choice of the model: the number of requests to the model in the last `UNNAMED_SECONDS` that name
     no session. A thread, process or HTTP client of the session that does not know its name may have sent them."""

@@ -27,6 +27,7 @@ from art_protocol.wire import SESSION_HEADER, Health
 from art_server.api.error_responses import SESSION_PATH, answer
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys
+from art_server.api.refused_keys import RefusedKeys
 from art_server.errors import Forbidden, InvalidInput, NotFound, ServerError, Unauthorized
 from art_server.settings import ApiKey, KeyScope, ServerConfig
 from art_server.store.registry import check_name
@@ -122,11 +123,13 @@ class Authentication:
         inference_port: int | None,
         keys: Keys,
         model_keys: ModelKeys,
+        refused_keys: RefusedKeys,
     ):
         self._app = app
         self._is_legacy_open = config.legacy_without_key
         self._keys = keys
         self._model_keys = model_keys
+        self._refused_keys = refused_keys
         self._inference_port = inference_port
         self._hosts = LOOPBACK_HOSTS | {config.host}
         self._origins = frozenset(config.cors_origins)
@@ -160,10 +163,19 @@ class Authentication:
             with contextlib.suppress(ServerError):
                 return self._identify(path, headers, presented)
             return STRANGER
-        caller = self._identify(path, headers, presented)
-        if named := session or headers.get(SESSION_HEADER) or key_session:
+        named = session or headers.get(SESSION_HEADER) or key_session
+        identifier = headers.get(FOREIGN_SESSION_HEADER)
+        try:
+            caller = self._identify(path, headers, presented)
+        except (Unauthorized, Forbidden) as error:
+            name = named.partition(sampling.MARK)[0] if named else identifier
+            client: tuple[str, int] | None = scope.get("client")
+            address = client[0] if client is not None else "this machine"
+            self._refused_keys.add(error, presented, session_of(name) if name else None, path, address)
+            raise
+        if named:
             return _in_session(caller, named)
-        if identifier := headers.get(FOREIGN_SESSION_HEADER):
+        if identifier:
             return replace(caller, session=session_of(identifier))
         return caller
 

@@ -181,6 +181,7 @@ async def session(
     registry: TheRegistry,
     refused_names: TheRefusedNames,
     caller: TheCaller,
+    request: Request,
 ) -> SessionReply:
     reply = await asyncio.to_thread(read_session, ledger, model.number, model.record.project, session, caller.owner)
     if reply.num_choices or reply.unused:
@@ -199,6 +200,7 @@ async def session(
             "other_models": dict(other_models),
             "num_base_answers": answers.get((caller.owner, None), 0),
             "unknown_models": refused_names.of_session(caller.owner, session),
+            "refused_keys": request.app.state.refused_keys.of_session(session),
         }
     )
 

@@ -12,7 +12,6 @@ from art_server.api.bodies import GroupLines
 from art_server.engine.device.computing import ComputingDevices
 from art_server.engine.fleet import Fleet
 from art_server.errors import ServerError
-from art_server.inference_proxy import RefusedNames
 from art_server.jobs.job_row import JobRow
 from art_server.jobs.reports import Reports
 from art_server.jobs.runner import JobRunner
@@ -30,6 +29,7 @@ from art_server.models.registration import Registration
 from art_server.models.uploads import Uploads
 from art_server.server import Server
 from art_server.settings import ServerConfig
+from art_server.shared.refusals import Refusals
 from art_server.status.status import Status
 from art_server.store.registry import RegisteredModel, Registry
 
@@ -48,7 +48,7 @@ TheConfig = Annotated[ServerConfig, part(lambda server: server.config)]
 TheDevices = Annotated[ComputingDevices, part(lambda server: server.devices)]
 TheReports = Annotated[Reports, part(lambda server: server.reports)]
 TheLedger = Annotated[Ledger, part(lambda server: server.ledger)]
-TheRefusedNames = Annotated[RefusedNames, part(lambda server: server.proxy.refused_names)]
+TheRefusedNames = Annotated[Refusals, part(lambda server: server.proxy.refused_names)]
 TheFleet = Annotated[Fleet, part(lambda server: server.fleet)]
 TheRegistry = Annotated[Registry, part(lambda server: server.registry)]
 TheBase = Annotated[BaseLoader, part(lambda server: server.base)]

@@ -334,7 +334,7 @@ class TrainerProcess:
             assert isinstance(answer, Ready), f"the trainer's first answer is {answer!r}"
             on_failure.pop_all()
         self.facts, self._is_ready = answer.facts, True
-        logger.info("%s is ready on %s", self.name, self.machine)
+        logger.info("%s: the process answers, on %s", self.name, self.machine)
 
     async def _receive(self, process: Process) -> Ready | Progress | Learned | Done | Failed:
         try:

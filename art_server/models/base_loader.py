@@ -250,7 +250,7 @@ class BaseLoader:
             try:
                 loaded = await self._trainer.run(LoadTask())
                 millions = loaded.metrics.get("num_parameters", 0.0) / 1e6
-                self._progress.note(f"trainer: ready, {millions:,.1f} million parameters")
+                self._progress.note(f"trainer: the base model is loaded, {millions:,.1f} million parameters")
             except (TrainerError, OSError) as error:
                 # The first step tries again, and its job gets the error.
                 logger.warning("the trainer cannot load its base model: %s", error)

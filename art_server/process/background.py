@@ -4,6 +4,7 @@ works."""
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -16,7 +17,9 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 30.0
 BEAT_SECONDS = 0.1
 """Interval of the checks of the event loop."""
 STALL_SECONDS = 0.25
-"""If the event loop is later than this, a warning is logged."""
+"""If the event loop is later than this, it was blocked."""
+SAY_SECONDS = 60.0
+"""The least time between two warnings that the event loop was blocked."""
 
 
 class Background:
@@ -89,6 +92,9 @@ class LoopWatch:
     def __init__(self, *, clock: Clock = REAL) -> None:
         self._clock = clock
         self.longest_stall_seconds = 0.0
+        self._unsaid: list[float] = []
+        """The seconds of the stalls since the last warning."""
+        self._said_at = -math.inf
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
@@ -98,4 +104,10 @@ class LoopWatch:
             late = self._clock.monotonic() - began - BEAT_SECONDS
             self.longest_stall_seconds = max(self.longest_stall_seconds, late)
             if late > STALL_SECONDS:
-                logger.warning("the event loop was blocked for %.2f s", late)
+                self._unsaid.append(late)
+            if self._unsaid and self._clock.monotonic() - self._said_at >= SAY_SECONDS:
+                logger.warning(
+                    "the event loop was blocked (times: %d, longest: %.2f s)", len(self._unsaid), max(self._unsaid)
+                )
+                self._said_at = self._clock.monotonic()
+                self._unsaid.clear()

@@ -9,9 +9,11 @@ import httpx
 import pytest
 
 import art
-from art_server.inference_proxy import MAX_NAMES, MAX_SESSIONS, RefusedNames
+from art_server.api.refused_keys import MAX_KEYS, RefusedKeys
+from art_server.errors import Unauthorized
 from art_server.ledger.records import NOT_DELIVERED
 from art_server.settings import ApiKey
+from art_server.shared.refusals import MAX_CAUSES, MAX_SESSIONS, Refusals
 from tests.quick.server.served import Served, serving
 from tests.waiting import until
 
@@ -68,6 +70,9 @@ async def test_each_cause_has_its_own_sentence(served: Served, caplog: pytest.Lo
     assert (
         await why_empty(served, "base", "gpt-4o", "q/c", "base") == f"{base}; {other}; {unknown}. {remedy}{trajectory}"
     )
+    refused = "2 requests that name the session were refused: unknown API key"
+    remedy = "The agent needs the rollout's api_key, or another key with the scope infer"
+    assert await why_empty(served, "p/a", "p/a", agents_key="wrong-key") == f"{refused}. {remedy}"
     silent = await why_empty(served)
     assert silent is not None and silent.startswith(
         "the agent sent no request that names the session. Give it base_url="
@@ -102,12 +107,30 @@ async def test_others_see_neither_models_nor_callers(served: Served) -> None:
     assert "came from the model q/c" in (await why_empty(served, "q/c", agents_key="q-key") or "")
 
 
-def test_refused_names_are_bounded() -> None:
-    names = RefusedNames()
-    for number in range(MAX_NAMES + 1):
+async def test_a_refused_key_is_one_line_of_the_log(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    for key in ("wrong-key", "wrong-key", "other-key", "wrong-key::session-1"):
+        assert await ask(served, "/v1", "p/a", key) == 401
+    lines = [record.getMessage() for record in caplog.records if "was refused" in record.getMessage()]
+    assert (
+        len(lines) == 2 and "a request of 127.0.0.1 to '/v1/chat/completions' was refused: unknown API key" in lines[0]
+    )
+    assert "-key" not in caplog.text
+
+
+def test_a_minute_has_few_lines_of_refused_keys(caplog: pytest.LogCaptureFixture) -> None:
+    keys, error = RefusedKeys(), Unauthorized("unknown API key: ask", code="wrong_key")
+    for number in range(10 * MAX_KEYS):
+        keys.add(error, f"key {number}", "s", "/v1/models", "127.0.0.1")
+    assert len(caplog.records) == MAX_KEYS
+    assert keys.of_session("s") == {"unknown API key": 10 * MAX_KEYS} and keys.of_session("t") == {}
+
+
+def test_refusals_are_bounded() -> None:
+    names = Refusals()
+    for number in range(MAX_CAUSES + 1):
         names.add("me", "s", f"{number}")
     names.add("me", "s", "0")
-    assert names.of_session("me", "s") == {"0": 2, **{str(number): 1 for number in range(1, MAX_NAMES)}}
+    assert names.of_session("me", "s") == {"0": 2, **{str(number): 1 for number in range(1, MAX_CAUSES)}}
     assert names.of_session("you", "s") == {}
     for number in range(MAX_SESSIONS):
         names.add("me", f"{number}", "x")

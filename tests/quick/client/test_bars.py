@@ -1,5 +1,6 @@
 """Bars and waiting lines: in place in a terminal, a line now and then in a file."""
 
+import asyncio
 import os
 import pty
 import subprocess
@@ -9,8 +10,10 @@ import time
 
 import pytest
 
-from art import bars
+import art
+from art import bars, pool
 from art.bars import StatusLine, make_bar
+from tests.waiting import until
 
 PROGRAM = """
 import time
@@ -60,6 +63,34 @@ def test_a_file_has_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monk
         bar.close()
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and "\r" not in text and "gather: 100%" in text
+
+
+@pytest.mark.anyio
+async def test_a_file_has_the_beginning_and_the_end_of_a_gather(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bars, "SECONDS", 3600.0)
+    monkeypatch.setattr(bars, "FIRST_SECONDS", 0.5)
+    monkeypatch.setattr(bars, "_printed_at", time.monotonic() - 4000)
+    monkeypatch.setattr(pool, "TICK_SECONDS", 0.01)
+    said, beginning = "", asyncio.Event()
+
+    def is_said() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "2 running" in said
+
+    async def rollout() -> art.Trajectory:
+        await beginning.wait()
+        return art.Trajectory(reward=1.0)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(art.gather_trajectories(rollout() for _ in range(2)))
+        await until(is_said)
+        beginning.set()
+    first, last = (said + capsys.readouterr().err).splitlines()
+    assert "0/2" in first and "2 running" in first and "<" not in first, "no estimate of the time that is left"
+    assert "2/2" in last and "reward=1" in last and "running" not in last
 
 
 def test_a_file_has_the_same_reason_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,6 +111,26 @@ async def test_an_earlier_start_is_not_reported(server, answer, capsys) -> None:
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("name", ["a request", None])
+async def test_a_restart_of_the_server_is_said(server, answer, capsys, name) -> None:
+    ready = {"number": 9, "seconds": 153.0, "text": "engine: ready"}
+    server.on("GET", "/health", answer(200, {"engine": "ready", "progress": [ready]}))
+    with waiting.waiting_for(server.url, None).call(name):
+        await server_was_asked(server)
+        await server.stop()
+        told = await said_with("does not answer", capsys)
+        await server.start()
+        server.on("GET", "/health", answer(200, STARTING))
+        told += await said_with("the server was restarted; its engine starts", capsys)
+        server.on("GET", "/health", answer(200, {**STARTING, "progress": START_LINES[:1]}))
+        told += await said_with("0.0094 GB", capsys)
+        server.on("GET", "/health", answer(200, {"engine": "ready", "progress": START_LINES}))
+        told += await said_with("art: 31 s  the engine is ready", capsys)
+    away = {"a request": "for the server at", None: "art: the server at"}[name]
+    assert told.startswith("art: ") and away in told.splitlines()[0] and "engine: ready" not in told
+    assert told.count("does not answer") == 1
+
+
 async def test_a_server_that_does_not_answer_is_named(capsys) -> None:
     with waiting.waiting_for("http://127.0.0.1:9", None).call("a request"):
         await said_with("for the server at http://127.0.0.1:9, which does not answer", capsys)

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from art_server.process.background import BEAT_SECONDS, FIRST_PAUSE_SECONDS, Background, LoopWatch
+from art_server.process.background import BEAT_SECONDS, FIRST_PAUSE_SECONDS, SAY_SECONDS, Background, LoopWatch
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
@@ -56,5 +56,11 @@ async def test_a_blocked_event_loop_is_measured_and_logged(caplog: pytest.LogCap
     clock.advance(1.0)  # before the loop gets to the beat's end
     await until(lambda: watch.longest_stall_seconds)
     assert watch.longest_stall_seconds == pytest.approx(1.0)
+    for seconds in (3.0, 2.0, SAY_SECONDS):  # the last is a stall, too
+        before = len(watch._unsaid)
+        await clock.end(BEAT_SECONDS)
+        clock.advance(seconds)
+        await until(lambda before=before: len(watch._unsaid) != before)
     await background.stop()
-    assert any("was blocked" in record.message for record in caplog.records)
+    lines = [record.message.partition(" was ")[2] for record in caplog.records if "was blocked" in record.message]
+    assert lines == ["blocked (times: 1, longest: 1.00 s)", "blocked (times: 3, longest: 60.00 s)"]
