@@ -117,7 +117,7 @@ def test_status_is_one_screen(run: Run, server: Running, tmp_path: Path) -> None
     for _ in range(3):
         parts.status._activity._samples.append(frozenset({"training"}))
     status = json.loads(run("status", "--json", "--url", url).out)
-    assert set(status["live"]) == {"health", "activity", "jobs", "machine"}
+    assert set(status["live"]) == {"health", "activity", "jobs", "learning", "machine"}
     console = screen()
     print_status(console, url, status)
     lines = shown(console).splitlines()
