@@ -32,6 +32,7 @@ OF_FILES = {
     "validation_dataset": "finetuning.validation.dataset",
     "validation_share": "finetuning.validation.share",
     "validation_interval": "finetuning.validation.interval",
+    "validation_reps": "finetuning.validation.reps",
     "patience": "finetuning.validation.patience",
     "num_epochs": "finetuning.num_epochs",
     "rows_per_step": "finetuning.rows_per_step",
@@ -89,6 +90,7 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     )
     _add_flag(finetune, "patience", metavar="N", type=int, help="end after N validations without a better one")
     _add_flag(finetune, "validation_interval", metavar="EPOCHS", type=float, help="epochs between two validations (5)")
+    _add_flag(finetune, "validation_reps", metavar="N", type=int, help="rollouts of each held-out row (1)")
     _add_flag(finetune, "num_epochs", metavar="N", type=int, help="passes over the rows (a function: 10)")
     _add_flag(finetune, "rows_per_step", metavar="N", type=int, help="rows that a step trains (all)")
     _add_flag(finetune, "num_generations", metavar="N", type=int, help="of a function: rollouts of each row (8)")

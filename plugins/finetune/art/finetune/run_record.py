@@ -16,6 +16,7 @@ from typing import Any, cast
 from pydantic import BaseModel, ConfigDict, Field
 
 import art
+from art.estimates import Estimate
 from art_protocol.wire import is_none
 
 METRICS_FILE = "training_metrics.jsonl"
@@ -123,6 +124,13 @@ class ValidationRow(BatchRecord):
     """The step that was evaluated."""
     error: str | None = None
 
+    @property
+    def estimate(self) -> Estimate:
+        """The mean reward of a validation that succeeded, with its interval."""
+        assert self.avg_reward is not None, "a failed validation has no reward"
+        error = math.nan if self.standard_error is None else self.standard_error
+        return Estimate(self.avg_reward, self.num_examples, error, self.interval or (-math.inf, math.inf))
+
 
 class Asked(StoredRecord):
     """What a command asks for. The record of a run has what the last command asked for."""
@@ -155,6 +163,18 @@ class State(Asked):
     """The optimizer steps that the model had taken before the run."""
     num_failed_jobs: int = 0
     """The number of failed train jobs of the unfinished batch."""
+
+    @property
+    def start(self) -> ValidationRow | None:
+        """The validation before the first batch, unless this validation failed or there is none."""
+        return next((row for row in self.validations if row.number == 0 and row.avg_reward is not None), None)
+
+    @property
+    def validations_of_trained(self) -> list[ValidationRow]:
+        """The validations of the steps that the run trained, without those that failed."""
+        first = min((row.step for row in self.epochs if row.filtered_groups), default=math.inf)
+        rows = [row for row in self.validations if row.step is not None and row.step >= first]
+        return [row for row in rows if row.avg_reward is not None]
 
 
 def reward_figures(rewards: Sequence[float], prefix: str = "") -> dict[str, Any]:
