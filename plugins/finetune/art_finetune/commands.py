@@ -94,7 +94,7 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     _add_flag(finetune, "num_epochs", metavar="N", type=int, help="passes over the rows (a function: 10)")
     _add_flag(finetune, "rows_per_step", metavar="N", type=int, help="rows that a step trains (all)")
     _add_flag(finetune, "num_generations", metavar="N", type=int, help="of a function: rollouts of each row (8)")
-    _add_flag(finetune, "learning_rate", metavar="RATE", type=float, help="of a function")
+    _add_flag(finetune, "learning_rate", metavar="RATE", type=float, help="of a function (5e-6, low for a small model)")
     finetune.add_argument("--check", action="store_true", help="check all, roll out and score one row; train nothing")
     finetune.add_argument("--fresh", action="store_true", help="rename the output folder to DIR.1, begin from the base")
     finetune.add_argument(

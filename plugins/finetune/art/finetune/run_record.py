@@ -99,6 +99,8 @@ class EpochRow(BatchRecord):
     """Answers of all rollouts that can be trained."""
     num_cut: int = 0
     """Of these the answers that the token limit cut."""
+    share_same: float = 0.0
+    """The share of the rollouts that end with the most frequent last answer."""
     failures: dict[str, int] = {}
     """The number of failed rollouts, by reason."""
 
@@ -122,6 +124,8 @@ class ValidationRow(BatchRecord):
     """The interval of 95% confidence."""
     step: int | None = None
     """The step that was evaluated."""
+    share_same: float = 0.0
+    """The share of the rollouts that end with the most frequent last answer."""
     error: str | None = None
 
     @property
@@ -200,7 +204,7 @@ def solved_reward(rows: Sequence[EpochRow]) -> float | None:
 
 
 def validation_row(position: Mapping[str, Any], evaluation: art.Evaluation) -> ValidationRow:
-    """The row of a validation that succeeded. `position` has the fields that name the batch."""
+    """The row of a validation that succeeded. `position` has the fields that name the batch, and `share_same`."""
     estimate = evaluation.reward
     has_error = math.isfinite(estimate.standard_error)
     return ValidationRow(
