@@ -312,11 +312,9 @@ async def evaluate_flags(flags: argparse.Namespace) -> None:
         files: dict[str, Any] = {"results": flags.results, "compare": flags.compare}
         with _typed_flags(flags):
             evaluation = await evaluating.evaluate(file, overrides, **steps, **rows, **files)
-        print(evaluation)
+        print(evaluation if evaluation.comparison is None else f"{evaluation.comparison}; {evaluation.page}")
         if flags.id:
             print(results.shown(evaluation.records))
-        if evaluation.comparison is not None:
-            print(f"{evaluation.comparison}; {evaluation.page}")
         results.check_at_least(f"the reward of {evaluation.name}", evaluation.reward, flags.at_least)
         _check_difference(evaluation.comparison, flags)
 

@@ -423,7 +423,9 @@ async def test_the_difference_is_gated_and_printed_with_its_page(
             await evaluate_flags(flags)
     else:
         await evaluate_flags(flags)
-    assert re.search(r"difference 0 \(95%.*; out/eval.html", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert re.search(r"difference 0 \(95%.*\), not decided; rows: .*; out/eval.html", printed)
+    assert "Evaluation(" not in printed, "the same numbers once"
     with pytest.raises(WrongInput, match="--at_least_difference needs --baseline K or --compare FILE"):
         await evaluate_flags(parsed("eval", "f.yml", "--at_least_difference", "0"))
 

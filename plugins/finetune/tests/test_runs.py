@@ -863,6 +863,25 @@ async def test_a_check_trains_nothing_and_leaves_the_folder_alone(
     assert not policy.trained and not (folder / "out").exists() and len(policy.asked) == 1
 
 
+async def test_a_check_tells_a_cut_answer(
+    policy: PolicyServer, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy.finish_reason = "length"
+    await art.finetune.check(make_file())
+    assert "the token limit cut 1 of 1 answers: raise max_tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("validation", "share"), [({"share": 0.5}, "2 of 2"), ({"dataset": "rows.json"}, "4 of 4")])
+async def test_rows_that_are_trained_and_held_out_are_counted(
+    folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str], validation: dict[str, Any], share: str
+) -> None:
+    await art.finetune.check(make_file(finetuning__validation={"share": 0.5}))
+    assert "equal to rows of training" not in capsys.readouterr().err
+    (folder / "rows.json").write_text(json.dumps([{"question": "same", "answer": "yes"}] * 4))
+    await art.finetune.check(make_file(finetuning__validation=validation))
+    assert f"{share} held-out rows are equal to rows of training" in capsys.readouterr().err
+
+
 async def test_an_evaluation_compares_steps(policy: PolicyServer, folder: Path, make_file: MakeFile) -> None:
     file = make_file(finetuning__validation={"dataset": "rows.json"})
     await art.finetune.run(file)

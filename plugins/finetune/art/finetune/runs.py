@@ -16,7 +16,7 @@ from typing import Any, Literal
 import art
 from art.contained import contained
 from art.finetune import checking, components, folder, loading, other_harnesses, reading, stopping, toolkit
-from art.finetune.agent import Agent, Played, line_of_failure, num_answers, reason_of, text_of
+from art.finetune.agent import Agent, Played, line_of_failure, num_answers, num_cut_answers, reason_of, text_of
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, RolloutFailed, WrongInput
 from art.finetune.interfaces import CheckedFile, Code, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
@@ -504,4 +504,9 @@ def _describe(played: Played, judge_prompts: Mapping[str, str]) -> str:
     lines += [f"{name}: {value:g}" for name, value in trajectory.metrics.items()]
     count = num_answers(trajectory)
     lines.append(f"{count} {'answer' if count == 1 else 'answers'} would be trained")
+    if num_cut := num_cut_answers(trajectory):
+        lines.append(
+            f"the token limit cut {num_cut} of {count} answers: raise max_tokens of the agent's requests, or the server's "
+            "--max-seq-length, or ask for shorter answers"
+        )
     return "\n".join([*lines, *trajectory.logs])
