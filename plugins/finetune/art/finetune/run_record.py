@@ -124,8 +124,8 @@ class ValidationRow(BatchRecord):
     """The interval of 95% confidence."""
     step: int | None = None
     """The step that was evaluated."""
-    share_same: float = 0.0
-    """The share of the rollouts that end with the most frequent last answer."""
+    share_same: float | None = None
+    """The share of the rollouts that end with the most frequent last answer; None for a failed validation."""
     error: str | None = None
 
     @property

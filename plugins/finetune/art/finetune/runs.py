@@ -438,7 +438,7 @@ def _summarise(run: Run) -> None:
     if len(epochs) == 1 or solved is not None:
         return
     validations = run.folder.state.validations_of_trained
-    newest = (validations[-1].share_same if validations else 0.0) or epochs[-1].share_same
+    newest = (validations[-1].share_same if validations else None) or epochs[-1].share_same
     rate = _rate_of(run.train_config)
     if newest > NEARLY_ALL and (last < first or stopping.fall(run.folder.state)):
         say(f"all answers are the same now: lower the learning rate, which was {rate}")
