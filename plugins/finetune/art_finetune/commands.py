@@ -32,6 +32,7 @@ OF_FILES = {
     "validation_dataset": "finetuning.validation.dataset",
     "validation_share": "finetuning.validation.share",
     "validation_interval": "finetuning.validation.interval",
+    "validation_reps": "finetuning.validation.reps",
     "patience": "finetuning.validation.patience",
     "num_epochs": "finetuning.num_epochs",
     "rows_per_step": "finetuning.rows_per_step",
@@ -45,6 +46,7 @@ OF_FILES = {
 OF_FUNCTIONS = {
     "reward": "eval.evaluators.reward._type",
     "judge_model": "eval.evaluators.reward.judge_model",
+    "judge_url": "eval.evaluators.reward.base_url",
     "base_model": "trainer_adapters.adapter.backend.base_model",
     "name": "trainer_adapters.adapter.backend.name",
     "num_generations": "trajectory_builders.builder.num_generations",
@@ -55,7 +57,7 @@ NEEDED = ("dataset", "reward", "base_model")
 """Flags that a command without a file needs."""
 
 
-OF_ROLLOUTS = ("step", "baseline", "reps", "results", "compare", "validation_dataset")
+OF_ROLLOUTS = ("step", "baseline", "reps", "results", "compare", "validation_dataset", "validation_share")
 """Flags of `art eval` that have no effect on given answers."""
 REFUSED = {
     "endpoint": "the workflow runs in this process: one behind HTTP is a function that passes the rollout's address on "
@@ -84,15 +86,13 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     )
     finetune.add_argument("target", nargs="?", metavar="FILE", help="a YAML file, or path/file.py:function")
     _add_flag(finetune, "config_file", metavar="FILE", help="the same as FILE")
-    _add_flag(
-        finetune, "validation_share", metavar="X", type=float, help="share of the rows that is held out, such as 0.2"
-    )
     _add_flag(finetune, "patience", metavar="N", type=int, help="end after N validations without a better one")
     _add_flag(finetune, "validation_interval", metavar="EPOCHS", type=float, help="epochs between two validations (5)")
+    _add_flag(finetune, "validation_reps", metavar="N", type=int, help="rollouts of each held-out row (1)")
     _add_flag(finetune, "num_epochs", metavar="N", type=int, help="passes over the rows (a function: 10)")
     _add_flag(finetune, "rows_per_step", metavar="N", type=int, help="rows that a step trains (all)")
     _add_flag(finetune, "num_generations", metavar="N", type=int, help="of a function: rollouts of each row (8)")
-    _add_flag(finetune, "learning_rate", metavar="RATE", type=float, help="of a function")
+    _add_flag(finetune, "learning_rate", metavar="RATE", type=float, help="of a function (5e-6, low for a small model)")
     finetune.add_argument("--check", action="store_true", help="check all, roll out and score one row; train nothing")
     finetune.add_argument("--fresh", action="store_true", help="rename the output folder to DIR.1, begin from the base")
     finetune.add_argument(
@@ -144,6 +144,7 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
         _add_flag(parser, "output_dir", type=Path, metavar="DIR", help="folder of the run, which a run continues")
         _add_flag(parser, "reward", metavar="TYPE", help="of a function: its evaluator, such as agent.py:score")
         _add_flag(parser, "judge_model", metavar="NAME", help="of a function whose reward is judge: the judge")
+        _add_flag(parser, "judge_url", metavar="URL", help="of a function: the judge's address, such as http://HOST/v1")
         _add_flag(parser, "base_model", metavar="NAME", help="of a function: the base model of the trained adapter")
         _add_flag(
             parser,
@@ -152,6 +153,13 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
             help="of a function: the trained model (`finetune`: from function and folder; `eval`: the base)",
         )
         _add_flag(parser, "validation_dataset", type=Path, metavar="FILE", help="rows to evaluate on")
+        _add_flag(
+            parser,
+            "validation_share",
+            metavar="X",
+            type=float,
+            help="share of the rows that training holds out, such as 0.2; `eval` evaluates these rows",
+        )
         parser.add_argument("--limit", metavar="N", type=int, help="only the first N rows")
         parser.add_argument(
             "--id", metavar="ID", action="append", help="only the row with this id; several times: these rows"
@@ -304,11 +312,9 @@ async def evaluate_flags(flags: argparse.Namespace) -> None:
         files: dict[str, Any] = {"results": flags.results, "compare": flags.compare}
         with _typed_flags(flags):
             evaluation = await evaluating.evaluate(file, overrides, **steps, **rows, **files)
-        print(evaluation)
+        print(evaluation if evaluation.comparison is None else f"{evaluation.comparison}; {evaluation.page}")
         if flags.id:
             print(results.shown(evaluation.records))
-        if evaluation.comparison is not None:
-            print(f"{evaluation.comparison}; {evaluation.page}")
         results.check_at_least(f"the reward of {evaluation.name}", evaluation.reward, flags.at_least)
         _check_difference(evaluation.comparison, flags)
 

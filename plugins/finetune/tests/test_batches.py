@@ -61,3 +61,10 @@ def test_a_curriculum_expands_within_an_epoch() -> None:
     assert [last_expansion(curriculum, number, batches) for number in (3, 4, 7, 8, 11)] == [0, 4, 4, 8, 8]
     rewards = [[0.0, index / 10] for index in range(1, 5)]
     assert [len(choose(curriculum, rewards, number, "", batches)) for number in (0, 4, 8)] == [2, 3, 4]
+
+
+def test_the_end_of_a_batch_is_told_in_trained_rows() -> None:
+    batches = Batches(num_rows=5, rows_per_step=2)
+    ends = ["2 of 5 training rows of epoch 1", "4 of 5 training rows of epoch 1", "epoch 1"]
+    assert [batches.end(number) for number in range(3)] == ends
+    assert Batches(num_rows=5).end(1) == "epoch 2"

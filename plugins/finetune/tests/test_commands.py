@@ -106,6 +106,7 @@ def test_flags_set_the_file_and_overrides_win(asked: list[Any]) -> None:
         "--validation-dataset=b.json",
         "--validation_interval",
         "2",
+        "--validation-reps=4",
         "-o",
         "finetuning.num_epochs",
         "3",
@@ -117,6 +118,7 @@ def test_flags_set_the_file_and_overrides_win(asked: list[Any]) -> None:
             "eval.general.dataset.file_path": Path("a.json"),
             "finetuning.validation.dataset": Path("b.json"),
             "finetuning.validation.interval": 2,
+            "finetuning.validation.reps": 4,
             "finetuning.num_epochs": "3",
         },
         False,
@@ -150,8 +152,11 @@ def test_a_function_needs_no_file(asked: list[Any], folder: Path) -> None:
         "--learning-rate",
         "1e-3",
     )
-    run_finetune(parsed("finetune", "agent.py:answer", *flags, "--num_generations", "4", "--fresh"))
+    judge = ("--judge_model", "klug", "--judge_url", "http://localhost:8000/v1")
+    run_finetune(parsed("finetune", "agent.py:answer", *flags, *judge, "--num_generations", "4", "--fresh"))
     file, overrides, fresh = asked
+    options = {name: overrides.pop(f"eval.evaluators.reward.{name}") for name in ("judge_model", "base_url")}
+    assert options == {"judge_model": "klug", "base_url": "http://localhost:8000/v1"}
     config = check(of_dict(file, list(overrides.items())))
     assert config.workflow.type == "agent.py:answer" and config.eval.evaluators["reward"].type == "agent.py:score"
     assert config.eval.general.dataset.file_path == Path("rows.csv")

@@ -22,7 +22,7 @@ from art.finetune.differences import compare, write_page
 from art.finetune.evaluating import FileEvaluation
 from art.finetune.results import ResultRecord, read_results
 from art.finetune.runs import prepare
-from art_finetune.commands import evaluate_flags, run_eval
+from art_finetune.commands import _input, evaluate_flags, run_eval  # pyright: ignore[reportPrivateUsage]
 from plugins.finetune.tests.commands import parsed
 from plugins.finetune.tests.policy_server import PolicyServer
 from tests.fakes.server import Answer, FakeServer, Request
@@ -423,7 +423,9 @@ async def test_the_difference_is_gated_and_printed_with_its_page(
             await evaluate_flags(flags)
     else:
         await evaluate_flags(flags)
-    assert re.search(r"difference 0 \(95%.*; out/eval.html", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert re.search(r"difference 0 \(95%.*\), not decided; rows: .*; out/eval.html", printed)
+    assert "Evaluation(" not in printed, "the same numbers once"
     with pytest.raises(WrongInput, match="--at_least_difference needs --baseline K or --compare FILE"):
         await evaluate_flags(parsed("eval", "f.yml", "--at_least_difference", "0"))
 
@@ -461,6 +463,19 @@ async def test_the_evaluations_of_the_page_run_in_ci(
         await evaluate_flags(parsed(*shlex.split(without_file), "--step", "2"))
     with pytest.raises(WrongInput, match="without a file needs --dataset, --reward"):
         await evaluate_flags(parsed("eval", "agent.py:answer", "--base_model", "art/tiny"))
+
+
+async def test_the_base_is_evaluated_on_the_rows_that_training_holds_out(
+    policy: PolicyServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ART_SERVER_URL", policy.url)
+    flags = ("agent.py:answer", "--dataset", "rows.json", "--reward", "agent.py:score", "--base_model", "art/tiny")
+    await evaluate_flags(parsed("eval", *flags, "--validation_share", "0.25"))
+    (held_out,) = {body["messages"][-1]["content"] for body in policy.asked}
+    await art.finetune.run(*_input(parsed("finetune", *flags, "--validation_share", "0.25", "--num_epochs", "1")))
+    groups = [group["trajectories"] for body in policy.trained for group in body["groups"]]
+    trained = {trajectory["messages_and_choices"][0]["content"] for group in groups for trajectory in group}
+    assert len(trained) == 3 and held_out not in trained
 
 
 async def test_the_results_of_a_baseline_are_compared_too(folder: Path, make_file: MakeFile) -> None:
@@ -602,6 +617,12 @@ async def test_a_judge_at_openai_has_the_users_own_key(
         WrongInput, match=r"eval\.evaluators\.reward: judge openai/gpt needs a key: set OPENAI_API_KEY before"
     ):
         await art.finetune.evaluate(file, limit=1)
+    for name, problem in (("klug", "judge klug needs a key"), ("klug/x", "judge 'klug/x' has no address")):
+        overrides = {"eval.evaluators.reward.judge_model": name}
+        with pytest.raises(
+            WrongInput, match=rf"{problem}.* is base_url of .* \(without a file: --judge_url http://HOST/v1\)"
+        ):
+            await art.finetune.evaluate(file, overrides)
     assert not policy.requests
 
 

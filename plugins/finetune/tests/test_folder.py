@@ -123,7 +123,7 @@ def test_the_metrics_file_has_all_of_nvidias_fields_and_ours(folder: Folder) -> 
         *("epoch", "timestamp", "run_id", "avg_reward", "min_reward", "max_reward", "num_trajectories", "num_groups"),
         *("filtered_trajectories", "filtered_groups", "filtered_avg_reward", "filtered_min_reward"),
         *("filtered_max_reward", "curriculum_percentile", "curriculum_state", "step"),
-        *("num_without_signal", "num_failed", "num_answers", "num_cut", "failures"),
+        *("num_without_signal", "num_failed", "num_answers", "num_cut", "share_same", "failures"),
     ]
     assert first["curriculum_state"] == CURRICULUM and first["timestamp"].endswith("+00:00")
     assert set(first) - set(second) == {"curriculum_state"}

@@ -662,6 +662,43 @@ async def test_solved_rows_are_told_once_and_are_no_fault_of_the_data(
     assert "rewards did not rise" not in text
 
 
+SLOW = (
+    "another learning_rate than 5e-6, the default: docs/howto/hyperparameters.md begins with 1e-4 for models from 0.5B"
+)
+
+
+async def test_the_learning_rate_is_told_at_the_beginning_and_where_rewards_do_not_rise(
+    policy: PolicyServer, make_file: MakeFile, capfd: pytest.CaptureFixture[str]
+) -> None:
+    await art.finetune.run(make_file())
+    text = capfd.readouterr().err
+    assert "learning rate 5e-6 (the default)\n" in text and "rewards did not rise" in text and SLOW in text
+    await art.finetune.run(
+        make_file(),
+        {
+            "trainer_adapters.a.training.learning_rate": 2e-5,
+            "finetuning.output_dir": "other",
+            "trainer_adapters.a.backend.name": "b",
+        },
+    )
+    text = capfd.readouterr().err
+    assert "learning rate 2e-5\n" in text and "another learning_rate than 2e-5, and check" in text
+
+
+@pytest.mark.parametrize("is_validated", [True, False])
+async def test_a_collapse_is_told_at_the_end(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, capfd: pytest.CaptureFixture[str], is_validated: bool
+) -> None:
+    policy.answer = lambda _, number: "no" if policy.trained else ("yes", "no")[number % 2]
+    validation: dict[str, Any] = {"dataset": "rows.json"} if is_validated else {}
+    await art.finetune.run(make_file(finetuning__validation=validation, finetuning__rows_per_step=2))
+    text = capfd.readouterr().err
+    assert "all answers are the same now: lower the learning rate, which was 5e-6" in text
+    fall = "validation fell from 1 (95% 0.5101 to 1, n=4) to 0 (95% 0 to 0.4899, n=4); the best step is "
+    assert (fall in text) is is_validated
+    assert "reward 0.2500 in epoch 1, 0.0000 in epoch 2; " in text, "the same rows are compared"
+
+
 @pytest.mark.parametrize(
     ("rewards", "solved"),
     [
@@ -824,6 +861,25 @@ async def test_a_check_trains_nothing_and_leaves_the_folder_alone(
     shown = capsys.readouterr().out
     assert "> assistant: yes" in shown and "reward: 1" in shown and "1 answer would be trained" in shown
     assert not policy.trained and not (folder / "out").exists() and len(policy.asked) == 1
+
+
+async def test_a_check_tells_a_cut_answer(
+    policy: PolicyServer, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy.finish_reason = "length"
+    await art.finetune.check(make_file())
+    assert "the token limit cut 1 of 1 answers: raise max_tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("validation", "share"), [({"share": 0.5}, "2 of 2"), ({"dataset": "rows.json"}, "4 of 4")])
+async def test_rows_that_are_trained_and_held_out_are_counted(
+    folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str], validation: dict[str, Any], share: str
+) -> None:
+    await art.finetune.check(make_file(finetuning__validation={"share": 0.5}))
+    assert "equal to rows of training" not in capsys.readouterr().err
+    (folder / "rows.json").write_text(json.dumps([{"question": "same", "answer": "yes"}] * 4))
+    await art.finetune.check(make_file(finetuning__validation=validation))
+    assert f"{share} held-out rows are equal to rows of training" in capsys.readouterr().err
 
 
 async def test_an_evaluation_compares_steps(policy: PolicyServer, folder: Path, make_file: MakeFile) -> None:

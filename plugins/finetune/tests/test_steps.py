@@ -211,8 +211,11 @@ async def test_a_run_without_a_better_validation_ends_and_names_its_best_step(
     assert "the last 2 validations were not better" in text
     last = text.splitlines()[-1]
     assert last == "the best step is 1 (validation 1.0000), kept as demo/agent@1 and demo/agent@best"
-    told = [line.partition(":")[0] for line in text.splitlines() if line.startswith("validation ")]
-    assert told == ["validation before epoch 1", *(f"validation after epoch {number}" for number in (1, 2, 3))]
+    told = [line for line in text.splitlines() if line.startswith("validation ")]
+    rewards = zip(("before epoch 1", "after epoch 1", "after epoch 2", "after epoch 3"), (0, 1, 0, 0), strict=True)
+    ends = [f"{when}: reward {reward} (no interval from 1 row)" for when, reward in rewards]
+    assert told == [f"validation (1 held-out row) {end}" for end in ends]
+    assert "the run ends. Not decided: the intervals of the best validation and of the last overlap (n=1)" in text
     assert [row["avg_reward"] for row in validations(folder)] == [0.0, 1.0, 0.0, 0.0]
     assert not await art.finetune.run(file), "what has stopped stays so"
     assert len(await art.finetune.run(file, {"finetuning.validation.patience": 4})) == 2

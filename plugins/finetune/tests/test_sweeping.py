@@ -10,10 +10,12 @@ from typing import Any
 import psutil
 import pytest
 
+from art import Evaluation
+from art.estimates import estimate_rewards
 from art.finetune import WrongInput
-from art.finetune.run_record import EpochRow
+from art.finetune.run_record import EpochRow, State, reward_figures, validation_row
 from art.finetune.runs import prepare
-from art.finetune.sweeping import _trained, variants_of  # pyright: ignore[reportPrivateUsage]
+from art.finetune.sweeping import _trained, variants_of, write_results  # pyright: ignore[reportPrivateUsage]
 from art_finetune.commands import _without_sweeps  # pyright: ignore[reportPrivateUsage]
 from plugins.finetune.tests.commands import end, start
 from plugins.finetune.tests.policy_server import PolicyServer
@@ -130,6 +132,45 @@ def test_only_steps_that_were_trained_count(num_trained: list[int], batch: int |
     }
     rows = [EpochRow(**none, **numbers, run_id="run", batch=batch, filtered_groups=number) for number in num_trained]
     assert _trained(rows) == words
+
+
+def run_of(start: float, *later: float, num_rows: int = 12) -> State:
+    """The record of a run with a validation before the first step, and one after each step."""
+    errors = [estimate_rewards([float(n < mean * num_rows) for n in range(num_rows)]) for mean in (start, *later)]
+    validations = [
+        validation_row({"epoch": number}, Evaluation("a", number, estimate, (estimate.mean,), 1, 0, {}, []))
+        for number, estimate in enumerate(errors)
+    ]
+    return State(config={}, epochs=[an_epoch(number) for number in range(len(later))], validations=validations)
+
+
+def an_epoch(number: int) -> EpochRow:
+    rewards = reward_figures([0.0, 1.0]) | reward_figures([0.0, 1.0], "filtered_")
+    counts = dict.fromkeys(("num_trajectories", "num_groups", "filtered_trajectories", "filtered_groups"), 2)
+    return EpochRow(epoch=number, run_id="run", **rewards, **counts, curriculum_percentile=1.0, step=number + 1)
+
+
+COLLAPSED = (0.5, 0.25, 0.0)
+VERDICTS = [
+    ({"high": run_of(*COLLAPSED), "low": run_of(0.5, 0.25, 0.25)}, "no run is better than the base: 0.5 (95% "),
+    ({"high": run_of(*COLLAPSED), "low": run_of(0.5, 0.5, 0.75)}, "not decided: the intervals overlap of low, "),
+    (
+        {"high": run_of(*COLLAPSED, num_rows=96), "low": run_of(0.5, 0.75, num_rows=96)},
+        "the best run is low; table and plot",
+    ),
+]
+
+
+@pytest.mark.parametrize(("states", "words"), VERDICTS)
+def test_the_untrained_model_is_no_run_s_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], states: dict[str, State], words: str
+) -> None:
+    write_results(tmp_path, states, dict.fromkeys(states, 0))
+    printed = capsys.readouterr()
+    assert printed.err.startswith(words)
+    base, *runs = printed.out.splitlines()[2:]
+    assert base.startswith("| base | | | | 0.5 (95% ") and base.endswith("| 0 | |") and len(runs) == 2
+    assert "| 0.25 (95% " in runs[0] and f", n={states['high'].validations[0].num_examples}) | 1 |" in runs[0]
 
 
 async def test_a_run_that_is_not_trained_is_named_and_the_others_are_trained(

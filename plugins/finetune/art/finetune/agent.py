@@ -5,7 +5,7 @@ import hashlib
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,8 @@ OTHER = ".other"
 """The ending of the name of the second session."""
 REASON_CHARACTERS, TEXT_CHARACTERS = 300, 4000
 """Characters of a failure's reason, and of its whole text."""
+FEWEST_SAME = 4
+"""Fewer equal answers than this may be chance."""
 
 
 class Played(NamedTuple):
@@ -181,6 +183,13 @@ def num_answers(trajectory: art.Trajectory) -> int:
 def num_cut_answers(trajectory: art.Trajectory) -> int:
     """The number of answers that the token limit cut."""
     return sum(1 for answer in answers(trajectory) if answer.finish_reason == "length")
+
+
+def share_same(trajectories: Iterable[art.Trajectory]) -> float:
+    """The share of the rollouts that end with the most frequent last answer; 0 for fewer rollouts than `FEWEST_SAME`."""
+    ends = [(list(answers(trajectory)) or [None])[-1] for trajectory in trajectories]
+    texts = Counter(end.message.content for end in ends if end is not None and end.message.content)
+    return max(texts.values(), default=0) / len(ends) if len(ends) >= FEWEST_SAME else 0.0
 
 
 def step_of(model: art.TrainableModel) -> str | None:

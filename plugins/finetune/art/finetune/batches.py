@@ -60,6 +60,13 @@ class Batches:
         first = number % self.per_epoch * self.rows_per_step
         return f"{epoch}, rows {first + 1} to {min(first + self.rows_per_step, self.num_rows)}"
 
+    def end(self, number: int) -> str:
+        """The end of a batch in words: `"epoch 2"`, or `"64 of 128 training rows of epoch 2"` within an epoch."""
+        epoch, index = divmod(number, self.per_epoch)
+        if index + 1 == self.per_epoch:
+            return f"epoch {epoch + 1}"
+        return f"{(index + 1) * (self.rows_per_step or 0)} of {self.num_rows} training rows of epoch {epoch + 1}"
+
 
 WHOLE_EPOCHS = Batches(num_rows=1)
 """Batches that are whole epochs, of any number of rows."""

@@ -51,7 +51,16 @@ class Comparison:
     def __repr__(self) -> str:
         (before, after), (first, second) = self.rewards, self.names
         counts = ", ".join(f"{len(self.rows(kind))} {kind}" for kind in KINDS)
-        return f"Comparison({second}: reward {after}; {first}: reward {before}; difference {self.difference}; rows: {counts})"
+        doubt = "" if self.is_decided else ", not decided"
+        return (
+            f"Comparison({second}: reward {after}; {first}: reward {before}; difference {self.difference}{doubt}; "
+            f"rows: {counts})"
+        )
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the interval of the difference leaves 0 out."""
+        return self.difference is not None and not self.difference.interval[0] <= 0 <= self.difference.interval[1]
 
     def rows(self, kind: str) -> list[str]:
         """The ids of the rows of a kind (`KINDS`), the largest difference first."""

@@ -126,12 +126,26 @@ def _load_rows(
             problems.append(checked_file.document.problem(("finetuning", "validation", "share"), str(error)))
             return rows, []
         say(f"{len(held_out)} of {len(rows)} rows are held out for validations")
+        _tell_equal(trained, held_out)
         return trained, held_out
     if dataset is None:  # `art eval` then evaluates the training rows
         return rows_of(TRAINING, training, config.finetuning.rewards), []
     same = {"id_key", "structure", "filter"} - dataset.model_fields_set
     dataset = dataset.model_copy(update={name: getattr(training, name) for name in same})
-    return rows_of(TRAINING, training, [reward]), rows_of(VALIDATION, dataset, [validation.reward or reward])
+    rows, held_out = rows_of(TRAINING, training, [reward]), rows_of(VALIDATION, dataset, [validation.reward or reward])
+    _tell_equal(rows, held_out)
+    return rows, held_out
+
+
+def _tell_equal(rows: list[DatasetRow], held_out: list[DatasetRow]) -> None:
+    """Prints how many held-out rows are trained too: rows with the same question, messages and answer."""
+    trained = {repr((row.question, row.messages, row.answer)) for row in rows}
+    num_equal = sum(repr((row.question, row.messages, row.answer)) in trained for row in held_out)
+    if num_equal:
+        say(
+            f"{num_equal} of {len(held_out)} held-out rows are equal to rows of training, so validations show too much: remove "
+            "one of each two"
+        )
 
 
 def _wrong_judges(checked_file: CheckedFile) -> list[Problem]:

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from art.estimates import Estimate
 from art.finetune.run_record import State
 
 # The page's colours of lines (art_watch/page/style.css), on white.
@@ -42,8 +43,8 @@ def draw(state: State) -> bytes:
     return _png(figure, axes)
 
 
-def draw_sweep(states: Mapping[str, State]) -> bytes:
-    """The plot of several runs as a PNG file, with their labels."""
+def draw_sweep(states: Mapping[str, State], base: Estimate | None) -> bytes:
+    """The plot of several runs as a PNG file, with their labels. The validation of the untrained model is one line for all."""
     figure: Any = Figure(figsize=(9, 5.25), layout="constrained")  # Any: matplotlib declares options as unknown
     axes = figure.subplots()
     for index, (label, state) in enumerate(states.items()):
@@ -51,11 +52,13 @@ def draw_sweep(states: Mapping[str, State]) -> bytes:
         rollouts = [0, *itertools.accumulate(counts)]
         """The rollouts before each epoch or step, and in the end."""
         means = {rollouts[row.number]: row.avg_reward for row in state.epochs if row.avg_reward is not None}
-        validations = {rollouts[row.number]: row.avg_reward for row in state.validations if row.avg_reward is not None}
+        validations = {rollouts[row.number]: row.avg_reward for row in state.validations_of_trained}
         axes.plot(list(means), list(means.values()), label=label, color=f"C{index}", marker=".")
         if validations:
             name = f"{label}, validation"
             axes.plot(list(validations), list(validations.values()), "--D", label=name, color=f"C{index}")
+    if base is not None:
+        axes.axhline(base.mean, label="base, validation", color="gray", ls=":")
     axes.set_xlabel("rollouts")
     axes.set_ylabel("reward")
     return _png(figure, axes)

@@ -16,6 +16,7 @@ from typing import Any, cast
 from pydantic import BaseModel, ConfigDict, Field
 
 import art
+from art.estimates import Estimate
 from art_protocol.wire import is_none
 
 METRICS_FILE = "training_metrics.jsonl"
@@ -98,6 +99,8 @@ class EpochRow(BatchRecord):
     """Answers of all rollouts that can be trained."""
     num_cut: int = 0
     """Of these the answers that the token limit cut."""
+    share_same: float = 0.0
+    """The share of the rollouts that end with the most frequent last answer."""
     failures: dict[str, int] = {}
     """The number of failed rollouts, by reason."""
 
@@ -121,7 +124,16 @@ class ValidationRow(BatchRecord):
     """The interval of 95% confidence."""
     step: int | None = None
     """The step that was evaluated."""
+    share_same: float | None = None
+    """The share of the rollouts that end with the most frequent last answer; None for a failed validation."""
     error: str | None = None
+
+    @property
+    def estimate(self) -> Estimate:
+        """The mean reward of a validation that succeeded, with its interval."""
+        assert self.avg_reward is not None, "a failed validation has no reward"
+        error = math.nan if self.standard_error is None else self.standard_error
+        return Estimate(self.avg_reward, self.num_examples, error, self.interval or (-math.inf, math.inf))
 
 
 class Asked(StoredRecord):
@@ -156,6 +168,18 @@ class State(Asked):
     num_failed_jobs: int = 0
     """The number of failed train jobs of the unfinished batch."""
 
+    @property
+    def start(self) -> ValidationRow | None:
+        """The validation before the first batch, unless this validation failed or there is none."""
+        return next((row for row in self.validations if row.number == 0 and row.avg_reward is not None), None)
+
+    @property
+    def validations_of_trained(self) -> list[ValidationRow]:
+        """The validations of the steps that the run trained, without those that failed."""
+        first = min((row.step for row in self.epochs if row.filtered_groups), default=math.inf)
+        rows = [row for row in self.validations if row.step is not None and row.step >= first]
+        return [row for row in rows if row.avg_reward is not None]
+
 
 def reward_figures(rewards: Sequence[float], prefix: str = "") -> dict[str, Any]:
     """The mean, the minimum and the maximum of rewards, as fields of a row."""
@@ -180,7 +204,7 @@ def solved_reward(rows: Sequence[EpochRow]) -> float | None:
 
 
 def validation_row(position: Mapping[str, Any], evaluation: art.Evaluation) -> ValidationRow:
-    """The row of a validation that succeeded. `position` has the fields that name the batch."""
+    """The row of a validation that succeeded. `position` has the fields that name the batch, and `share_same`."""
     estimate = evaluation.reward
     has_error = math.isfinite(estimate.standard_error)
     return ValidationRow(

@@ -16,12 +16,12 @@ from typing import Any, Literal
 import art
 from art.contained import contained
 from art.finetune import checking, components, folder, loading, other_harnesses, reading, stopping, toolkit
-from art.finetune.agent import Agent, Played, line_of_failure, num_answers, reason_of, text_of
+from art.finetune.agent import Agent, Played, line_of_failure, num_answers, num_cut_answers, reason_of, text_of
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, RolloutFailed, WrongInput
 from art.finetune.interfaces import CheckedFile, Code, Connected, Loaded, Run, Trainer, TrainingJobStatus, say
 from art.finetune.losing import is_lost, server_lost
 from art.finetune.rows import digest
-from art.finetune.run_record import State, solved_reward
+from art.finetune.run_record import EpochRow, State, solved_reward
 from art.finetune.scoring import Evaluator, Reward, evaluator_of
 from art.finetune.sections import Config, RewardFunction
 from art.finetune.workflows import of_command, of_function, unused_llm_fields
@@ -35,6 +35,9 @@ TEMPORARY_SECONDS = 86400.0
 """No evaluation lasts this long: an older temporary model is of an evaluation that was killed."""
 MAX_NAMED = 10
 """The models that a message names."""
+NEARLY_ALL = 0.9
+"""If more than this share of the rollouts end with the same answer, and rewards fell, the model has collapsed."""
+LOW_RATE = ", the default: docs/howto/hyperparameters.md begins with 1e-4 for models from 0.5B on, and with 5e-4 to 1e-3 for smaller ones"
 Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
 
@@ -329,11 +332,15 @@ async def run(
                     code.trajectory_builder(config.builder, run),
                     code.trainer_adapter(config.adapter, run),
                 )
+                say(
+                    f"learning rate {_rate_of(run.train_config)}{'' if _has_rate(run.train_config) else ' (the default)'}"
+                )
                 trainer: Trainer = code.trainer(config.trainer, run, builder, adapter)
                 statuses = await trainer.run(finetuning.num_epochs)
                 _summarise(run)
-                if best := await stopping.best_step(run.model, output.state.validations):
-                    say(best)
+                best = await stopping.best_step(run.model, output.state.validations)
+                if ends := [end for end in (stopping.fall(output.state), best) if end]:
+                    say("; ".join(ends))
                 return statuses
 
 
@@ -420,14 +427,45 @@ def _summarise(run: Run) -> None:
             "curriculum_learning.min_reward_diff. Lower it, raise num_generations, or use rows that the model neither always "
             "solves nor always fails"
         )
-    titles = run.batches.title(0), run.batches.title(len(epochs) - 1)
+    titles, per_epoch = [run.batches.title(0), run.batches.title(len(epochs) - 1)], run.batches.per_epoch
+    num_whole = len(epochs) // per_epoch
+    is_of_same_rows = per_epoch == 1 or num_whole > 1
+    if is_of_same_rows:  # batches of an epoch have different rows, and whole epochs have the same
+        last_whole = epochs[(num_whole - 1) * per_epoch : num_whole * per_epoch]
+        first, last = _mean_reward(epochs[:per_epoch]), _mean_reward(last_whole)
+        titles = ["epoch 1", f"epoch {num_whole}"]
     say(f"{name}: reward {first:.4f} in {titles[0]}, {last:.4f} in {titles[1]}; {run.folder.path}")
-    if last <= first and len(epochs) > 1 and solved is None:
+    if len(epochs) == 1 or solved is not None:
+        return
+    validations = run.folder.state.validations_of_trained
+    newest = (validations[-1].share_same if validations else None) or epochs[-1].share_same
+    rate = _rate_of(run.train_config)
+    if newest > NEARLY_ALL and (last < first or stopping.fall(run.folder.state)):
+        say(f"all answers are the same now: lower the learning rate, which was {rate}")
+    elif is_of_same_rows and last <= first:
+        if not _has_rate(run.train_config):
+            rate += LOW_RATE
         share = sum(epoch.num_without_signal for epoch in epochs) / sum(epoch.num_groups for epoch in epochs)
         say(
             f"rewards did not rise. {share:.0%} of the groups had equal rewards, which train nothing. Raise num_generations, try "
-            "curriculum_learning or another learning_rate, and check that good answers get more than bad ones"
+            f"curriculum_learning or another learning_rate than {rate}, and check that good answers get more than bad ones"
         )
+
+
+def _mean_reward(epochs: Sequence[EpochRow]) -> float:
+    """The mean reward of all rollouts of some batches."""
+    num_rollouts = sum(row.num_trajectories for row in epochs)
+    return sum((row.avg_reward or 0.0) * row.num_trajectories for row in epochs) / num_rollouts
+
+
+def _has_rate(config: art.TrainConfig) -> bool:
+    """Whether the file or a flag sets the learning rate."""
+    return "learning_rate" in config.model_fields_set
+
+
+def _rate_of(config: art.TrainConfig) -> str:
+    rate = config.learning_rate
+    return f"{rate:g}".replace("e-0", "e-") if isinstance(rate, float) else str(rate)
 
 
 async def check(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> None:
@@ -466,4 +504,9 @@ def _describe(played: Played, judge_prompts: Mapping[str, str]) -> str:
     lines += [f"{name}: {value:g}" for name, value in trajectory.metrics.items()]
     count = num_answers(trajectory)
     lines.append(f"{count} {'answer' if count == 1 else 'answers'} would be trained")
+    if num_cut := num_cut_answers(trajectory):
+        lines.append(
+            f"the token limit cut {num_cut} of {count} answers: raise max_tokens of the agent's requests, or the server's "
+            "--max-seq-length, or ask for shorter answers"
+        )
     return "\n".join([*lines, *trajectory.logs])

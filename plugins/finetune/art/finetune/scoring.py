@@ -30,6 +30,9 @@ MAX_PROBLEMS = 5
 """Rows that an error lists."""
 
 JUDGE_MODEL = "openai/o3"
+JUDGE_ELSEWHERE = (
+    "The address of a judge elsewhere is base_url of the evaluator (without a file: --judge_url http://HOST/v1)"
+)
 OPENAI_URL = "https://api.openai.com/v1"
 JUDGE_SECONDS, RULER_SECONDS, JUDGE_RETRIES = 60.0, 600.0, 2
 """The default limits of a request to a judge and to a ruler's judge, which reads whole groups, and how often a failed request is
@@ -230,7 +233,11 @@ def check_judge(options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the judge has no key, or an address that cannot be used.
     """
-    art.rewards.Judge(options.get("judge_model", JUDGE_MODEL), **judge_address(options))
+    address = judge_address(options)
+    try:
+        art.rewards.Judge(options.get("judge_model", JUDGE_MODEL), **address)
+    except ValueError as error:
+        raise ValueError(f"{error}" if "base_url" in address else f"{error}. {JUDGE_ELSEWHERE}") from error
 
 
 def _graded(row: DatasetRow, output: Any, options: Mapping[str, Any]) -> tuple[Any, Any, Any, str]:
@@ -242,15 +249,16 @@ def judge_address(options: Mapping[str, Any]) -> dict[str, Any]:
     """The address and the key of a judge. A run sets OPENAI_BASE_URL and OPENAI_API_KEY to the policy's: a judge at OpenAI has
     the user's own values of both."""
     address = {name: options[name] for name in ("base_url", "api_key") if name in options}
-    provider, _, rest = str(options.get("judge_model", JUDGE_MODEL)).partition("/")
+    model = str(options.get("judge_model", JUDGE_MODEL))
+    provider, _, rest = model.partition("/")
     if "base_url" in address or (rest and provider != "openai"):
         return address
     own = workflows.of_user or os.environ
     key = address.get("api_key") or own.get("OPENAI_API_KEY")
     if not key:
         raise ValueError(
-            f"judge {provider}/{rest or provider} needs a key: set OPENAI_API_KEY before the command starts, or base_url and "
-            "api_key of the evaluator"
+            f"judge {model} needs a key: set OPENAI_API_KEY before the command starts, or api_key of the evaluator. "
+            f"{JUDGE_ELSEWHERE}"
         )
     return {"base_url": own.get("OPENAI_BASE_URL") or OPENAI_URL, "api_key": key}
 

@@ -7,23 +7,23 @@ model of its own, with the value in their names. The same command continues all 
 import asyncio
 import itertools
 import json
-import math
 import os
 import re
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import art
+from art.estimates import Estimate
 from art.files import write_whole
 from art.finetune import runs
 from art.finetune.errors import FinetuneError, WrongInput
 from art.finetune.folder import STATE_FILE
 from art.finetune.interfaces import CheckedFile, say
-from art.finetune.run_record import EpochRow, State
+from art.finetune.run_record import EpochRow, State, ValidationRow
 from art.finetune.sections import BuilderSection, Config, Finetuning
 
 TABLE_FILE, PLOT_FILE = "sweep.md", "sweep.png"
@@ -200,22 +200,63 @@ def write_results(folder: Path, states: Mapping[str, State | None], codes: Mappi
     """Prints the table, and writes table and plot into the sweep's folder."""
     from art.finetune import plot  # matplotlib takes a second to load
 
-    table = "\n".join([HEAD, *(_row(label, state, codes[label]) for label, state in states.items())])
+    base = _base(states.values())
+    rows = [] if base is None else [f"| base | | | | {base} | 0 | |"]
+    table = "\n".join([HEAD, *rows, *(_row(label, state, codes[label]) for label, state in states.items())])
     print(table)
     write_whole(folder / TABLE_FILE, f"{table}\n".encode())
-    trained = {label: state for label, state in states.items() if state is not None and state.epochs}
-    if trained:
-        write_whole(folder / PLOT_FILE, plot.draw_sweep(trained))
-        scores = {label: _score(state) for label, state in trained.items()}
-        best = max(scores, key=lambda label: scores[label])
-        say(f"the best run is {best}; table and plot are in {folder}")
+    begun = {label: state for label, state in states.items() if state is not None and state.epochs}
+    if begun:
+        write_whole(folder / PLOT_FILE, plot.draw_sweep(begun, base))
+        say(f"{_verdict(begun, base)}; table and plot are in {folder}")
 
 
-def _score(state: State) -> tuple[float, float]:
-    """The best validation, and the reward at the end."""
-    validated = [row.avg_reward for row in state.validations if row.avg_reward is not None]
-    last = _last_reward(state)
-    return max(validated, default=-math.inf), -math.inf if last is None else last
+def _base(states: Iterable[State | None]) -> Estimate | None:
+    """The validation of the untrained model, which is the same model in all runs: the means over the runs of the reward and of the
+    ends of its interval. None: no run has such a validation."""
+    starts = [state.start.estimate for state in states if state is not None and state.start is not None]
+    if not starts:
+        return None
+    return Estimate(
+        mean=statistics.fmean(start.mean for start in starts),
+        num_scenarios=min(start.num_scenarios for start in starts),
+        standard_error=statistics.fmean(start.standard_error for start in starts),
+        interval=(
+            statistics.fmean(start.interval[0] for start in starts),
+            statistics.fmean(start.interval[1] for start in starts),
+        ),
+    )
+
+
+def _best(state: State) -> ValidationRow | None:
+    """The best validation of a trained step."""
+    return max(state.validations_of_trained, key=lambda row: row.estimate.mean, default=None)
+
+
+def _verdict(states: Mapping[str, State], base: Estimate | None) -> str:
+    """The best run in words, or why no run is the best. The untrained model, which all runs share, does not count for a run."""
+    trained = {label: state for label, state in states.items() if any(row.filtered_groups for row in state.epochs)}
+    if not trained:
+        return "no run was trained"
+    validated = {label: row.estimate for label, state in trained.items() if (row := _best(state)) is not None}
+    if not validated:
+        last = {label: reward for label, state in trained.items() if (reward := _last_reward(state)) is not None}
+        best = max(last, key=lambda label: last[label])
+        return (
+            f"the best run is {best}, by the rewards of its training; --validation_share 0.2 compares on held-out rows"
+        )
+    best = max(validated, key=lambda label: validated[label].mean)
+    if base is not None and validated[best].mean <= base.mean:
+        return f"no run is better than the base: {base} of the base, {validated[best]} of {best}"
+    others = {"the base": base, **validated} if base is not None else validated
+    low = validated[best].interval[0]
+    close = [name for name, estimate in others.items() if name != best and estimate.interval[1] >= low]
+    if close:
+        return (
+            f"not decided: the intervals overlap of {best}, which has the highest validation, and {', '.join(close)}. More "
+            "held-out rows or --validation_reps 4 make the intervals narrower"
+        )
+    return f"the best run is {best}"
 
 
 def _last_reward(state: State) -> float | None:
@@ -245,7 +286,6 @@ def _cells(state: State | None) -> Iterator[str]:
     yield _trained(state.epochs)
     for reward in (state.epochs[0].avg_reward, _last_reward(state)):
         yield "" if reward is None else f"{reward:.4f}"
-    validated = [row for row in state.validations if row.avg_reward is not None]
-    best = max(validated, key=lambda row: row.avg_reward or 0.0, default=None)
-    yield "" if best is None else f"{best.avg_reward:.4f}"
+    best = _best(state)
+    yield "" if best is None else str(best.estimate)
     yield "" if best is None else str(best.step)

@@ -16,7 +16,7 @@ from typing import Any
 
 import art
 from art.finetune import curriculum, stopping
-from art.finetune.agent import num_answers, num_cut_answers, reason_of, reason_of_failure
+from art.finetune.agent import num_answers, num_cut_answers, reason_of, reason_of_failure, share_same
 from art.finetune.batches import Batches
 from art.finetune.curriculum import Chosen
 from art.finetune.errors import FinetuneError, RolloutFailed
@@ -95,7 +95,10 @@ class ArtTrainer(Part):
             if run.batches.begins_interval(number, validation.interval):
                 await self.validate(number)
             if stopping.has_stalled(folder.state.validations, validation.patience):
-                say(f"the last {validation.patience} validations were not better than an earlier one: the run ends")
+                say(
+                    f"the last {validation.patience} validations were not better than an earlier one: the run ends"
+                    + stopping.doubt(folder.state.validations)
+                )
                 break
             step, row_indices = await self._begin(), self._rows_of(number)
             groups = await (self._ahead.pop(number, None) or self.builder.sample(number, row_indices))
@@ -271,11 +274,11 @@ class ArtTrainer(Part):
                 raise server_lost(run.model, error) from error
             row = ValidationRow(**position, step=await run.model.get_step(), error=reason_of(error))
         else:
-            row = validation_row(position, evaluation)
+            trajectories = [trajectory for group in evaluation.groups for trajectory in group]
+            row = validation_row({**position, "share_same": share_same(trajectories)}, evaluation)
         report_lost(run)
         run.folder.save(validations=[*run.folder.state.validations, row])
-        when = f"after {run.batches.title(number - 1)}" if number else f"before {run.batches.title(0)}"
-        say(f"validation {when}: {row.error or f'reward {row.avg_reward:.4f}'}")
+        say(_validation_line(run, row))
         if hint := run.validation_agent.reward.take_hint([row.min_reward, row.max_reward]):
             say(hint)
 
@@ -327,6 +330,7 @@ def _batch_row(run: Run, batch: Batch, result: art.TrainResult | None) -> EpochR
         num_failed=failures.total(),
         num_answers=sum(num_answers(trajectory) for group in groups for trajectory in group),
         num_cut=sum(num_cut_answers(trajectory) for group in groups for trajectory in group),
+        share_same=share_same([trajectory for group in groups for trajectory in group]),
         failures=dict(failures),
     )
 
@@ -358,6 +362,14 @@ def _have_signal(groups: list[art.TrajectoryGroup]) -> bool:
     if all(len(group) == 1 for group in groups):
         return len({group.trajectories[0].reward for group in groups}) > 1
     return any(map(is_informative, groups))
+
+
+def _validation_line(run: Run, row: ValidationRow) -> str:
+    num_rows, reps = len(run.validation_rows), run.config.finetuning.validation.reps
+    rows = "1 held-out row" if num_rows == 1 else f"{num_rows} held-out rows"
+    each_row = f", {reps} rollouts of each" if reps > 1 else ""
+    when = f"after {run.batches.end(row.number - 1)}" if row.number else "before epoch 1"
+    return f"validation ({rows}{each_row}) {when}: {row.error or f'reward {row.estimate}'}"
 
 
 def _batch_line(batches: Batches, row: EpochRow, num_epochs: int, result: art.TrainResult | None) -> str:
