@@ -188,7 +188,9 @@ class Rollout:
         self._waiting.__exit__(None, None, None)
         if isinstance(error, Exception):
             name, address = self.model.get_inference_name(), self.model.backend().base_url
-            error.add_note(f"{show_command(name, self.session, address)} shows what it was answered, if it asked the model")
+            error.add_note(
+                f"{show_command(name, self.session, address)} shows what it was answered, if it asked the model"
+            )
 
 
 def show_command(name: str, session: str, address: str) -> str:

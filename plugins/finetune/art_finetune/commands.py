@@ -106,7 +106,12 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     for name in REFUSED:
         _add_flag(finetune, name, action=_Refuse, nargs="?", help=argparse.SUPPRESS)
     finetune.set_defaults(run=run_finetune)
-    evaluate = commands.add_parser("eval", help="evaluate a finetuned workflow", epilog=EXIT_CODES)
+    evaluate = commands.add_parser(
+        "eval",
+        help="evaluate a function or workflow, compare, gate CI",
+        description="Evaluates a function or workflow, compares two evaluations, gates CI (--at_least).",
+        epilog=EXIT_CODES,
+    )
     evaluate.add_argument(
         "target", metavar="FILE", help="the file of `art finetune`, path/file.py:function, or results to --compare"
     )

@@ -45,6 +45,8 @@ class Reward:
 
     def __init__(self, config: Config, reward: RewardFunction, evaluators: Mapping[str, Evaluator]) -> None:
         self._weights = reward.weights
+        self.kinds = ", ".join(config.eval.evaluators[name].type for name in reward.names)
+        """The `_type` of each evaluator."""
         self._evaluators: dict[str, Evaluator] = {}
         self._ruler = ""
         self._judges: dict[str, dict[str, Any]] = {}
