@@ -348,7 +348,11 @@ def _check_difference(comparison: Any, flags: argparse.Namespace) -> None:
 
 def _end(call: Coroutine[Any, Any, None], again: str = AGAIN) -> None:
     """Runs a command. `again` says what the same command does after a stop. An error goes to stderr, and the error's exit code becomes the exit code of the process."""
-    from art.finetune.errors import FinetuneError
+    try:
+        from art.finetune.errors import FinetuneError
+    except ModuleNotFoundError:  # without the extra; a coroutine that nobody awaits is a warning
+        call.close()
+        raise
 
     code = 0
     if logging.lastResort is not None:  # warnings, unless the workflow's modules configure logging

@@ -1,6 +1,7 @@
 """`art eval`: chosen rows, results by row, the gate, the page of differences, judges and their agreement with labels; sampling."""
 
 import asyncio
+import gc
 import json
 import re
 import shlex
@@ -804,3 +805,39 @@ async def test_the_policys_sampling_reaches_the_server_from_each_workflow(
 async def test_wrong_sampling_is_named(make_file: MakeFile) -> None:
     with pytest.raises(WrongInput, match=r"llms\.policy\.temperature: must be less than or equal to 2"):
         await art.finetune.evaluate(make_file(llms={"policy": LLMS["policy"] | {"temperature": 20}}))
+
+
+# --- places and progress --------------------------------------------------------------------------------------------
+
+
+async def test_labels_show_progress_and_name_the_place_of_an_error(
+    policy: PolicyServer,
+    folder: Path,
+    make_file: MakeFile,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("art.bars.SECONDS", 0.0)
+    rows = [{"id": row, "question": "q", "output": output, "label": label} for row, output, label in LABELLED]
+    (folder / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (
+        r"labels\.jsonl: 5 of 5 answers could not be scored; line 1: KeyError: 'answer' \(agent\.py:\d+\): the labels lack "
+        "the column 'answer', which your evaluator reads"
+    )
+    with pytest.raises(FinetuneError, match=words):
+        await art.finetune.measure_agreement(make_file(), "labels.jsonl")
+    assert "labels: 100%" in capsys.readouterr().err
+    with pytest.raises(
+        WrongInput, match=r"labels\.jsonl: no column 'answer', which evaluator 'reward' \(exact_match\)"
+    ):
+        await art.finetune.measure_agreement(
+            make_file(eval__evaluators={"reward": {"_type": "exact_match"}}), "labels.jsonl"
+        )
+    assert not policy.requests
+
+
+def test_without_the_extra_no_coroutine_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "art.finetune.errors", None)
+    with pytest.raises(ModuleNotFoundError):
+        run_eval(parsed("eval", "f.yml"))
+    gc.collect()  # a coroutine that nobody awaited warns, which is an error here

@@ -35,6 +35,7 @@ from art.finetune.runs import (
     temporary_name,
     validation_reward,
 )
+from art.finetune.scoring import rows_that_cannot_be_judged
 from art.finetune.sections import Config, DatasetSection
 from art.pool import num_tolerated
 
@@ -294,8 +295,16 @@ async def measure_agreement(
     except ValueError as error:
         raise WrongInput([f"{labels}: {error}"]) from error
     async with validation_reward(checked_file) as reward:
-        limits = {"max_exceptions": config.finetuning.max_exceptions}
-        measured = await agreement(reward, rows, **limits, max_concurrency=config.eval.general.max_concurrency)
+        judged = config.finetuning.validation.reward or config.finetuning.reward_function
+        if problems := rows_that_cannot_be_judged(config, judged, rows, "answer"):
+            raise WrongInput([f"{labels}: {problem}" for problem in problems])
+        measured = await agreement(
+            reward,
+            rows,
+            labels=str(labels),
+            max_exceptions=config.finetuning.max_exceptions,
+            max_concurrency=config.eval.general.max_concurrency,
+        )
     say(write_results(_folder(file, config, overrides) / AGREEMENT_FILE, measured.records, rows))
     return measured
 
