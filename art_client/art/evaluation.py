@@ -111,7 +111,7 @@ async def evaluate(
     written, the result is returned with a warning.
 
     `max_exceptions` is the count of failed rollouts that are tolerated (an int), or their share (a float up to 1.0, which
-    tolerates all).
+    tolerates all). `math.inf` tolerates all and warns of none, for a caller that reads `num_failed`.
 
     Raises:
         ValueError: an argument is out of range, or the model is not registered.
@@ -122,7 +122,9 @@ async def evaluate(
     model.openai_client()  # made before the copies, so that all copies share the client's connections
     newest = await model.get_step() if step is None else step
     steps = [_to_number(newest)] if baseline is None else [_to_number(newest), _to_number(baseline)]
-    pool = RolloutPool(desc=pbar_desc, max_exceptions=max_exceptions, max_concurrent=max_concurrent_rollouts)
+    of_failed = None if max_exceptions == math.inf else "They have no reward and are in no mean"
+    limits: dict[str, Any] = {"max_exceptions": max_exceptions, "max_concurrent": max_concurrent_rollouts}
+    pool = RolloutPool(desc=pbar_desc, of_failed=of_failed, **limits)
     labels = [""] if baseline is None else ["@base" if number is None else f"@{number}" for number in steps]
     results: list[Result] = await gather_in(pool, _make_rollouts(model, rollout, cases, steps, reps, seed), labels)
     evaluation = _summarise(model, steps, results, reps)

@@ -75,7 +75,9 @@ class RolloutPool:
         max_exceptions: float = math.inf,
         max_metrics: int | None = None,
         show_total_tokens: bool = False,
+        of_failed: str | None = "They have no reward and are not trained",
     ) -> None:
+        """`of_failed` says what failed rollouts lack; None: the caller tells of failures."""
         if max_concurrent < 1:
             raise ValueError(f"max_concurrent_rollouts must be at least 1, not {max_concurrent}")
         if not max_exceptions >= 0:
@@ -98,6 +100,7 @@ class RolloutPool:
         self._means: dict[str, _Mean] = {}
         self._max_metrics = max_metrics
         self._show_total_tokens = show_total_tokens
+        self._of_failed = of_failed
         self._bar = make_bar(desc=desc, total=0, disable=desc is None, bar_format=WITHOUT_ESTIMATE)
         self._ticks: asyncio.Task[None] | None = None
 
@@ -121,11 +124,14 @@ class RolloutPool:
         kinds = ", ".join(f"{kind} {number}" for kind, number in self._failed.most_common())
         failed = f"{self._num_failed} of {self._num_expected} rollouts failed ({kinds})"
         if error is None:
+            if self._of_failed is None:
+                return
             logger.warning(
-                "%s; the first: %s. They have no reward and are not trained. The exceptions in the result show where "
-                "they failed; max_exceptions=0 raises the first%s",
+                "%s; the first: %s. %s. The exceptions in the result show where they failed; max_exceptions=0 raises the "
+                "first%s",
                 failed,
                 error_text(self._first_error, repr),
+                self._of_failed,
                 "".join(f". {note}" for note in getattr(self._first_error, "__notes__", ())),
             )
         elif error is self._first_error:

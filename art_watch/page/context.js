@@ -62,7 +62,7 @@ function noteList(notes) {
 // What the jobs of the run have cost.
 function costFacts({ costs, price, about, logged_costs: logged }) {
   return [
-    ["Sampled tokens", costs && [number(costs.num_tokens), el("span", { class: "muted" }, ` in ${plural(costs.num_rollouts, "rollout")}`)]],
+    ["Sampled for training", costs && [number(costs.num_tokens), el("span", { class: "muted" }, ` tokens in ${plural(costs.num_rollouts, "rollout")}`)]],
     ["Time in steps", costs && duration(costs.step_seconds)],
     ["Price", price !== null && [number(price), el("span", { class: "muted" }, ` at ${short(about.price_per_hour)} an hour`)]],
     ["Logged costs", logged > 0 && number(logged)],
@@ -73,7 +73,7 @@ function costFacts({ costs, price, about, logged_costs: logged }) {
 function unusedList(costs) {
   if (!costs?.unused.length) return null;
   const [rollouts, tokens] = ["num_rollouts", "num_tokens"].map((name) => costs.unused.reduce((sum, each) => sum + each[name], 0));
-  const share = costs.num_tokens ? `, ${Math.round((100 * tokens) / costs.num_tokens)}% of the sampled tokens` : "";
+  const share = costs.num_tokens ? `, ${Math.round((100 * tokens) / costs.num_tokens)}% of the tokens sampled for training` : "";
   return el("div", { class: "unused" },
     el("p", {}, `${short(rollouts)} of ${plural(costs.num_rollouts, "rollout")} trained nothing${share}:`),
     el("ul", { class: "notes" }, costs.unused.map((each) => el("li", {},

@@ -26,6 +26,12 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
         metavar="MODEL",
         help=f"{MODEL}: what this run has trained and cost, and what of it was for nothing",
     )
+    status.add_argument(
+        "--price-per-hour",
+        type=float,
+        metavar="X",
+        help="sets what an hour of the machines of MODEL costs, in any currency",
+    )
     runs = commands.add_parser("runs", help="all models in one table")
     runs.add_argument(
         "--sort", choices=("name", "reward", "time"), default="name", help="order of the models (%(default)s)"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import plotext
 from rich.console import Console
 
-from art_watch.terminal.sources import Row
+from art_watch.terminal.sources import SAMPLED_STEP, Row
 from art_watch.terminal.tables import plain
 from art_watch.terminal.text import number, visible
 
@@ -38,7 +38,15 @@ def print_plot(console: Console, models: Mapping[str, Row], metrics: Sequence[st
             console.print(plain(draw(f"{model} {metric}", curve, all_points, min(console.width, MAX_WIDTH))))
             highest = max(curve.values)
             step = curve.steps[curve.values.index(highest)]
-            console.print(f"last {number(curve.values[-1])}, highest {number(highest)} at step {step:.0f}")
+            earned = _earned_by(models[model], metric, step)
+            console.print(f"last {number(curve.values[-1])}, highest {number(highest)} at step {step:.0f}{earned}")
+
+
+def _earned_by(history: Row, metric: str, step: float) -> str:
+    """Which step sampled the rollouts of a training metric, in words: `art checkpoints` has the reward at that step. Empty if
+    unknown, or of other metrics."""
+    sampled = dict(zip(history["steps"], history["metrics"].get(SAMPLED_STEP, []), strict=False)).get(step)
+    return f" (earned by step {int(sampled)})" if sampled is not None and metric.startswith("train/") else ""
 
 
 def read_curve(history: Row, metric: str) -> Curve:

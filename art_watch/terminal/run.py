@@ -21,7 +21,7 @@ from art_watch.terminal.addresses import (
     open_source,
     parse_step,
 )
-from art_watch.terminal.sources import HttpSource, Row, Source
+from art_watch.terminal.sources import SAMPLED_STEP, HttpSource, Row, Source
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +45,8 @@ def run_command(flags: argparse.Namespace) -> None:
 def status(source: Source, flags: argparse.Namespace) -> None:
     if flags.model is not None:
         return status_of_model(source, flags)
+    if flags.price_per_hour is not None:
+        raise UsageError("--price-per-hour is of a run: name its MODEL")
     overview = source.overview()
     if flags.json:
         return print_json(overview)
@@ -54,13 +56,16 @@ def status(source: Source, flags: argparse.Namespace) -> None:
 
 
 def status_of_model(source: Source, flags: argparse.Namespace) -> None:
-    """What a run is, what it has trained and cost.
+    """What a run is, what it has trained and cost. Sets the price of an hour of its machines first, if the flag gives one.
 
     Raises:
-        NotFound: there is no such model.
+        NotFound: there is no such model, or no running server whose run can be changed.
         UsageError: a step is named.
     """
     model = whole_model(source, flags.model)
+    if flags.price_per_hour is not None:
+        server = need_server(source, "runs whose price can be set")
+        server.set_about(model["id"], source.context(model["id"])["about"] | {"price_per_hour": flags.price_per_hour})
     document = model | source.context(model["id"])
     if flags.json:
         return print_json(document)
@@ -225,7 +230,7 @@ def plot(source: Source, flags: argparse.Namespace) -> None:
     models: dict[str, Row] = {}
     names: set[str] = set()
     for model in summaries:
-        history = source.history(model["id"], wanted)
+        history = source.history(model["id"], wanted if flags.json else [*wanted, SAMPLED_STEP])
         names |= set(history.pop("names"))
         models[model["id"]] = history
     metrics = [metric for metric in wanted if metric in names]

@@ -35,6 +35,8 @@ ANSWER_SECONDS = 60.0
 CANCEL_SECONDS = 600.0
 """A job that trains is cancelled before its next micro-batch."""
 MAX_JOBS, MAX_WITH_ENDED = 1000, 100
+SAMPLED_STEP = "sampled_step"
+"""The metric with the step that sampled the rollouts of a step."""
 ERRORS: Mapping[int, type[ServerError]] = {
     401: Unauthorized,
     403: Forbidden,
@@ -118,6 +120,10 @@ class HttpSource:
     def roll_back(self, model: str, step: int) -> None:
         """Makes an earlier step the newest."""
         self._call("POST", f"/api/models/{model}/rollback", json={"step": step})
+
+    def set_about(self, model: str, about: Row) -> None:
+        """Replaces tags, notes and the price of a run."""
+        self._call("PUT", f"/api/models/{model}/about", json=about)
 
     def splits(self, model: str) -> dict[str, list[int]]:
         return self._call("GET", f"/api/look/models/{model}/rollouts")["splits"]

@@ -118,10 +118,10 @@ def _cost_lines(model: Row) -> Iterator[str]:
     costs, about = model["costs"], model["about"]
     yield f"trained: {model['trained_tokens']:,.0f} tokens in {model['num_trained_steps']:,} of {model['num_jobs']:,} steps"
     if costs is not None:
-        yield f"sampled: {costs['num_tokens']:,} tokens in {costs['num_rollouts']:,} rollouts"
+        yield f"sampled for training: {costs['num_tokens']:,} tokens in {costs['num_rollouts']:,} rollouts"
         yield f"time in steps: {age(costs['step_seconds'])}"
     if model["price"] is None:
-        yield "price: unknown; the page takes the price of an hour of the machines"
+        yield "price: unknown; --price-per-hour X sets what an hour of the machines costs"
     else:
         yield f"price: {number(model['price'])} at {about['price_per_hour']:g} an hour"
     if model["logged_costs"]:

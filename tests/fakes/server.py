@@ -178,8 +178,10 @@ class FakeArt(FakeServer):
             return self.train(request, match[1])
         if "/sessions/" in request.path:
             return Answer(body=self._session())
-        if request.path.endswith("/learning"):  # as an older server, which has no such route
-            return Answer(404, {"error": {"message": "Not Found", "code": "not_found"}})
+        if request.path.endswith("/learning"):
+            step = self.steps[match[1]]
+            info = {"state": "off", "policy": {}, "reason": "learning is off", "counts": {}}
+            return Answer(body=info | {"serving_step": step, "newest_step": step})
         if request.path.endswith("/log"):
             return Answer(body={"step": self.steps[match[1]], "metrics": {}})
         if request.path.endswith("/checkpoints"):

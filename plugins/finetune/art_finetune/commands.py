@@ -106,7 +106,12 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     for name in REFUSED:
         _add_flag(finetune, name, action=_Refuse, nargs="?", help=argparse.SUPPRESS)
     finetune.set_defaults(run=run_finetune)
-    evaluate = commands.add_parser("eval", help="evaluate a finetuned workflow", epilog=EXIT_CODES)
+    evaluate = commands.add_parser(
+        "eval",
+        help="evaluate a function or workflow, compare, gate CI",
+        description="Evaluates a function or workflow, compares two evaluations, gates CI (--at_least).",
+        epilog=EXIT_CODES,
+    )
     evaluate.add_argument(
         "target", metavar="FILE", help="the file of `art finetune`, path/file.py:function, or results to --compare"
     )
@@ -349,7 +354,11 @@ def _check_difference(comparison: Any, flags: argparse.Namespace) -> None:
 
 def _end(call: Coroutine[Any, Any, None], again: str = AGAIN) -> None:
     """Runs a command. `again` says what the same command does after a stop. An error goes to stderr, and the error's exit code becomes the exit code of the process."""
-    from art.finetune.errors import FinetuneError
+    try:
+        from art.finetune.errors import FinetuneError
+    except ModuleNotFoundError:  # without the extra; a coroutine that nobody awaits is a warning
+        call.close()
+        raise
 
     code = 0
     if logging.lastResort is not None:  # warnings, unless the workflow's modules configure logging

@@ -1,6 +1,7 @@
 """`art eval`: chosen rows, results by row, the gate, the page of differences, judges and their agreement with labels; sampling."""
 
 import asyncio
+import gc
 import json
 import re
 import shlex
@@ -210,6 +211,10 @@ def test_the_gate_is_the_lower_end_of_the_interval(
         assert "the reward of demo/agent@1" in printed.err and "--at_least" in printed.err
 
 
+SPOKEN = """
+    async def spoken(question):
+        return await answer(question)
+"""
 SILENT = """
     async def silent(question):
         return "yes"
@@ -252,7 +257,7 @@ async def test_an_evaluation_counts_answers_to_functions_that_are_not_trained(
 CHANGES: list[dict[str, Any]] = [
     {"overrides": {"eval.evaluators.reward": {"_type": "exact_match"}}},
     {"overrides": [("finetuning.validation.share", None), ("finetuning.validation.dataset", "rows.json")]},
-    {"overrides": {"workflow._type": "agent.py:answer"}},
+    {"overrides": {"workflow._type": "agent.py:spoken"}},
     {"limit": 4},
 ]
 
@@ -261,10 +266,87 @@ CHANGES: list[dict[str, Any]] = [
 async def test_the_history_has_only_evaluations_of_the_whole_unchanged_file(
     policy: PolicyServer, make_file: MakeFile, capfd: pytest.CaptureFixture[str], changes: dict[str, Any]
 ) -> None:
-    await art.finetune.evaluate(make_file(), **changes)
+    await art.finetune.evaluate(make_file(SPOKEN), **changes)
     assert not policy.logged and "not in the history" in capfd.readouterr().err
-    await art.finetune.evaluate(make_file(), {"eval.general.max_concurrency": 1}, reps=2)
+    same = {"workflow._type": "agent.py:answer", "eval.general.dataset.file_path": Path("rows.json")}
+    await art.finetune.evaluate(make_file(), same | {"eval.general.max_concurrency": 1}, reps=2)
     assert len(policy.logged) == 1 and "not in the history" not in capfd.readouterr().err
+
+
+FUNCTION = ("eval", "agent.py:answer", "--reward", "agent.py:score", "--base_model", "art/tiny", "--name", "words")
+
+
+async def test_flags_of_a_function_are_compared_with_the_functions_run(
+    policy: PolicyServer,
+    folder: Path,
+    make_file: MakeFile,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    make_file()
+    monkeypatch.setenv("ART_SERVER_URL", policy.url)
+    policy.steps["finetune/words"] = 0
+    await evaluate_flags(parsed(*FUNCTION, "--dataset", "rows.json"))
+    said = capfd.readouterr().err
+    assert not policy.logged and ".tmp/art/words has no run to compare with" in said and "general.dataset" not in said
+    flags = parsed("finetune", *FUNCTION[1:], "--dataset", "rows.json", "--num_epochs", "1")
+    await art.finetune.run(*_input(flags))
+    capfd.readouterr()
+    policy.logged.clear()
+    await evaluate_flags(parsed(*FUNCTION, "--dataset", "rows.json"))
+    said = capfd.readouterr().err
+    assert len(policy.logged) == 1 and "not in the history" not in said
+    assert "the run in .tmp/art/words was trained on them" in said
+    (folder / "other.json").write_text((folder / "rows.json").read_text().replace("question 3", "question 4"))
+    await evaluate_flags(parsed(*FUNCTION, "--dataset", "other.json"))
+    said = capfd.readouterr().err
+    assert (
+        "unchanged file: eval.general.dataset\n" in said and "trained on them" not in said and len(policy.logged) == 1
+    )
+
+
+async def test_the_results_are_named_with_what_they_replace(
+    make_file: MakeFile, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def said(overrides: dict[str, Any] | None = None, **chosen: Any) -> list[str]:
+        await art.finetune.evaluate(make_file(), overrides or {}, **chosen)
+        return [line for line in capfd.readouterr().err.splitlines() if line.startswith("results: ")]
+
+    assert await said() == ["results: out/eval_results.jsonl"] == await said()
+    (line,) = await said({"eval.evaluators.reward._type": "exact_match"})
+    assert line.endswith(
+        "eval_results.jsonl (in place of results of the reward agent.py:score; --results FILE keeps both)"
+    )
+    assert await said(limit=1) == ["results: out/eval_chosen_results.jsonl"]
+    (line,) = await said(step="base", ids=["row 1"])
+    assert "eval_chosen_results.jsonl (in place of results of demo/agent@0; " in line
+    assert await said(results="r.jsonl") == ["results: r.jsonl"]
+
+
+async def test_the_evaluated_rows_are_named(
+    folder: Path, make_file: MakeFile, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file, rows = make_file(finetuning__num_epochs=1), "the rows of eval.general.dataset are evaluated"
+    await art.finetune.evaluate(file, limit=1)
+    assert rows not in capfd.readouterr().err, "a program's dictionary is no file"
+    (folder / "f.yml").write_text(json.dumps(file))
+    await art.finetune.evaluate("f.yml", limit=1)
+    said = capfd.readouterr().err
+    assert f"{rows}\n" in said and "trained" not in said
+    await art.finetune.run(file)
+    await art.finetune.evaluate("f.yml", limit=1)
+    assert f"{rows}, and the run in out was trained on them" in capfd.readouterr().err
+
+
+async def test_failures_of_an_evaluation_are_told_once_with_the_flag(
+    make_file: MakeFile, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    await art.finetune.evaluate(make_file(REASONED, finetuning__max_exceptions=0.5))
+    said = capfd.readouterr().err
+    assert said.count("1 of 4 rollouts failed") == 1 and "-o finetuning.max_exceptions 0 lets none fail" in said
+    assert "not trained" not in said + caplog.text and "rollouts failed" not in caplog.text
+    with pytest.raises(FinetuneError, match=r"is 0 \(-o finetuning\.max_exceptions N\)"):
+        await art.finetune.evaluate(make_file(finetuning__max_exceptions=0))
 
 
 async def test_logged_rollouts_have_the_ids_of_their_rows(policy: PolicyServer, make_file: MakeFile) -> None:
@@ -744,3 +826,39 @@ async def test_the_policys_sampling_reaches_the_server_from_each_workflow(
 async def test_wrong_sampling_is_named(make_file: MakeFile) -> None:
     with pytest.raises(WrongInput, match=r"llms\.policy\.temperature: must be less than or equal to 2"):
         await art.finetune.evaluate(make_file(llms={"policy": LLMS["policy"] | {"temperature": 20}}))
+
+
+# --- places and progress --------------------------------------------------------------------------------------------
+
+
+async def test_labels_show_progress_and_name_the_place_of_an_error(
+    policy: PolicyServer,
+    folder: Path,
+    make_file: MakeFile,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("art.bars.SECONDS", 0.0)
+    rows = [{"id": row, "question": "q", "output": output, "label": label} for row, output, label in LABELLED]
+    (folder / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (
+        r"labels\.jsonl: 5 of 5 answers could not be scored; line 1: KeyError: 'answer' \(agent\.py:\d+\): the labels lack "
+        "the column 'answer', which your evaluator reads"
+    )
+    with pytest.raises(FinetuneError, match=words):
+        await art.finetune.measure_agreement(make_file(), "labels.jsonl")
+    assert "labels: 100%" in capsys.readouterr().err
+    with pytest.raises(
+        WrongInput, match=r"labels\.jsonl: no column 'answer', which evaluator 'reward' \(exact_match\)"
+    ):
+        await art.finetune.measure_agreement(
+            make_file(eval__evaluators={"reward": {"_type": "exact_match"}}), "labels.jsonl"
+        )
+    assert not policy.requests
+
+
+def test_without_the_extra_no_coroutine_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "art.finetune.errors", None)
+    with pytest.raises(ModuleNotFoundError):
+        run_eval(parsed("eval", "f.yml"))
+    gc.collect()  # a coroutine that nobody awaited warns, which is an error here

@@ -107,6 +107,17 @@ async def test_a_row_that_cannot_be_judged_is_an_error_before_the_server_is_aske
     assert words in problem and not policy.requests
 
 
+async def test_a_column_of_answers_that_no_row_has_is_one_line_with_the_flag(folder: Path, make_file: MakeFile) -> None:
+    rows = [{"id": str(number), "question": f"q{number}", "gold": "5"} for number in range(9)]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    file = make_file(eval__evaluators={"reward": {"_type": "exact_match"}})
+    with pytest.raises(WrongInput) as wrong:
+        await art.finetune.run(file)
+    (problem,) = wrong.value.problems
+    assert problem.endswith("columns are id, question, gold; --answer_key gold") and "no column 'answer'" in problem
+    await art.finetune.evaluate(file, {"eval.general.dataset.structure.answer_key": "gold"}, limit=1)
+
+
 async def test_rows_of_validations_are_checked_and_many_are_counted(folder: Path, make_file: MakeFile) -> None:
     (folder / "val.json").write_text(json.dumps([{"question": f"q{number}", "answer": "none"} for number in range(9)]))
     evaluators = {"reward": {"_type": "agent.py:score"}, "number": {"_type": "number_match"}}

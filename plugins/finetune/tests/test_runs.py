@@ -861,6 +861,12 @@ async def test_a_check_trains_nothing_and_leaves_the_folder_alone(
     shown = capsys.readouterr().out
     assert "> assistant: yes" in shown and "reward: 1" in shown and "1 answer would be trained" in shown
     assert not policy.trained and not (folder / "out").exists() and len(policy.asked) == 1
+    assert policy.asked[0]["model"] == "demo/agent"
+
+
+async def test_a_check_of_a_new_model_leaves_no_model(policy: PolicyServer, make_file: MakeFile) -> None:
+    await art.finetune.check(make_file(trainer_adapters__a__backend__name="new"))
+    assert set(policy.steps) == {"demo/agent"} and policy.asked[0]["model"].startswith("demo/base-")
 
 
 async def test_a_check_tells_a_cut_answer(

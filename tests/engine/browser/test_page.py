@@ -101,7 +101,11 @@ def test_a_run_says_what_it_has_cost_and_what_trained_nothing(page: Any, serve: 
     about.wait_for()
     text = about.inner_text()
     assert " at 4.5 an hour" in text and "Time in steps\n" in text
-    assert f"in {48 * NUM_STEPS + 1200:,} rollouts" in text and "of the sampled tokens:" in text
+    assert (
+        f"in {48 * NUM_STEPS + 1200:,} rollouts" in text
+        and "of the tokens sampled for training:" in text
+        and "Sampled for training" in text
+    )
     assert "1,200 rollouts, 34,000 tokens: cut, overlong" in text and "<b>no</b> a < b" in text
     assert about.locator("code").all_inner_texts() == ["overlong", "a < b"]
 

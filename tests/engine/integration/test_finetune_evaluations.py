@@ -70,6 +70,13 @@ def file(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     )
 
 
+async def register(file: dict[str, Any]) -> None:
+    """Makes the model of a file."""
+    backend = file["trainer_adapters"]["a"]["backend"]
+    async with art.Backend(backend["url"]) as opened:
+        await art.TrainableModel(**{key: backend[key] for key in ("name", "project", "base_model")}).register(opened)
+
+
 def write(file: dict[str, Any]) -> None:
     Path("finetune.yml").write_text(json.dumps(file))
 
@@ -121,7 +128,7 @@ async def test_each_command_of_the_page_works(file: dict[str, Any]) -> None:
 
 
 async def test_a_gate_has_its_exit_code(file: dict[str, Any]) -> None:
-    await art.finetune.check(file)  # registers the model
+    await register(file)
     code, text = await run(file, "eval", "finetune.yml", "--at_least", "0.99")
     assert code == 5 and "is below --at_least 0.99" in text.splitlines()[-1], text
     rewards = [record["reward"] for record in results()]
@@ -152,6 +159,9 @@ async def test_a_judge_scores_the_answers_of_the_engine(file: dict[str, Any]) ->
             code == 0 and "Only maybe is right." in text and QUESTIONS[1] in text and "reason of reward: it is" in text
         )
         code, text = await run(file, "eval", "finetune.yml")
+        assert code == 2 and "no model" in text, "the check has left none"
+        await register(file)
+        code, text = await run(file, "eval", "finetune.yml")
         assert code == 0, text
     finally:
         await served.stop()
@@ -175,7 +185,7 @@ async def test_the_policys_sampling_wins_in_each_workflow(file: dict[str, Any], 
     file["llms"] = {"policy": {"_type": "openai", "model_name": file["trainer_adapters"]["a"]["backend"]["name"]}}
     file["finetuning"]["seed"] = None
     if step != "base":
-        await art.finetune.check(file)  # registers the model
+        await register(file)
     greedy = {"llms.policy.temperature": 0, "llms.policy.max_tokens": 1}
     evaluation = await art.finetune.evaluate(file, greedy, step=step, reps=4, ids=["city-0"])
     assert evaluation.num_rollouts == 4 and evaluation.num_failed == 0

@@ -4,17 +4,21 @@ import asyncio
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import art
+from art.bars import make_bar
 from art.contained import contained
 from art.estimates import Estimate, estimate_rewards
-from art.finetune.agent import reason_of
+from art.finetune.agent import line_of_failure, reason_of
 from art.finetune.errors import FinetuneError
 from art.finetune.results import ResultRecord
 from art.finetune.rows import DatasetRow
 from art.finetune.scoring import Reward
 from art.pool import num_tolerated, run_all
+
+if TYPE_CHECKING:
+    from tqdm.auto import tqdm
 
 GOOD = 0.5
 """Scores and labels from this number on count as good."""
@@ -63,29 +67,30 @@ def label_of(row: DatasetRow) -> float:
 
 
 async def agreement(
-    reward: Reward, rows: Sequence[DatasetRow], *, max_exceptions: float, max_concurrency: int
+    reward: Reward, rows: Sequence[DatasetRow], *, labels: str, max_exceptions: float, max_concurrency: int
 ) -> Agreement:
-    """The agreement of a reward with the column `label`, on the answers in the column `output`.
+    """The agreement of a reward with the column `label`, on the answers in the column `output`. `labels` is the rows' file.
 
     Raises:
         FinetuneError: more answers than `max_exceptions` tolerates (`num_tolerated`) could not be scored.
     """
     slots = asyncio.Semaphore(max_concurrency)
-    records = await run_all(_scored(reward, row, slots) for row in rows)
-    failed = [record.error for record in records if record.error is not None]
+    with make_bar(desc="labels", total=len(rows)) as bar:
+        records = await run_all(_scored(reward, row, slots, bar) for row in rows)
+    failed = [f"{row.location}: {record.error}" for row, record in zip(rows, records, strict=True) if record.error]
     if len(failed) > num_tolerated(max_exceptions, len(rows)) or len(failed) == len(rows):
-        raise FinetuneError(f"{len(failed)} of {len(rows)} answers could not be scored: {failed[0]}")
-    labels: list[bool] = []
+        raise FinetuneError(f"{labels}: {len(failed)} of {len(rows)} answers could not be scored; {failed[0]}")
+    good_labels: list[bool] = []
     scores: list[bool] = []
     differing: list[str] = []
     for row, record in zip(rows, records, strict=True):
         if record.reward is not None:
-            labels.append(label_of(row) >= GOOD)
+            good_labels.append(label_of(row) >= GOOD)
             scores.append(record.reward >= GOOD)
-            if labels[-1] != scores[-1]:
+            if good_labels[-1] != scores[-1]:
                 differing.append(row.id if record.repetition == 1 else f"{row.id} (repetition {record.repetition})")
-    share = estimate_rewards([float(label == score) for label, score in zip(labels, scores, strict=True)])
-    return Agreement(share, cohens_kappa(labels, scores), differing, len(failed), records)
+    share = estimate_rewards([float(label == score) for label, score in zip(good_labels, scores, strict=True)])
+    return Agreement(share, cohens_kappa(good_labels, scores), differing, len(failed), records)
 
 
 def _repetition_of(row: DatasetRow) -> int:
@@ -93,7 +98,7 @@ def _repetition_of(row: DatasetRow) -> int:
     return int(text) if text.isdecimal() else 1
 
 
-async def _scored(reward: Reward, row: DatasetRow, slots: asyncio.Semaphore) -> ResultRecord:
+async def _scored(reward: Reward, row: DatasetRow, slots: asyncio.Semaphore, bar: "tqdm[Any]") -> ResultRecord:
     output = row.columns.get("output")
     record = ResultRecord(
         model=str(row.columns.get("model") or ""),
@@ -111,8 +116,18 @@ async def _scored(reward: Reward, row: DatasetRow, slots: asyncio.Semaphore) -> 
             with contained("the evaluator"):
                 reasons = await reward.score(row, output, trajectory)
     except Exception as error:  # of any kind: an evaluator is the user's code
-        return record.model_copy(update={"error": reason_of(error), **label})
+        reason = f"{reason_of(error)}{line_of_failure(error)}{_missing_column(error, row)}"
+        return record.model_copy(update={"error": reason, **label})
+    finally:
+        bar.update()
     return record.model_copy(update={"reward": trajectory.reward, "reasons": reasons, **label})
+
+
+def _missing_column(error: Exception, row: DatasetRow) -> str:
+    """The column that an evaluator missed in a row, in words; empty if the error is another."""
+    if not isinstance(error, KeyError) or error.args[0] in row.columns:
+        return ""
+    return f": the labels lack the column {error.args[0]!r}, which your evaluator reads"
 
 
 def cohens_kappa(labels: Sequence[bool], scores: Sequence[bool]) -> float | None:

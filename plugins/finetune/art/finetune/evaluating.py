@@ -17,12 +17,13 @@ from art.finetune.agreement import Agreement, agreement, label_of
 from art.finetune.differences import Comparison, write_page
 from art.finetune.differences import compare as compare_results
 from art.finetune.errors import FinetuneError, WrongInput
-from art.finetune.folder import CONFIG_FILE, STATE_FILE
-from art.finetune.interfaces import say
+from art.finetune.folder import CONFIG_FILE, STATE_FILE, state_in
+from art.finetune.interfaces import Loaded, say
 from art.finetune.losing import server_lost
+from art.finetune.masking import without_secrets
 from art.finetune.reading import dataset_of_text
 from art.finetune.results import Recorder, ResultRecord, read_results, write_results
-from art.finetune.rows import load_rows, select
+from art.finetune.rows import digest, load_rows, select
 from art.finetune.run_record import to_json
 from art.finetune.runs import (
     Overrides,
@@ -34,6 +35,7 @@ from art.finetune.runs import (
     temporary_name,
     validation_reward,
 )
+from art.finetune.scoring import rows_that_cannot_be_judged
 from art.finetune.sections import Config, DatasetSection
 from art.pool import num_tolerated
 
@@ -103,8 +105,6 @@ async def evaluate(
         raise WrongInput([f"--reps must be at least 1, not {reps}"])
     checked_file = prepare(file, overrides)
     finetuning, folder = checked_file.config.finetuning, _folder(file, checked_file.config, overrides)
-    if not finetuning.validation.has_rows:
-        say("the file has no finetuning.validation.dataset or share: the rows of training are evaluated")
     is_of_base = step == "base" and baseline in (None, "base")
     if is_of_base:  # the model's name tells apart what two evaluations at the same time have sampled
         name = f"trainer_adapters.{finetuning.trainer_adapter}.backend.name"
@@ -117,12 +117,17 @@ async def evaluate(
             rows = select(loaded_file.validation_rows or loaded_file.rows, ids, limit)
         except ValueError as error:
             raise WrongInput([str(error)]) from error
+        if not loaded_file.validation_rows:
+            _say_rows(loaded_file, folder, has_file=not isinstance(file, Mapping))
         async with connected(loaded_file, unknown="delete" if is_of_base else "refuse") as connection:
             number, other = await _step(connection.model, step), await _step(connection.model, baseline)
-            reasons = (["some rows only"] if ids or limit is not None else []) + _changed(overrides)
+            reasons = (["some rows only"] if ids or limit is not None else []) + _changed(
+                file, overrides, checked_file.config, folder
+            )
             if reasons and number != "base":
                 say(f"not in the history, which has evaluations of all rows of an unchanged file: {', '.join(reasons)}")
-            recorder = Recorder(connection.validation_agent, f"eval-{uuid.uuid4().hex[:12]}", finetuning.seed or 0)
+            agent, session = connection.validation_agent, f"eval-{uuid.uuid4().hex[:12]}"
+            recorder = Recorder(agent, session, finetuning.seed or 0, _dataset(checked_file.config))
             try:
                 evaluation = await art.evaluate(
                     connection.model,
@@ -139,7 +144,7 @@ async def evaluate(
             finally:  # an evaluation that failed has results too
                 records = sorted(recorder.records, key=lambda record: _is_of(other, record))
                 if records:
-                    write_results(Path(results or folder / names.results), records, rows)
+                    say(write_results(Path(results or folder / names.results), records, rows))
             if recorder.lost is not None:
                 raise server_lost(connection.model, recorder.lost)
             _check_failures(records, finetuning.max_exceptions)
@@ -179,18 +184,46 @@ def _check_failures(records: Sequence[ResultRecord], max_exceptions: float) -> N
         return
     line = f"{len(failed)} of {len(records)} rollouts failed; row {failed[0].id!r}: {failed[0].error}"
     if len(failed) > num_tolerated(max_exceptions, len(records)):
-        raise FinetuneError(f"{line}. finetuning.max_exceptions is {max_exceptions:g}")
-    say(line)
+        raise FinetuneError(f"{line}. finetuning.max_exceptions is {max_exceptions:g} (-o finetuning.max_exceptions N)")
+    say(f"{line}. Failed rollouts are in no mean; -o finetuning.max_exceptions 0 lets none fail")
 
 
-def _changed(overrides: Overrides) -> list[str]:
-    """The overrides that change what an evaluation's mean is about (`COMPARED`)."""
-    names = list(overrides) if isinstance(overrides, Mapping) else [name for name, _ in overrides]
-    return [name for name in names if any(_is_within(name, part) or _is_within(part, name) for part in COMPARED)]
+def _dataset(config: Config) -> str:
+    """The evaluated data set: its file, its function or its name on the hub."""
+    section = config.finetuning.validation.dataset or config.eval.general.dataset
+    return str(section.file_path or section.function or section.name)
 
 
-def _is_within(name: str, section: str) -> bool:
-    return f"{name}.".startswith(f"{section}.")
+def _say_rows(loaded_file: Loaded, folder: Path, *, has_file: bool) -> None:
+    """Prints which rows are evaluated where the file has no rows of validations, and whether the run in the folder trains them."""
+    state = state_in(folder)
+    is_trained = state is not None and bool(state.epochs) and state.rows == digest(loaded_file.rows)
+    rows = "the rows of eval.general.dataset are evaluated"
+    if is_trained:
+        say(f"{rows}, and the run in {folder} was trained on them: they say nothing about other rows")
+    elif has_file:
+        say(rows)
+
+
+def _changed(file: str | Path | Mapping[str, Any], overrides: Overrides, config: Config, folder: Path) -> list[str]:
+    """The sections of `COMPARED` whose values overrides change. The flags of a function are compared with the run in the folder,
+    because a function has no file."""
+    try:
+        unchanged = checked(file).config
+    except WrongInput:  # a function, or a file that needs its overrides
+        state = state_in(folder)
+        if state is None:
+            return [f"without its flags it is no whole file, and {folder} has no run to compare with"]
+        unchanged = Config.model_validate(state.config)
+    before, after = (without_secrets(version.model_dump(by_alias=True)) for version in (unchanged, config))
+    return [section for section in COMPARED if _value(before, section) != _value(after, section)]
+
+
+def _value(tree: Mapping[str, Any], section: str) -> Any:  # Any: a section, as plain values
+    value: Any = tree
+    for name in section.split("."):
+        value = value[name]
+    return value
 
 
 def _folder(file: str | Path | Mapping[str, Any], config: Config, overrides: Overrides) -> Path:
@@ -262,9 +295,17 @@ async def measure_agreement(
     except ValueError as error:
         raise WrongInput([f"{labels}: {error}"]) from error
     async with validation_reward(checked_file) as reward:
-        limits = {"max_exceptions": config.finetuning.max_exceptions}
-        measured = await agreement(reward, rows, **limits, max_concurrency=config.eval.general.max_concurrency)
-    write_results(_folder(file, config, overrides) / AGREEMENT_FILE, measured.records, rows)
+        judged = config.finetuning.validation.reward or config.finetuning.reward_function
+        if problems := rows_that_cannot_be_judged(config, judged, rows, "answer"):
+            raise WrongInput([f"{labels}: {problem}" for problem in problems])
+        measured = await agreement(
+            reward,
+            rows,
+            labels=str(labels),
+            max_exceptions=config.finetuning.max_exceptions,
+            max_concurrency=config.eval.general.max_concurrency,
+        )
+    say(write_results(_folder(file, config, overrides) / AGREEMENT_FILE, measured.records, rows))
     return measured
 
 

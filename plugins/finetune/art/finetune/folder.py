@@ -156,11 +156,18 @@ def _locked(path: Path) -> contextlib.AbstractContextManager[object]:
 
 def model_name_in(path: Path) -> str | None:
     """The name of the model that the run in a folder trains; None without a run."""
+    state = state_in(path)
+    return None if state is None else Config.model_validate(state.config).adapter.backend.name
+
+
+def state_in(path: Path) -> State | None:
+    """The record of the run in a folder; None without a run."""
     try:
         state = State.model_validate_json((path / STATE_FILE).read_bytes())
-        return Config.model_validate(state.config).adapter.backend.name
+        Config.model_validate(state.config)
     except (OSError, ValueError):
         return None
+    return state
 
 
 def _free_name(path: Path) -> Path:

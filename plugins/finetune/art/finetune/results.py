@@ -30,6 +30,10 @@ class ResultRecord(BaseModel):
     """The name under which the rollout sampled, with the step: "demo/agent@3"."""
     id: str
     """The id of the row."""
+    dataset: str = ""
+    """The data set of the row: its file, its function or its name on the hub."""
+    evaluators: str = ""
+    """The `_type` of each evaluator of the reward."""
     repetition: int = 1
     session: str = ""
     """The rollout's session on the server: `art show MODEL --session SESSION` shows the requests."""
@@ -53,8 +57,8 @@ class Recorder:
     """The rollout function of an evaluation, which keeps a record of each rollout. The repetitions of a row have different seeds;
     the same repetition at another step has the same seed."""
 
-    def __init__(self, agent: Agent, session: str, seed: int) -> None:
-        self._agent, self._session, self._seed = agent, session, seed
+    def __init__(self, agent: Agent, session: str, seed: int, dataset: str) -> None:
+        self._agent, self._session, self._seed, self._dataset = agent, session, seed, dataset
         self._counts = Counter[tuple[str, str]]()
         self.records: list[ResultRecord] = []
         self.lost: Exception | None = None
@@ -68,6 +72,8 @@ class Recorder:
         record = ResultRecord(
             model=name,
             id=row.id,
+            dataset=self._dataset,
+            evaluators=self._agent.reward.kinds,
             repetition=number,
             session=session,
             seed=seed,
@@ -93,8 +99,9 @@ class Recorder:
         return trajectory
 
 
-def write_results(path: Path, records: Sequence[ResultRecord], rows: Sequence[DatasetRow]) -> None:
-    """Writes the records: one model after the other, in the order of the rows.
+def write_results(path: Path, records: Sequence[ResultRecord], rows: Sequence[DatasetRow]) -> str:
+    """Writes the records: one model after the other, in the order of the rows. Returns a line with the file, and with what is
+    replaced if the file has results of another model, data set or reward.
 
     Raises:
         WrongInput: the file cannot be written.
@@ -105,11 +112,28 @@ def write_results(path: Path, records: Sequence[ResultRecord], rows: Sequence[Da
         records, key=lambda record: (models.index(record.model), rows_in_order[record.id], record.repetition)
     )
     lines = (json.dumps(record.model_dump(), ensure_ascii=False, default=str) + "\n" for record in ordered)
+    said = f"results: {path}{_replaced(path, ordered[0])}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(lines).encode(errors="backslashreplace"))
     except OSError as error:
         raise WrongInput([f"{path.absolute()} cannot be written: {error.strerror}"]) from error
+    return said
+
+
+def _replaced(path: Path, record: ResultRecord) -> str:
+    """What the results in a file are of that these are not; empty for results of the same."""
+    try:
+        earlier = read_results(path)[0]
+    except WrongInput:
+        return ""
+    pairs = (
+        ("", earlier.model, record.model),
+        ("the data set ", earlier.dataset, record.dataset),
+        ("the reward ", earlier.evaluators, record.evaluators),
+    )
+    differing = [f"{what}{before}" for what, before, after in pairs if before and before != after]
+    return f" (in place of results of {', '.join(differing)}; --results FILE keeps both)" if differing else ""
 
 
 def read_results(path: Path) -> list[ResultRecord]:

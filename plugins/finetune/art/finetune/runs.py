@@ -241,8 +241,17 @@ def _no_model(config: Config, known: Sequence[str]) -> str:
     )
 
 
+async def _is_new(config: Config, backend: art.Backend) -> bool:
+    """Whether the server does not know the file's model. False if no server answers, which `connected` reports."""
+    section = config.adapter.backend
+    try:
+        return f"{section.project}/{section.name}" not in await backend._list_models()  # pyright: ignore[reportPrivateUsage]
+    except art.ArtError:
+        return False
+
+
 def temporary_name() -> str:
-    """A name for the model of one evaluation of the base model. The name has the time, in seconds since 1970."""
+    """A name for the model of one evaluation of the base model, or of one check of a new model. The name has the time, in seconds since 1970."""
     return f"base-{time.time():.0f}-{uuid.uuid4().hex[:8]}"
 
 
@@ -252,7 +261,7 @@ async def _delete(model: art.TrainableModel) -> None:
         if not await model.get_step():
             await model.delete()
     except art.ArtError as error:
-        say(f"{model.get_inference_name()}, which was made for this evaluation, stays on the server: {error}")
+        say(f"{model.get_inference_name()}, which was made for this command, stays on the server: {error}")
 
 
 async def _delete_left_over(model: art.TrainableModel, backend: art.Backend, known: Sequence[str]) -> None:
@@ -469,12 +478,22 @@ def _rate_of(config: art.TrainConfig) -> str:
 
 
 async def check(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> None:
-    """Rolls out and scores the first row, and prints what would be trained. Trains nothing, and leaves the folder alone.
+    """Rolls out and scores the first row, and prints what would be trained. Trains nothing, and leaves the folder alone. A model
+    that the server does not know is made under a temporary name, and deleted at the end.
 
     Raises:
         FinetuneError: as `run` does.
     """
-    async with loaded(prepare(file, overrides)) as loaded_file, connected(loaded_file) as connection:
+    checked_file = prepare(file, overrides)
+    async with contextlib.AsyncExitStack() as opened:
+        backend = await opened.enter_async_context(serving(checked_file.config))
+        is_new = await _is_new(checked_file.config, backend)
+        if is_new:  # the agent's module may read the name at its import
+            name = f"trainer_adapters.{checked_file.config.finetuning.trainer_adapter}.backend.name"
+            checked_file = checked(file, [*pairs_of(overrides), (name, temporary_name())])
+        loaded_file = loading.load(checked_file, backend)
+        unknown: Unknown = "delete" if is_new else "create"
+        connection = await opened.enter_async_context(connected(loaded_file, unknown=unknown))
         session, seed = f"check-{uuid.uuid4().hex[:8]}", connection.config.finetuning.seed or 0
         row = connection.rows[0]
         try:

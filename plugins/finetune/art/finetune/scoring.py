@@ -17,9 +17,9 @@ from art.finetune import components, workflows
 from art.finetune.errors import RolloutFailed
 from art.finetune.limits import TimeUp, limited
 from art.finetune.programs import run_program, words_of
-from art.finetune.reading import described
+from art.finetune.reading import described, nearest
 from art.finetune.rows import DatasetRow
-from art.finetune.sections import Config, RewardFunction
+from art.finetune.sections import Component, Config, RewardFunction
 
 SCORE_FIELDS = frozenset({"score", "turn_rewards", "metrics", "reason"})
 
@@ -48,6 +48,8 @@ class Reward:
 
     def __init__(self, config: Config, reward: RewardFunction, evaluators: Mapping[str, Evaluator]) -> None:
         self._weights = reward.weights
+        self.kinds = ", ".join(config.eval.evaluators[name].type for name in reward.names)
+        """The `_type` of each evaluator."""
         self._evaluators: dict[str, Evaluator] = {}
         self._ruler = ""
         self._judges: dict[str, dict[str, Any]] = {}
@@ -341,6 +343,22 @@ def _equal(one: Any, other: Any) -> bool:
     return isinstance(one, bool) == isinstance(other, bool) and one == other
 
 
+def _lacking_column(name: str, section: Component, rows: Sequence[DatasetRow], column: str) -> str | None:
+    """The problem of rows that all lack the column of answers, with the flag that names another column; None if some row has the
+    column, or the evaluator needs none."""
+    columns = list(dict.fromkeys(key for row in rows for key in row.columns))
+    if not rows or column in columns or any(row.answer is not None for row in rows) or not _needs_answer(section):
+        return None
+    others = [key for key in columns if key not in ("id", "question")]
+    meant = nearest(column, others) or (others[0] if len(others) == 1 else "COLUMN")
+    shown = ", ".join(columns)
+    return f"no column {column!r}, which evaluator {name!r} ({section.type}) compares; columns are {shown}; --answer_key {meant}"
+
+
+def _needs_answer(section: Component) -> bool:
+    return section.type != "json_match" and "pattern" not in section.fields()
+
+
 def rows_that_cannot_be_judged(
     config: Config, reward: RewardFunction, rows: Sequence[DatasetRow], column: str
 ) -> list[str]:
@@ -350,6 +368,9 @@ def rows_that_cannot_be_judged(
     for name in reward.names:
         section = config.eval.evaluators[name]
         if section.type not in components.BUILT_IN["evaluator"] or section.type in WITHOUT_ANSWER:
+            continue
+        if lacking := _lacking_column(name, section, rows, column):
+            problems.append(lacking)
             continue
         for row in rows:
             try:

@@ -50,5 +50,9 @@ def test_charts_of_a_metric_share_their_axes() -> None:
         "last 1.000, highest 1.000 at step 2",
         "last 0.250, highest 0.500 at step 2",
     ]
+    models["p/a"]["metrics"]["sampled_step"] = [0.0, 1.0]
+    wide = screen(80)
+    print_plot(wide, models, ["train/reward"])
+    assert "highest 1.000 at step 2 (earned by step 1)\n" in shown(wide)
     labels = [[line[:3] for line in chart_lines[1:-3]] for chart_lines in lines]
     assert labels[0] == labels[1] and max(map(len, shown(console).splitlines())) <= 40

@@ -20,8 +20,9 @@ from art_server.store import files
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_watch.view import make_view
 from tests.http_server import served
-from tests.makers.demo import log
+from tests.makers.demo import log, make_demo
 from tests.quick.api.idle_server import make
+from tests.quick.models.house import House
 from tests.quick.watch.terminal.conftest import Ran
 from tests.waiting import PATIENCE_SECONDS
 
@@ -86,7 +87,9 @@ def test_the_steps_of_a_model_are_listed_with_the_best_and_the_newest(run: Run, 
 def test_a_run_is_shown_with_what_it_cost(run: Run, folder: Path) -> None:
     out = run("status", "webnav-8b", "--path", folder).out
     assert out.startswith("demo/webnav-8b, step 6, base model Qwen/Qwen3-8B\nreward ")
-    assert re.search(r"\ntrained: [\d,]+ tokens in [\d,]+ of 6 steps\nsampled: [\d,]+ tokens in [\d,]+ rollouts\n", out)
+    assert re.search(
+        r"\ntrained: [\d,]+ tokens in [\d,]+ of 6 steps\nsampled for training: [\d,]+ tokens in [\d,]+ rollouts\n", out
+    )
     assert "\ntime in steps: " in out and "\nprice: unknown" in out
     record = ModelFolder(folder, "demo", "webnav-8b")
     record.write_about(About(price_per_hour=2.0))
@@ -94,6 +97,16 @@ def test_a_run_is_shown_with_what_it_cost(run: Run, folder: Path) -> None:
         assert re.search(r"\nprice: [\d.]+ at 2 an hour\n", run("status", "webnav-8b", "--path", folder).out)
     finally:
         record.write_about(About())
+
+
+def test_a_running_server_takes_the_price_of_an_hour(run: Run, tmp_path: Path) -> None:
+    make_demo(tmp_path, runs=1, steps=2)
+    record = ModelFolder(tmp_path, "demo", "webnav-8b")
+    record.write_about(About(tags=["best"]))
+    with served(House(tmp_path).app, lifespan="off") as url:
+        out = run("status", MODEL, "--price-per-hour", "2.5", "--url", url).out
+    assert re.search(r"\nprice: [\d.]+ at 2.5 an hour\n", out)
+    assert record.read_about() == About(tags=["best"], price_per_hour=2.5)
 
 
 def test_runs_sort_by_name_reward_and_time(run: Run, folder: Path) -> None:
@@ -135,6 +148,8 @@ def test_into_a_pipe_nothing_is_cut_off_or_coloured(run: Run, folder: Path) -> N
         (["checkpoints", f"{MODEL}@3"], 2, "about a whole model: write demo/webnav-8b without '@3'"),
         (["status", "none"], 1, "'none' is no model of"),
         (["rollback", MODEL, "1"], 2, "only a running server has models that can be rolled back"),
+        (["status", MODEL, "--price-per-hour", "2"], 1, "only a running server has runs whose price can be set"),
+        (["status", "--price-per-hour", "2"], 2, "--price-per-hour is of a run: name its MODEL"),
         (["jobs"], 1, "only a running server has jobs"),
         (["jobs", "--cancel", "1"], 1, "only a running server has jobs"),
     ],
@@ -144,7 +159,7 @@ def test_an_error_has_its_code_and_names_the_remedy(
 ) -> None:
     ended, out, err = run(*arguments, "--path", folder)
     assert (ended, out) == (code, "") and re.search(message, err), err
-    if not {"jobs", "rollback"} & set(arguments):
+    if not {"jobs", "rollback"} & set(arguments) and arguments[1:] != [MODEL, "--price-per-hour", "2"]:
         again = run(*arguments, "--url", url)
         assert again.code == code and re.search(message, again.err), again.err
 
