@@ -704,7 +704,7 @@ TRAINING = [
         "the epochs of SFT under another name",
         "art.TrainSFTConfig(num_epochs=3)",
         "TrainSFTConfig has no field 'num_epochs'",
-        "'epochs'",
+        "here it is `epochs`",
         "art.TrainSFTConfig(epochs=3)",
     ),
     plain(

@@ -105,7 +105,7 @@ STARTS = [
         "a scope that does not exist",
         "--api-key-file keys",
         "--api-key-file keys, line 1: scopes",
-        "'infer', 'train' (or|and) 'host'",
+        "'infer', 'train', 'host' or 'feedback'",
         "--api-key-file mended",
         {"keys": "secret admin\n", "mended": "secret train\n"},
     ),
