@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.quick.learning.test_canary import POLICY, simulate
+from tests.makers.canaries import POLICY, simulate
 
 RUNS = 1000
 KINDS: dict[str, tuple[dict[str, Any], float, float]] = {

@@ -1,14 +1,11 @@
 """What a canary's scores decide: the formula by hand, and the rates of wrong decisions in simulated canaries."""
 
 import math
-import random
 
 import pytest
 
-from art_protocol.learning import Policy
-from art_server.learning.canary import Opinion, arm_of, capped, due_looks, is_promoted, look
-
-POLICY = Policy(release="canary")
+from art_server.learning.canary import Opinion, arm_of, capped, is_promoted, look
+from tests.makers.canaries import POLICY, simulate
 
 
 def opinions(rewards: dict[str, list[float]]) -> list[Opinion]:
@@ -45,28 +42,6 @@ def test_users_who_all_agree_decide() -> None:
 def test_a_user_counts_for_a_share_only() -> None:
     pushy = [Opinion("pushy", 0.0)] * 60
     assert len(capped([*pushy, Opinion("other", 1.0)], 5)) == 6
-
-
-def simulate(
-    difference: float, *, seed: int, drift: float = 0.0, per_user: int = 1, spread: float = 0.0
-) -> tuple[bool, int]:
-    """Whether a canary of a step that earns `difference` more is promoted, and after how many scores. The rate of all users falls by
-    `drift` meanwhile; users give `per_user` scores, and their rates differ by `spread`."""
-    rng = random.Random(seed)
-    arms: tuple[list[Opinion], list[Opinion]] = ([], [])
-    num_looks = number = 0
-    while True:
-        is_new = rng.random() < POLICY.share
-        rate = 0.6 + difference * is_new - drift * number / POLICY.looks[-1] + rng.gauss(0.0, spread)
-        for _ in range(per_user):
-            arms[is_new].append(Opinion(f"u{number}", float(rng.random() < rate)))
-        number += per_user
-        num_due = due_looks(number, POLICY)
-        if num_due > num_looks:
-            num_looks = num_due
-            verdict = is_promoted(look(*arms), num_due, POLICY)
-            if verdict is not None:
-                return verdict, number
 
 
 def share_promoted(difference: float, runs: int = 200, **more: float) -> float:
