@@ -39,6 +39,7 @@ def open_page(page: Any, url: str, hash_: str) -> None:
     page.goto(url + hash_)
     page.wait_for_selector(READY)
     if page.locator(".chart").count():
+        page.locator(".chart").first.scroll_into_view_if_needed()  # what nobody sees is not drawn
         page.wait_for_selector(".js-plotly-plot .plotly")
 
 
