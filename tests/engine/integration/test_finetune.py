@@ -268,7 +268,8 @@ def test_a_sweep_trains_its_values_side_by_side(make_file: MakeFile, server: Ser
         assert (server.model_dir(f"{name}-learning_rate-{rate}") / "history.jsonl").exists()
         assert (tmp_path / "out" / f"learning_rate-{rate}" / "reward_plot.png").exists()
     table = (tmp_path / "out" / "sweep.md").read_text().splitlines()
-    assert len(table) == 4 and all("| 2 epochs |" in line for line in table[2:])
+    assert len(table) == 5 and table[2].startswith("| base |")
+    assert all("| 2 epochs |" in line for line in table[3:])
     assert (tmp_path / "out" / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
