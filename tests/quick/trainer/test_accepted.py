@@ -32,6 +32,11 @@ NEEDS: dict[tuple[str, Any], dict[str, Any]] = {
     ("overlong", "soft_penalty"): {"overlong_length": 16, "overlong_buffer": 8},
     ("correction_low", LARGE): {"correction_high": LARGE},
     ("objective", "likelihood"): {"baseline": "none", "scaling": "none"},
+    ("held_out", LARGE): {
+        "objective": "likelihood",
+        "baseline": "none",
+        "scaling": "none",
+    },  # the server sets these groups apart
 }
 """What a value requires of other fields."""
 
