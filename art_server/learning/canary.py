@@ -2,7 +2,7 @@
 
 Both steps answer at the same time, so what changes for all users changes nothing here. A user's scores resemble one another. So the
 statistic counts users: a ratio of sums, with the variance over users (Deng, Knoblich, Lu: Applying the Delta Method in Metric
-Analytics, KDD 2018, section 2). Looks at fixed numbers of scores, with the same limit at each, are a group sequential test
+Analytics, KDD 2018, section 2). Looks at fixed numbers of scores, with the same limit at all of them, are a group sequential test
 (Pocock 1977); the last look decides by the sign alone.
 """
 

@@ -103,6 +103,10 @@ class Releases:
         ):
             return
         reason = release.reason or f"somebody has rolled the model back to step {step}"
+        self.end(release, reason)
+
+    def end(self, release: Release, reason: str) -> None:
+        """Ends a release whose steps are set aside; nothing, if it has ended."""
         self._change(release, "state = 'rolled_back', reason = ?, ended_at = ?", reason, self._clock.now())
 
     def _change(self, release: Release, changes: str, *values: object) -> None:

@@ -5,6 +5,7 @@ done, so a killed server goes on where it was.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections import defaultdict
@@ -159,13 +160,16 @@ class Releasing:
         self.on_decision()
 
     async def _roll_back(self, model: RegisteredModel, release: Release, reason: str) -> None:
-        split, model.split = model.split, None
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(setattr, model, "split", model.split)
+            model.split = None
             await asyncio.to_thread(self._releases.note_reason, release, reason)
             await self._checkpoints.roll_back(model, release.incumbent)
-        except BaseException:
-            model.split = split
-            raise
+            await asyncio.to_thread(
+                self._releases.end, release, reason
+            )  # one without a step that has passed is open still
+            await asyncio.to_thread(self._registry.read_release, model)
+            on_failure.pop_all()
         logger.info("%s serves on: %s", model.adapter_name(release.incumbent), reason)
         self.on_decision()
 

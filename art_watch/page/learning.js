@@ -11,26 +11,26 @@ const ENDS = { steps: "does not serve yet", canary: "answers some of the users",
 // A panel, which is empty without scores, and what the charts show of it.
 export function learningPanel(route) {
   const node = el("div");
-  let found = { info: null, scores: null };
+  let report = { info: null, scores: null };
   let isOpen = false; // whether all days are shown, which stays when the panel is new
   const refresh = async () => {
-    found = await look(ofModel(route, "learning"));
-    refill(node, ...(found.info || found.scores ? [section(found, isOpen, (open) => { isOpen = open; })] : []));
+    report = await look(ofModel(route, "learning"));
+    refill(node, ...(report.info || report.scores ? [section(report, isOpen, (open) => { isOpen = open; })] : []));
   };
   // Vertical lines of a chart by step: the releases.
-  const marks = () => (found.scores?.releases ?? []).filter(({ state }) => state !== "steps")
+  const marks = () => (report.scores?.releases ?? []).filter(({ state }) => state !== "steps")
     .map(({ state, step }) => ({ x: step, dash: state === "promoted" ? "solid" : "dot" }));
   // The mean of each name's scores by step, as the lines of a chart.
-  const lines = (steps) => [...new Set((found.scores?.days ?? []).map(({ name }) => name))].map((name) => {
-    const of = found.scores.days.filter((each) => each.name === name);
-    return { label: name, x: steps, steps, y: steps.map((step) => mean(of.filter((each) => each.step === step))) };
+  const lines = (steps) => [...new Set((report.scores?.days ?? []).map(({ name }) => name))].map((name) => {
+    const of = report.scores.days.filter((day) => day.name === name);
+    return { label: name, x: steps, steps, y: steps.map((step) => mean(of.filter((day) => day.step === step))) };
   }).filter(({ y }) => y.some((value) => value !== null));
-  return { node, refresh, marks, lines, isLive: () => found.info !== null };
+  return { node, refresh, marks, lines, isLive: () => report.info !== null };
 }
 
 function mean(rows) {
-  const count = rows.reduce((sum, each) => sum + each.number, 0);
-  return count ? rows.reduce((sum, each) => sum + each.number * each.mean, 0) / count : null;
+  const count = rows.reduce((sum, day) => sum + day.number, 0);
+  return count ? rows.reduce((sum, day) => sum + day.number * day.mean, 0) / count : null;
 }
 
 function section({ info, scores }, isOpen, onopen) {
@@ -79,15 +79,15 @@ function canary({ arms, z, candidate }) {
 }
 
 function releases(all) {
-  const item = (each) => el("li", { class: each.state === "rolled_back" && "bad" }, el("b", {}, `step ${short(each.step)}`),
-    ` ${ENDS[each.state]}, `, ago(each.ended_at ?? each.began_at), each.reason && [": ", prose(each.reason)]);
+  const item = (release) => el("li", { class: release.state === "rolled_back" && "bad" }, el("b", {}, `step ${short(release.step)}`),
+    ` ${ENDS[release.state]}, `, ago(release.ended_at ?? release.began_at), release.reason && [": ", prose(release.reason)]);
   return all.length > 0 && el("div", {}, el("h3", {}, "Releases"), el("ul", { class: "notes" }, all.slice(0, NUM_RELEASES).map(item)));
 }
 
 function days(all, isOpen, onopen) {
   const rows = [...all].sort((a, b) => b.day - a.day || b.step - a.step || a.name.localeCompare(b.name));
-  const shown = (part) => table("Scores a day", COLUMNS, part.map((each) => row(COLUMNS, [
-    new Date(each.day * 86_400_000).toISOString().slice(0, 10), each.name, number(each.step), number(each.number), number(each.mean),
+  const shown = (part) => table("Scores a day", COLUMNS, part.map((day) => row(COLUMNS, [
+    new Date(day.day * 86_400_000).toISOString().slice(0, 10), day.name, number(day.step), number(day.number), number(day.mean),
   ])));
   return rows.length > 0 && el("div", {}, el("h3", { class: "below" }, "Scores a day"), shown(rows.slice(0, NUM_SHOWN)),
     rows.length > NUM_SHOWN && el("details", { open: isOpen, ontoggle: (event) => onopen(event.target.open) },

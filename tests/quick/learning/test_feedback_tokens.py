@@ -20,7 +20,7 @@ CLAIM = TokenClaim(model=7, answer="a-0", name="thumb", user=None, owner="anyone
 
 
 def altered(token: str) -> list[str]:
-    """A token with one changed character at each place, and other texts."""
+    """A token with one changed character at each position, and other texts."""
     swapped = [token[:at] + ("A" if token[at] != "A" else "B") + token[at + 1 :] for at in range(len(token))]
     return [*swapped, "", ".", "x.y", token[:-1], token + "A", token + "=", token.replace(".", ""), "é.ü"]
 

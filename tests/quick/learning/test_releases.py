@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from art_protocol.learning import Policy
+from art_server.jobs.trainer_process import TrainerError
 from art_server.learning.releasing import opinions_of
 from art_server.learning.scores import WaitingScore
 from tests.quick.learning.crowd import NAME, ROUTES, Crowd, crowd
@@ -167,6 +168,19 @@ async def test_people_decide_on_a_release(tmp_path: Path) -> None:
         await act(shop, "rollback")
         info = await until(shop, state="rolled_back")
         assert (info["serving_step"], info["newest_step"]) == (1, 1)
+
+
+async def test_a_release_without_a_step_can_be_ended(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        shop.served.trainer.events = [TrainerError("bad_data", "the numbers are not finite", retryable=False)]
+        await shop.learn(**CANARY)
+        await teach(shop)
+        while (await shop.info())["state"] != "paused":  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert (await shop.http.delete(f"{ROUTES}/learning")).status_code == 409
+        await act(shop, "rollback")
+        assert (await shop.info())["release"]["state"] == "rolled_back"
+        assert (await shop.http.delete(f"{ROUTES}/learning")).status_code == 200
 
 
 async def test_a_rollback_by_hand_ends_the_canary(tmp_path: Path) -> None:
