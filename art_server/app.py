@@ -4,13 +4,11 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
 
-from art_protocol.learning import ANSWER_HEADER
-from art_protocol.wire import STEP_HEADER
 from art_server import __version__
 from art_server.api import art_wire, checkpoints, control, error_responses, feedback_tokens, learning
 from art_server.api.auth import Authentication
+from art_server.api.cors import CrossOrigin
 from art_server.api.feedback_tokens import FeedbackTokens
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys
@@ -21,9 +19,6 @@ from art_server.server import Server
 from art_server.store import files
 from art_watch import metrics, routes
 from art_watch.runs import Runs
-
-EXPOSED_HEADERS = (STEP_HEADER, ANSWER_HEADER, "retry-after")
-"""The headers of an answer that a page may read, with `--cors-origin`."""
 
 
 def make_app(server: Server, inference_port: int | None) -> FastAPI:
@@ -63,14 +58,6 @@ def make_app(server: Server, inference_port: int | None) -> FastAPI:
         model_keys=app.state.model_keys,
         refused_keys=app.state.refused_keys,
     )
-    if config.cors_origins:
-        # Added last, so that it comes before authentication: a browser sends no key with its first question. Cookies are not
-        # permitted, so a page needs a key as any other client.
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origins,
-            allow_methods=["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"],
-            allow_headers=["*"],
-            expose_headers=EXPOSED_HEADERS,
-        )
+    # Added last, so that it comes before authentication: a browser sends no key with its first question.
+    app.add_middleware(CrossOrigin, origins=config.cors_origins)
     return app

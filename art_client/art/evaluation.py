@@ -106,8 +106,8 @@ async def evaluate(
     With a `baseline`, a number or "base", each rollout has a partner at the baseline, and `difference` compares the pairs. The
     progress bar then has the means of both ("reward@30=0.81, reward@0=0.52").
 
-    The means go to the history of each evaluated step, as `split`/reward, `split`/reward_standard_error and
-    `split`/METRIC, with the trajectories, unless `log` is False. The base model has no history. If the history cannot be
+    The means go to the history of each evaluated step, as `split`/reward, `split`/reward_standard_error, `split`/num_scenarios and
+    `split`/METRIC, with the trajectories, unless `log` is False. A later evaluation of the step replaces them. The base model has no history. If the history cannot be
     written, the result is returned with a warning.
 
     `max_exceptions` is the count of failed rollouts that are tolerated (an int), or their share (a float up to 1.0, which
@@ -288,9 +288,10 @@ def _metric_means(groups: Iterable[TrajectoryGroup]) -> dict[str, float]:
 
 
 def _history_row(evaluation: Evaluation, split: str) -> dict[str, float]:
-    means = {**evaluation.metrics, "reward": evaluation.reward.mean}
-    if math.isfinite(evaluation.reward.standard_error):
-        means["reward_standard_error"] = evaluation.reward.standard_error
+    reward = evaluation.reward
+    means = {**evaluation.metrics, "reward": reward.mean, "num_scenarios": float(reward.num_scenarios)}
+    if math.isfinite(reward.standard_error):
+        means["reward_standard_error"] = reward.standard_error
     return {f"{split}/{name}": mean for name, mean in means.items()}
 
 

@@ -43,6 +43,19 @@ async def test_a_browser_may_send_what_the_named_origin_asks(path: str, tmp_path
         assert "access-control-allow-origin" not in foreign.headers
 
 
+@pytest.mark.parametrize("origins", [(), (SHOP,)])
+async def test_a_page_of_another_origin_hears_the_remedy(
+    origins: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app, _ = make(tmp_path, api_keys=(KEY,), cors_origins=origins)
+    async with client(app) as http:
+        answers = [await http.options("/v1/models", headers=asks(OTHER)) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [403] * 3
+    error = answers[0].json()["error"]
+    assert error["code"] == "foreign_origin" and f"--cors-origin {OTHER}" in error["message"]
+    assert [record.message for record in caplog.records if OTHER in record.message] == [error["message"]]
+
+
 async def test_the_page_needs_a_key_and_reads_errors(tmp_path: Path) -> None:
     app, _ = make(tmp_path, api_keys=(KEY,), cors_origins=(SHOP,))
     async with client(app, headers={"origin": SHOP}) as http:

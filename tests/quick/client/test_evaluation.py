@@ -402,6 +402,7 @@ async def test_the_history_gets_the_means_the_error_and_the_trajectories(server,
     assert body["metrics"] == {
         "test/reward": 1.25,
         "test/reward_standard_error": pytest.approx(0.5),
+        "test/num_scenarios": 2.0,
         "test/won": 0.5,
         "test/completion_tokens": 2.0,
     }

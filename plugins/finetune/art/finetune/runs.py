@@ -514,8 +514,9 @@ def _describe(played: Played, judge_prompts: Mapping[str, str]) -> str:
         messages: list[Any] = history.messages()
         for entry, message in zip(history.messages_and_choices, messages, strict=True):
             mark = " " if isinstance(entry, dict) else ">"
-            calls = f" {message['tool_calls']}" if message.get("tool_calls") else ""
-            lines.append(f"{mark} {message['role']}: {message.get('content')}{calls}")
+            functions = [call["function"] for call in message.get("tool_calls") or ()]
+            calls = [f"{function['name']}({function['arguments']})" for function in functions]
+            lines.append(f"{mark} {message['role']}: {' '.join([message.get('content') or '', *calls])}")
     lines.append(f"output: {output}")
     lines += [f"--- prompt of judge {name}\n{prompt}\n---" for name, prompt in judge_prompts.items()]
     lines.append(f"reward: {trajectory.reward:g}")
