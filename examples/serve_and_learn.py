@@ -1,17 +1,25 @@
 """An agent in use gets better from the scores that it gets. Nobody calls `train`.
 
-A crowd of clients asks questions over plain HTTP. Some answers get a thumb: 30%, up to five rounds later, a tenth of them wrongly.
-Users like "maybe" most, and half of them hardly like anything. The server trains a step when enough answers are scored. Without
---server the program starts an art-server.
+A crowd of 20 clients in Python, JavaScript and bash (`crowd/`) asks questions over plain HTTP. Some answers get a thumb: 30%, up to
+five rounds later, a tenth of them wrongly. Users like "maybe" most, and half of them hardly like anything. The server trains a step
+when enough answers are scored. Without --server the program starts an art-server.
 
     python examples/serve_and_learn.py [--model art/tiny] [--steps 10] [--server http://127.0.0.1:7623]
 """
 
 import asyncio
+import contextlib
+import itertools
+import json
+import os
 import random
+import shutil
 import statistics
-from collections.abc import Sequence
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import httpx
 from program import flag_parser, make_backend, make_model, plot
@@ -26,6 +34,10 @@ SEVERE, KIND = 0.05, 0.55
 QUESTIONS = PROMPTS[:20]
 SHARE_SCORED, SHARE_WRONG, LONGEST_DELAY = 0.3, 0.1, 5
 BATCH = 120
+NUM_CLIENTS = 20
+CROWD = Path(__file__).parent / "crowd"
+COMMANDS = ([sys.executable, CROWD / "client.py"], ["node", CROWD / "client.mjs"], ["bash", CROWD / "client.sh"])
+"""The clients. Those whose program is not installed stay at home."""
 
 
 @dataclass
@@ -42,29 +54,82 @@ def likes(question: int, text: str) -> float:
     return (SEVERE if question % 2 else KIND) + LIKED[word] if word in LIKED else 0.0
 
 
-async def ask(http: httpx.AsyncClient, name: str, question: int) -> Answer:
-    messages = [{"role": "user", "content": QUESTIONS[question]}]
-    reply = await http.post("/v1/chat/completions", json={"model": name, "messages": messages, "max_tokens": 8})
-    reply.raise_for_status()
-    answer = reply.json()
-    return Answer(answer["id"], likes(question, answer["choices"][0]["message"]["content"] or ""))
+class Client:
+    """A process that posts one request at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The server's reply. A failed request ends the client.
+
+        Raises:
+            RuntimeError: the client has ended.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{path}\t{json.dumps(body)}\n".encode())
+        await self._process.stdin.drain()
+        line = await self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("a request failed: its client has printed why")
+        return json.loads(line)
 
 
-async def give(http: httpx.AsyncClient, name: str, scores: Sequence[tuple[Answer, bool, str]]) -> None:
-    """Sends thumbs, each with its user."""
-    for answer, thumb, user in scores:
-        body = {"answer": answer.id, "value": thumb, "user": user}
-        (await http.post(f"/api/models/{name}/feedback", json=body)).raise_for_status()
+class Crowd:
+    """Clients that work side by side, in rounds."""
+
+    def __init__(self, clients: Sequence[Client], name: str) -> None:
+        self._clients, self._name = clients, name
+
+    async def ask(self) -> list[Answer]:
+        """One round: each client asks each question once."""
+        rounds = await asyncio.gather(*(self._ask_all(client) for client in self._clients))
+        return [answer for answers in rounds for answer in answers]
+
+    async def _ask_all(self, client: Client) -> list[Answer]:
+        answers: list[Answer] = []
+        for question, text in enumerate(QUESTIONS):
+            body = {"model": self._name, "messages": [{"role": "user", "content": text}], "max_tokens": 8}
+            reply = await client.post("/v1/chat/completions", body)
+            answers.append(Answer(reply["id"], likes(question, reply["choices"][0]["message"]["content"] or "")))
+        return answers
+
+    async def give(self, scores: Sequence[tuple[Answer, bool, str]]) -> None:
+        """Sends thumbs, each with its user."""
+        shares = [scores[number :: len(self._clients)] for number in range(len(self._clients))]
+        await asyncio.gather(*itertools.starmap(self._give_all, zip(self._clients, shares, strict=True)))
+
+    async def _give_all(self, client: Client, scores: Sequence[tuple[Answer, bool, str]]) -> None:
+        for answer, thumb, user in scores:
+            body = {"answer": answer.id, "value": thumb, "user": user}
+            await client.post(f"/api/models/{self._name}/feedback", body)
 
 
-async def use(http: httpx.AsyncClient, name: str, flags_steps: int, seed: int) -> list[float]:
+@contextlib.asynccontextmanager
+async def gathered(url: str, key: str, name: str) -> AsyncIterator[Crowd]:
+    """A crowd that talks to a model, and goes home at the end."""
+    installed = [command for command in COMMANDS if shutil.which(command[0])]
+    commands = itertools.islice(itertools.cycle(installed), NUM_CLIENTS)
+    pipes: dict[str, Any] = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+    environment = os.environ | {"ART": url, "KEY": key}
+    processes = [await asyncio.create_subprocess_exec(*command, **pipes, env=environment) for command in commands]
+    try:
+        yield Crowd([Client(process) for process in processes], name)
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        await asyncio.gather(*(process.wait() for process in processes))
+
+
+async def use(crowd: Crowd, http: httpx.AsyncClient, name: str, steps: int, seed: int) -> list[float]:
     """Rounds of questions and late thumbs until the model is at a step. Returns the expected share of thumbs up of each round."""
     dice = random.Random(seed)
     due: dict[int, list[tuple[Answer, bool, str]]] = {}
     rewards: list[float] = []
     while True:
         number = len(rewards)
-        answers = await asyncio.gather(*(ask(http, name, question % 20) for question in range(20 * 20)))
+        answers = await crowd.ask()
         rewards.append(statistics.fmean(answer.likes for answer in answers))
         for answer in answers:
             if dice.random() < SHARE_SCORED:
@@ -72,17 +137,17 @@ async def use(http: httpx.AsyncClient, name: str, flags_steps: int, seed: int) -
                 thumb = (dice.random() < answer.likes) != is_wrong
                 score = (answer, thumb, f"user-{dice.randrange(200)}")
                 due.setdefault(number + dice.randint(0, LONGEST_DELAY), []).append(score)
-        await give(http, name, due.pop(number, []))
+        await crowd.give(due.pop(number, []))
         info = (await http.get(f"/api/models/{name}/learning")).json()
         print(
             f"round {number:2d}  expected thumbs up {rewards[-1]:.3f}  step {info['serving_step']} serves; {info['reason']}"
         )
-        if info["serving_step"] >= flags_steps:
+        if info["serving_step"] >= steps:
             return rewards
 
 
 async def main() -> None:
-    parser = flag_parser((__doc__ or "").splitlines()[0], 6, {"art/tiny": 4e-3, "smollm2": 5e-4})
+    parser = flag_parser((__doc__ or "").splitlines()[0], 6, {"art/tiny": 2e-3, "smollm2": 2.5e-4})
     parser.add_argument("--seed", type=int, default=1)
     parser.set_defaults(steps=10)
     flags = parser.parse_args()
@@ -93,8 +158,12 @@ async def main() -> None:
         config = default_config().model_copy(update={"learning_rate": rate})
         await model.learn(Policy(batch=BATCH, config=config))
         headers = {"authorization": f"Bearer {model.inference_api_key}"} if model.inference_api_key else {}
-        async with httpx.AsyncClient(base_url=backend.base_url, headers=headers, timeout=600) as http:
-            rewards = await use(http, model.get_inference_name(), flags.steps, flags.seed)
+        name = model.get_inference_name()
+        async with (
+            httpx.AsyncClient(base_url=backend.base_url, headers=headers, timeout=600) as http,
+            gathered(backend.base_url, model.inference_api_key or "", name) as crowd,
+        ):
+            rewards = await use(crowd, http, name, flags.steps, flags.seed)
     plot({"expected thumbs up": rewards}, flags.plot, "learning from thumbs")
 
 

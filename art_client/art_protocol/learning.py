@@ -151,14 +151,22 @@ class ScoreName(Body):
 
 
 def default_config() -> TrainConfig:
+    """How scores train. Scores are few and late: a batch trains eight small steps in place of a large one, and old answers count as
+    long as the policy has not left them. Of such answers k3, the usual estimate of the KL divergence, has a gradient that grows without
+    bound and holds the policy back; k2 has not (docs/benchmarks.md, "Learning in use")."""
     return TrainConfig(
+        learning_rate=1e-4,
+        passes=4,
+        mini_batches=2,
+        epsilon=0.4,
         baseline="none",
         scaling="batch_std",
         normalisation="trajectory",
         correction="sequence_mask",
-        correction_low=0.5,
-        correction_high=2.0,
-        beta=0.05,
+        correction_low=0.1,
+        correction_high=10.0,
+        beta=0.02,
+        kl_estimator="k2",
         max_staleness=8,
     )
 

@@ -149,6 +149,27 @@ async def test_a_canary_survives_a_restart(tmp_path: Path) -> None:
         assert (await until(shop, state="promoted"))["serving_step"] == 1
 
 
+async def test_an_engine_that_dies_delays_the_guard_and_does_not_disturb_a_canary(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        await shop.learn(**CANARY)
+
+        async def die(_: Any) -> None:
+            shop.served.engine.state = "failed"
+
+        shop.served.trainer.events = [die]
+        await teach(shop)
+        while (await shop.info())["newest_step"] != 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert (await shop.info())["release"]["state"] == "steps"
+        shop.served.engine.state = "ready"
+        shop.served.server.releasing.wake()
+        await begin_canary(shop)
+        steps = [await step_of(shop, f"u{user}") for user in range(30)]
+        shop.served.engine.adapters.clear()  # as a new engine has none
+        assert steps == [await step_of(shop, f"u{user}") for user in range(30)]
+        assert set(steps) == {0, 1}
+
+
 async def test_people_decide_on_a_release(tmp_path: Path) -> None:
     async with crowd(tmp_path) as shop:
         refused = await shop.http.post(f"{ROUTES}/learning", json={"action": "promote"})
