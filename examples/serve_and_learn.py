@@ -47,6 +47,8 @@ class Answer:
     id: str
     likes: float
     """The probability of a thumb up."""
+    step: int
+    """The step that answered."""
 
 
 def likes(question: int, text: str) -> float:
@@ -91,7 +93,9 @@ class Crowd:
         for question, text in enumerate(QUESTIONS):
             body = {"model": self._name, "messages": [{"role": "user", "content": text}], "max_tokens": 8}
             reply = await client.post("/v1/chat/completions", body)
-            answers.append(Answer(reply["id"], likes(question, reply["choices"][0]["message"]["content"] or "")))
+            choice = reply["choices"][0]
+            liked = likes(question, choice["message"]["content"] or "")
+            answers.append(Answer(reply["id"], liked, choice["art"]["step"]))
         return answers
 
     async def give(self, scores: Sequence[tuple[Answer, bool, str]]) -> None:
@@ -123,27 +127,31 @@ async def gathered(url: str, key: str, name: str) -> AsyncIterator[Crowd]:
 
 
 async def use(crowd: Crowd, http: httpx.AsyncClient, name: str, steps: int, seed: int) -> list[float]:
-    """Rounds of questions and late thumbs until the model is at a step. Returns the expected share of thumbs up of each round."""
+    """Rounds of questions and late thumbs until a step has answered half of a round. Returns the expected share of thumbs up of each
+    step."""
     dice = random.Random(seed)
     due: dict[int, list[tuple[Answer, bool, str]]] = {}
-    rewards: list[float] = []
-    while True:
-        number = len(rewards)
+    by_step: dict[int, list[float]] = {}
+    for number in itertools.count():
         answers = await crowd.ask()
-        rewards.append(statistics.fmean(answer.likes for answer in answers))
         for answer in answers:
+            by_step.setdefault(answer.step, []).append(answer.likes)
             if dice.random() < SHARE_SCORED:
                 is_wrong = dice.random() < SHARE_WRONG
                 thumb = (dice.random() < answer.likes) != is_wrong
                 score = (answer, thumb, f"user-{dice.randrange(200)}")
                 due.setdefault(number + dice.randint(0, LONGEST_DELAY), []).append(score)
         await crowd.give(due.pop(number, []))
-        info = (await http.get(f"/api/models/{name}/learning")).json()
+        reason = (await http.get(f"/api/models/{name}/learning")).json()["reason"]
+        mean = statistics.fmean(answer.likes for answer in answers)
         print(
-            f"round {number:2d}  expected thumbs up {rewards[-1]:.3f}  step {info['serving_step']} serves; {info['reason']}"
+            f"round {number:2d}  expected thumbs up {mean:.3f}  answered by step {max(by_step)}; {reason}", flush=True
         )
-        if info["serving_step"] >= steps:
-            return rewards
+        if sum(len(by_step[step]) for step in by_step if step >= steps) >= len(answers) // 2:
+            break
+    rewards = {step: statistics.fmean(by_step[step]) for step in sorted(by_step)}
+    print("by step:", "  ".join(f"{step} {reward:.3f}" for step, reward in rewards.items()))
+    return list(rewards.values())
 
 
 async def main() -> None:

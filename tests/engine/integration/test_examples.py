@@ -22,5 +22,5 @@ def test_a_game_trains_plots_and_continues_at_its_step(server: Server, tmp_path:
 def test_an_agent_in_use_learns_from_its_scores(server: Server, tmp_path: Path) -> None:
     arguments = [str(ROOT / "examples" / "serve_and_learn.py"), "--server", server.url, "--steps", "1"]
     printed = run(arguments, tmp_path)
-    assert re.search(r"round +\d+ +expected thumbs up 0\.\d+ +step 1 serves", printed)
+    assert re.search(r"round +\d+ +expected thumbs up 0\.\d+ +answered by step 1", printed)
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
