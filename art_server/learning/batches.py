@@ -228,22 +228,30 @@ def lessons_of(
     for history in opened.histories:
         messages: list[dict[str, Any]] = []
         for entry in history.messages_and_choices:
-            choice = entry["art"]["id"] if is_choice(entry) else None
+            if not is_choice(entry):
+                messages.append(entry)
+                continue
+            choice: str = entry["art"]["id"]
             if choice in teachers:
-                scores = teachers[choice]
-                of_kind = {
-                    kind: [texts.get(score.number, {}).get(kind, "") for score in scores if score.teaches == kind]
-                    for kind in ("comment", "correction")
-                }
-                lessons[choice] = Lesson(
-                    opened.records[choice],
-                    [*messages],
-                    history.tools,
-                    feedback="\n\n".join(of_kind["comment"]),
-                    correction=next(reversed(of_kind["correction"]), None),
-                )
-            messages.append(entry["message"] if is_choice(entry) else entry)
+                lessons[choice] = lesson_of(opened.records[choice], messages, history.tools, teachers[choice], texts)
+            messages.append(entry["message"])
     return [*lessons.values()]
+
+
+def lesson_of(
+    record: Record,
+    messages: Sequence[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    scores: Sequence[WaitingScore],
+    texts: Mapping[int, Mapping[str, Any]],
+) -> Lesson:
+    """What the teacher is asked about one answer: all comments, and the newest correction."""
+    comments = [texts.get(score.number, {}).get("comment", "") for score in scores if score.teaches == "comment"]
+    corrections = [
+        texts.get(score.number, {}).get("correction", "") for score in scores if score.teaches == "correction"
+    ]
+    correction = corrections[-1] if corrections else None
+    return Lesson(record, [*messages], tools, feedback="\n\n".join(comments), correction=correction)
 
 
 def group_of(
@@ -274,7 +282,9 @@ def with_signals(
     """A history with the rewards of single turns, and with the advantages of the tokens of those that are taught."""
     choices = [entry["art"]["id"] for entry in history.messages_and_choices if is_choice(entry)]
     rewards = [turn_rewards.get(choice) for choice in choices]
-    advantages = [[*taught[choice]] if choice in taught else None for choice in choices]
+    advantages: list[float | list[float] | None] = [
+        [*taught[choice]] if choice in taught else None for choice in choices
+    ]
     return HistoryBody(
         messages_and_choices=history.messages_and_choices,
         tools=history.tools,

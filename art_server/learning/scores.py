@@ -57,8 +57,6 @@ class NewScore:
     value: float | None
     """None: the score has texts only."""
     texts: Mapping[str, Any]
-    teaches: Teaching | None
-    """Which of its texts may teach: the messages of the judged answers are pinned."""
     client_id: str | None
     digest: str
     made_at: float | None
@@ -66,6 +64,8 @@ class NewScore:
     pinned: bytes
     reason: str | None = None
     """Why the score is not trained; None: it may be."""
+    teaches: Teaching | None = None
+    """Which of its texts may teach: the messages of the judged answers are pinned."""
 
 
 @dataclass(frozen=True, slots=True)
