@@ -3,6 +3,7 @@ does no harm."""
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,28 @@ async def test_messages_are_kept_only_while_they_may_teach(tmp_path: Path) -> No
     async with crowd(tmp_path) as shop:
         kept = [model.id for model in shop.served.server.registry.all() if model.keeps_messages]
         assert kept == ["shop/renamed"]
+
+
+APIS: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    "responses": {"input": "hello"},
+}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("path", APIS)
+async def test_the_messages_of_an_api_are_kept_for_the_teacher(path: str, is_stream: bool, tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop:
+        shop.served.engine.vllm.logprob_of = reads_hint
+        await shop.learn(**TWO)
+        for number in range(2):
+            reply = await shop.http.post(f"/v1/{path}", json={"model": NAME, "stream": is_stream, **APIS[path]})
+            (answer, *_) = re.findall(r'"id": ?"((?:chatcmpl|resp)[^"]+)"', reply.text)
+            assert (await shop.score(answer, None, user=f"u{number}", comment="no"))["state"] == "scored"
+        await shop.trained(1)
+        assert advantages(shop) == [TAUGHT, TAUGHT]
+        contents = {body["messages"][-1]["content"] for body in shop.served.engine.rendered}
+        assert len(contents) == 2 and all(content.startswith("hello") for content in contents)
 
 
 async def test_a_text_and_a_value_of_one_user_are_two_scores_of_one_answer(tmp_path: Path) -> None:
