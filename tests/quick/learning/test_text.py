@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+import art
 from art.distillation import MAX_ADVANTAGE as MAX_OF_DISTILL
 from art_protocol.learning import Policy, default_config
 from art_protocol.teaching import MAX_ADVANTAGE
 from art_server.jobs.trainer_process import TrainerError
 from art_server.learning.batches import choose
+from art_server.learning.releasing import opinions_of
 from art_server.learning.scores import WaitingScore
 from art_server.ledger.records import TEMPLATE_KWARGS
 from art_server.shared.advantages import trained_tokens
@@ -171,9 +173,8 @@ async def test_a_server_that_ends_while_the_teacher_is_asked_asks_again(tmp_path
             await asyncio.sleep(0.02)
         assert (await shop.answer(5)).startswith("chatcmpl-"), "requests are answered meanwhile"
         assert (await shop.info())["counts"] == {"scored": 2}
-        vllm.may_score.set()
-        shop.served.server.collector.wake = lambda: None  # type: ignore[method-assign]
         await shop.served.server.background.stop("learning")
+        vllm.may_score.set()
     async with crowd(tmp_path) as shop:
         shop.served.engine.vllm.logprob_of = reads_hint
         assert (await shop.trained(1))["counts"] == {"trained": 2}
@@ -307,8 +308,17 @@ async def test_a_text_and_a_value_of_one_user_are_two_scores_of_one_answer(tmp_p
         headers = {"content-type": "application/x-ndjson"}
         reply = await shop.http.post(f"{ROUTES}/feedback", content=lines, headers=headers)
         refused, late = map(json.loads, reply.text.splitlines())
-        assert "give a value, a comment or a correction" in refused["error"]["message"]
+        assert refused["error"]["code"] == "invalid_body"
         assert (late["state"], late["reason"]) == ("dropped", "already_trained")
+
+
+async def test_a_program_gives_a_correction_without_a_value(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop, art.Backend(shop.served.url) as backend:
+        await shop.learn(**TWO)
+        model = art.TrainableModel(name="helper", project="shop", base_model="base")
+        await model.register(backend)
+        score = await model.feedback(await shop.answer(), correction="It costs 12.")
+        assert (score.state, score.value) == ("scored", None)
 
 
 async def test_a_text_about_a_session_teaches_its_turns(tmp_path: Path) -> None:
@@ -372,6 +382,12 @@ def test_a_comment_teaches_where_something_was_wrong(value: float | None, others
     scores += [scored(1 + n, other, user=f"u{n}", **same) for n, other in enumerate(others)]
     (unit,) = choose(scores, Policy(), newest_step=5, now=0.0).units
     assert unit.is_taught == is_taught
+
+
+def test_a_text_alone_is_no_opinion_about_a_canary() -> None:
+    assert opinions_of([scored(0, None, "comment")], Policy()) == {}
+    ((opinion,),) = opinions_of([scored(0, 1.0, target="a"), scored(1, None, "comment", target="a")], Policy()).values()
+    assert opinion.reward == 1.0
 
 
 def test_the_best_value_of_a_penalty_is_its_lowest() -> None:
