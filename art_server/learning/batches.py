@@ -116,7 +116,7 @@ def choose(waiting: Sequence[WaitingScore], policy: Policy, *, newest_step: int,
     units: list[Unit] = []
     for unit in units_of(usable):
         unit.is_taught = unit.has_teachers(policy)
-        if unit.is_taught or unit.has_value:
+        if unit.has_value or unit.is_taught:
             units.append(unit)
     batch = fill(units, policy)
     rewards = {reward_of(unit.all_scores, policy) for unit in batch.units if unit.has_value}

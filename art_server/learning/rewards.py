@@ -22,7 +22,7 @@ def reward_of(scores: Iterable[WaitingScore], policy: Policy) -> float:
 def teachers_of(scores: Sequence[WaitingScore], policy: Policy) -> list[WaitingScore]:
     """The scores of one answer or session whose texts teach. A correction does. A comment says what was wrong, so it teaches if
     its score is not the best; without a value of its own, if any score of the answer is not the best, or none has a value."""
-    if policy.text == "off":
+    if policy.text == "off" or not any(score.teaches for score in scores):
         return []
     are_best = [is_best(score, policy) for score in scores if score.value is not None]
     is_faulty = not are_best or not all(are_best)
