@@ -23,7 +23,7 @@ from art_server.errors import Conflict, NotFound, Unavailable
 from art_server.ledger import conversation
 from art_server.ledger.conversation import RESPONSE_PREFIX, RequestConversation
 from art_server.ledger.ledger import Ledger, OpenRequest
-from art_server.ledger.records import NOT_DELIVERED, Request, choice_id
+from art_server.ledger.records import NOT_DELIVERED, TEMPLATE_KWARGS, Request, choice_id
 from art_server.models.base_loader import BaseLoader
 from art_server.shared.engine_messages import new_request_id
 from art_server.shared.refusals import MAX_SESSIONS, Refusals
@@ -85,6 +85,14 @@ class InferenceRequest:
         """Whether a canary may answer the request: it comes from an agent in use, not from a rollout or an evaluation."""
         is_rollout = self.session is not None and self.session.startswith(ROLLOUT_SESSION)
         return not (self.names_step or is_rollout or link_of(self.session))
+
+    @property
+    def keeps_messages(self) -> bool:
+        """Whether the ledger keeps the request's messages: for its session, or because a score's text may teach the model."""
+        if self.session is not None:
+            return True
+        is_teachable = self.api != "completions" and not self.never_learns  # a bare prompt has no messages
+        return is_teachable and self.model is not None and self.model.keeps_messages
 
     @property
     def is_stream(self) -> bool:
@@ -351,6 +359,7 @@ def ledger_request(inference: InferenceRequest) -> Request:
     """A request as the ledger stores it."""
     owner, model = inference.scope
     earlier = inference.continued_response
+    template_kwargs = inference.body.get(TEMPLATE_KWARGS)
     return Request(
         request_id=inference.request_id,
         api=inference.api,
@@ -364,6 +373,7 @@ def ledger_request(inference: InferenceRequest) -> Request:
         requested_at=inference.requested_at,
         never_learns=inference.never_learns,
         names_step=not inference.enters_splits,
+        template_kwargs=template_kwargs if isinstance(template_kwargs, dict) else None,
     )
 
 

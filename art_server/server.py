@@ -30,6 +30,7 @@ from art_server.jobs.reports import Reports
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.train_requests import TrainRequests
 from art_server.jobs.trainer import ServerTrainer
+from art_server.learning.answerer import Answerer
 from art_server.learning.collector import Collector
 from art_server.learning.deletion import Deletion
 from art_server.learning.feedback import FeedbackIntake
@@ -38,6 +39,7 @@ from art_server.learning.policies import Policies
 from art_server.learning.releases import Releases
 from art_server.learning.releasing import Releasing
 from art_server.learning.scores import Scores
+from art_server.learning.teacher import Teacher
 from art_server.ledger.earlier import number_records
 from art_server.ledger.intake import Intake
 from art_server.ledger.ledger import Ledger, Retention
@@ -106,6 +108,7 @@ class Server:
             self.hosts.start()
         self.background.start("job runner", self.runner.run_forever)
         await asyncio.to_thread(self.releasing.restore)
+        await asyncio.to_thread(self.policies.restore, self.registry)
         self.background.start("learning", self.collector.run_forever)
         self.background.start("releases", self.releasing.run_forever)
         self.background.start("pruning", self._prune)
@@ -345,13 +348,14 @@ def build(
     feedback = FeedbackIntake(
         scores=scores, policies=policies, ledger=ledger, secret=files.read_secret(config.server_dir / "users_secret")
     )
+    answerer = Answerer(fleet=fleet, gate=gate)
     releasing = Releasing(
         releases=releases,
         scores=scores,
         policies=policies,
         registry=registry,
         checkpoints=checkpoints,
-        guard=Guard(ledger=ledger, fleet=fleet, gate=gate),
+        guard=Guard(ledger=ledger, answerer=answerer),
         clock=clock,
     )
     collector = Collector(
@@ -362,6 +366,7 @@ def build(
         requests=train_requests,
         runner=runner,
         releasing=releasing,
+        teacher=Teacher(fleet=fleet, answerer=answerer),
         clock=clock,
     )
     releasing.on_decision = collector.wake

@@ -31,10 +31,11 @@ NUMBER = "SELECT model FROM models WHERE project = ? AND folder = ? AND register
 NOT_TAKEN_BACK = "state NOT IN ('replaced', 'retracted')"
 BY_DAY = f"""
     SELECT {DAY} AS day, name, step, count(*) AS number, avg(value) AS mean
-    FROM scores WHERE model = ? AND {DAY} > ? AND {NOT_TAKEN_BACK} GROUP BY {DAY}, name, step
+    FROM scores WHERE model = ? AND {DAY} > ? AND {NOT_TAKEN_BACK} AND value IS NOT NULL GROUP BY {DAY}, name, step
 """
 MEANS = f"""
-    SELECT name, avg(value) FROM scores WHERE model = ? AND {DAY} >= ? AND created_at >= ? AND {NOT_TAKEN_BACK} GROUP BY name
+    SELECT name, avg(value) FROM scores WHERE model = ? AND {DAY} >= ? AND created_at >= ? AND {NOT_TAKEN_BACK} AND value IS NOT NULL
+    GROUP BY name
 """
 DELAYS = f"SELECT created_at - answered_at FROM scores WHERE model = ? ORDER BY {DAY} DESC LIMIT {NUM_NEWEST}"
 ANSWERS = f"""

@@ -37,9 +37,10 @@ class Feedback(Body):
     """In place of `answer`: a session, whose turns so far the score judges together."""
     name: str = Field(default="thumb", pattern=NAME_PATTERN)
     """What the score is about. The policy of learning lists the names that are trained, with their ranges."""
-    value: bool | FiniteFloat
-    """true is the upper end of the name's range, false the lower end."""
+    value: bool | FiniteFloat | None = None
+    """true is the upper end of the name's range, false the lower end. A score without a value has a comment or a correction."""
     comment: str | None = Field(default=None, max_length=MAX_TEXT)
+    """What was wrong with the answer, unless `value` is the best. `Policy.text` says whether it teaches."""
     correction: str | None = Field(default=None, max_length=MAX_TEXT)
     """What the answer should have been."""
     user: str | None = Field(default=None, min_length=1, max_length=256)
@@ -54,7 +55,14 @@ class Feedback(Body):
     def _names_one(self) -> Self:
         if (self.answer is None) == (self.session is None):
             raise ValueError("name either answer or session")
+        if self.value is None and not self.has_text:
+            raise ValueError("give a value, a comment or a correction")
         return self
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is a comment or a correction that is not blank."""
+        return any(text is not None and text.strip() for text in (self.comment, self.correction))
 
 
 class Score(Reply):
@@ -67,7 +75,8 @@ class Score(Reply):
     answer: str | None = None
     session: str | None = None
     name: str
-    value: float
+    value: float | None = None
+    """None: the score has texts only."""
     step: int | None = None
     """The step that sampled the answer."""
     job_id: str | None = None
@@ -185,6 +194,10 @@ class Policy(Body):
     """The largest share of a batch that one user's scores may have."""
     max_age_days: float = Field(default=7.0, gt=0)
     """Scores of older answers are not trained."""
+    text: Literal["teach", "off"] = "teach"
+    """Whether comments and corrections train. teach: the serving step reads the question with the text, and the answer's tokens learn
+    from what that changes in their probabilities; meanwhile the server keeps the messages of requests. off: they are kept, and train
+    nothing."""
     config: TrainConfig = Field(default_factory=default_config)
     release: Literal["direct", "canary"] = "direct"
     """How a new step comes to serve. direct: once it has passed the guard. canary: it answers a share of the requests first, side by

@@ -128,6 +128,7 @@ async def give_score(
     if isinstance(result, ServerError):
         return answer(result)
     collector.wake()
+    assert result.value is not None, "a browser sends a value"
     reply = TokenReply(name=result.name, value=result.value, state=result.state, reason=result.reason)
     return JSONResponse(reply.model_dump(exclude_none=True), 202)
 

@@ -171,7 +171,7 @@ async def delete_session(model: PathModel, session: str, deletion: TheDeletion) 
 @router.put("/learning")
 async def set_policy(model: PathModel, body: Policy, policies: ThePolicies, collector: TheCollector) -> LearningInfo:
     """Replaces the policy, and turns the learning on."""
-    await asyncio.to_thread(policies.set_policy, model.number, body)
+    await asyncio.to_thread(policies.set_policy, model, body)
     collector.wake()
     return await collector.info(model)
 
@@ -193,7 +193,7 @@ async def change_learning(
     elif body.action == "rollback":
         await releasing.roll_back_now(model)
     else:
-        await asyncio.to_thread(policies.set_state, model.number, "paused" if body.action == "pause" else "on")
+        await asyncio.to_thread(policies.set_state, model, "paused" if body.action == "pause" else "on")
         collector.wake()
     return await collector.info(model)
 
@@ -207,5 +207,5 @@ async def stop_learning(model: PathModel, policies: ThePolicies, collector: TheC
             code="release_is_open",
             param="name",
         )
-    await asyncio.to_thread(policies.set_state, model.number, "off")
+    await asyncio.to_thread(policies.set_state, model, "off")
     return await collector.info(model)

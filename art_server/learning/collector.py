@@ -1,29 +1,30 @@
 """The collector: takes scored answers from the table, and makes a job of them when the policy's batch is full.
 
-A unit is what one advantage is for: an answer, or a session with all of its turns. All scores of a unit make its reward. The rows of a
-batch and the job are one transaction (`_store`), so a killed server trains each answer once.
+The rows of a batch and the job with the teacher's advantages are one transaction (`take`): a killed server trains each answer once, and a
+job that is tried again trains the same numbers. What a teacher has said before is lost with the server, and asked again.
 """
 
 import asyncio
 import logging
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 from art_protocol.display import counted
 from art_protocol.learning import LearningInfo, Policy
-from art_protocol.wire import HistoryBody, TrajectoryBody, TrajectoryGroupBody
+from art_server.engine.engine import AdapterRefused
 from art_server.errors import Conflict, InvalidInput, ServerError
-from art_server.jobs.choices import is_choice
 from art_server.jobs.runner import JobRunner
+from art_server.jobs.token_sources import Limits
 from art_server.jobs.train_requests import NewJob, TrainRequests
-from art_server.learning import pinned
+from art_server.learning import batches, pinned
+from art_server.learning.answerer import EngineEnded
+from art_server.learning.batches import Chosen, OpenUnit, Unit, choose
 from art_server.learning.policies import Learning, Policies
 from art_server.learning.releasing import Releasing
-from art_server.learning.rewards import DAY, HOUR, reward_of
-from art_server.learning.scores import ALREADY_TRAINED, TOO_OLD, Scores, WaitingScore
-from art_server.ledger.records import Record
+from art_server.learning.rewards import HOUR
+from art_server.learning.scores import ALREADY_TRAINED, Scores, WaitingScore
+from art_server.learning.teacher import Teacher
 from art_server.models.registration import Registration
 from art_server.shared.clock import REAL, Clock
 from art_server.store.registry import RegisteredModel, Registry
@@ -32,98 +33,9 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 30.0
 """The collector looks so often without a new score, because scores grow old and hours pass."""
-CAPPED, TOO_STALE = "capped", "too_stale"
-
-
-@dataclass(slots=True)
-class Unit:
-    """An answer or a session with its scores."""
-
-    scores: list[WaitingScore] = field(default_factory=list)
-    turn_scores: dict[str, list[WaitingScore]] = field(default_factory=dict)
-    """Of a session: the scores of single answers in it, by choice id."""
-
-    @property
-    def users(self) -> set[str]:
-        return {score.user for score in self.all_scores if score.user is not None}
-
-    @property
-    def all_scores(self) -> list[WaitingScore]:
-        return [*self.scores, *(score for of_turn in self.turn_scores.values() for score in of_turn)]
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """What the collector decides about the scores that wait."""
-
-    units: list[Unit]
-    """The next batch, oldest first; fewer than the policy's batch if fewer wait."""
-    expired: Mapping[str, list[int]]
-    """The numbers of scores that no batch may take any more, by reason."""
-    capped: list[Unit]
-    """The units above their users' share, which the batch leaves out for good."""
-    has_two_rewards: bool
-
-
-def choose(waiting: Sequence[WaitingScore], policy: Policy, *, newest_step: int, now: float) -> Chosen:
-    """The next batch: the oldest units, of each user at most the policy's share of a batch. If the oldest all have one reward, the
-    oldest with another reward is among them. Scores of names that the policy does not have wait."""
-    expired: dict[str, list[int]] = {}
-    usable: list[WaitingScore] = []
-    for score in waiting:
-        reason = why_expired(score, policy, newest_step=newest_step, now=now)
-        if reason is not None:
-            expired.setdefault(reason, []).append(score.number)
-        elif score.name in policy.names:
-            usable.append(score)
-    batch, later, capped = list[Unit](), list[Unit](), list[Unit]()
-    limit = max(1, math.floor(policy.user_share * policy.batch))
-    taken: Counter[str] = Counter()
-    for unit in units_of(usable):
-        if len(batch) == policy.batch:
-            later.append(unit)
-        elif any(taken[user] >= limit for user in unit.users):
-            capped.append(unit)
-        else:
-            batch.append(unit)
-            taken.update(unit.users)
-    rewards = {reward_of(unit.all_scores, policy) for unit in batch}
-    if len(rewards) == 1:
-        others = (unit for unit in later if reward_of(unit.all_scores, policy) not in rewards)
-        other = next((unit for unit in others if all(taken[user] < limit for user in unit.users)), None)
-        if other is not None:
-            batch[-1] = other
-            rewards.add(reward_of(other.all_scores, policy))
-    return Chosen(batch, expired, capped, len(rewards) > 1)
-
-
-def why_expired(score: WaitingScore, policy: Policy, *, newest_step: int, now: float) -> str | None:
-    """Why no batch may take a score any more; None: one may."""
-    if now - score.answered_at > policy.max_age_days * DAY:
-        return TOO_OLD
-    most = policy.config.max_staleness
-    if most is not None and score.step is not None and newest_step - score.step > most:
-        return TOO_STALE
-    return None
-
-
-def units_of(scores: Sequence[WaitingScore]) -> list[Unit]:
-    """The units of scores, in the order of their oldest scores. A scored answer of a scored session belongs to the session."""
-    session_of = {
-        choice: score.target for score in scores if score.target.startswith("session ") for choice in score.choices
-    }
-    units: dict[str, Unit] = {}
-    for score in scores:
-        if score.target.startswith("session "):
-            units.setdefault(score.target, Unit()).scores.append(score)
-            continue
-        (choice,) = score.choices
-        target = session_of.get(choice)
-        if target is None:
-            units.setdefault(score.target, Unit()).scores.append(score)
-        else:
-            units.setdefault(target, Unit()).turn_scores.setdefault(choice, []).append(score)
-    return [*units.values()]
+CAPPED = "capped"
+MAX_TRIES = 3
+"""After so many batches in a row whose teacher did not answer, learning pauses: a text may be what ends the engine."""
 
 
 class Collector:
@@ -139,9 +51,13 @@ class Collector:
         requests: TrainRequests,
         runner: JobRunner,
         releasing: Releasing,
+        teacher: Teacher,
         clock: Clock = REAL,
     ):
         self._releasing = releasing
+        self._teacher = teacher
+        self._num_failed: Counter[int] = Counter()
+        """Batches in a row whose teacher did not answer, by the model's number."""
         self._scores = scores
         self._policies = policies
         self._registry = registry
@@ -193,7 +109,7 @@ class Collector:
             await asyncio.to_thread(self._scores.drop, numbers, reason)
         if not is_due(chosen, learning, self._clock.now(), is_asked=is_asked):
             return None
-        return await self._make_job(model, learning.policy, chosen)
+        return await self._make_job(model, learning, chosen, is_asked=is_asked)
 
     async def _pending_job(self, model: RegisteredModel) -> str | None:
         """The job of scores that has not ended."""
@@ -203,12 +119,29 @@ class Collector:
         waiting = self._scores.waiting(model.number)
         return choose(waiting, policy, newest_step=model.folder.newest_step() or 0, now=self._clock.now())
 
-    async def _make_job(self, model: RegisteredModel, policy: Policy, chosen: Chosen) -> str | None:
+    async def _make_job(
+        self, model: RegisteredModel, learning: Learning, chosen: Chosen, *, is_asked: bool
+    ) -> str | None:
+        policy = learning.policy
         await self._registry.prepare(model)
-        groups, records, scores = await asyncio.to_thread(self._groups, policy, chosen.units)
-        if not groups:
+        limits = self._registration.limits(model)
+        units = await asyncio.to_thread(self._open, chosen.units)
+        if not units:
             return None
-        new: NewJob = self._requests.begin(model, policy.config, self._registration.limits(model), pinned=records)
+        texts = await asyncio.to_thread(self._scores.texts, [number for opened in units for number in opened.numbers])
+        taught = await self._ask_teacher(model, policy, units, texts, limits)
+        if taught is None:
+            return await self._collect(model, is_asked=is_asked)
+        if taught and await asyncio.to_thread(self._policies.of, model.number) != learning:
+            self.wake()  # the teacher may take minutes: somebody has paused or changed the learning, or has asked for a batch
+            return None
+        groups = [
+            batches.group_of(opened, policy, reward, taught)
+            for opened, reward in zip(units, batches.rewards_of(units, policy), strict=True)
+        ]
+        scores = [number for opened in units for number in opened.numbers]
+        records = {choice: record for opened in units for choice, record in opened.records.items()}
+        new: NewJob = self._requests.begin(model, policy.config, limits, pinned=records)
 
         def take(job_id: str) -> None:
             self._scores.drop([score.number for unit in chosen.capped for score in unit.all_scores], CAPPED)
@@ -217,7 +150,7 @@ class Collector:
             if not self._scores.queue(scores, records, job_id):
                 raise Conflict("a score of the batch was replaced or retracted", code="scores_changed")
 
-        notes = note_users(chosen, policy)
+        notes = [*note_users(chosen, policy), *note_texts(units, policy, taught, texts)]
         try:
             for group in groups:
                 await new.resolve_turns(group)
@@ -237,44 +170,70 @@ class Collector:
         """Follows a batch that no later try would train: its scores are dropped, or, if the policy is at fault, learning pauses."""
         logger.warning("a batch of scores of %s is refused: %s", model.id, error)
         if error.param is not None and error.param.startswith("config"):
-            self._policies.set_state(model.number, "paused", f"the policy's configuration is refused: {error}")
+            self._policies.set_state(model, "paused", f"the policy's configuration is refused: {error}")
         else:
             self._scores.drop(scores, error.code)
 
-    def _groups(
-        self, policy: Policy, units: Sequence[Unit]
-    ) -> tuple[list[TrajectoryGroupBody], dict[str, Record], list[int]]:
-        """The groups of a batch, the records of their choices, and the numbers of their scores. What a job has taken before is left
-        out, and its scores are dropped."""
-        groups: list[TrajectoryGroupBody] = []
-        records: dict[str, Record] = {}
-        numbers: list[int] = []
+    def _open(self, units: Sequence[Unit]) -> list[OpenUnit]:
+        """The units of a batch with their tokens (blocking). What a job has taken before is left out, and its scores are dropped."""
+        opened: list[OpenUnit] = []
+        in_batch: set[str] = set()
         for unit in units:
-            of_unit = [score.number for score in unit.all_scores]
-            newest = (unit.scores or unit.all_scores)[-1]
-            packed = self._scores.pinned([newest.number]).get(newest.number)
+            number = unit.pinned_by.number
+            packed = self._scores.pinned([number]).get(number)
             if packed is None:
                 continue  # replaced meanwhile
             kept = pinned.unpack(packed)
-            of_choices = {record.choice_id: record for record in kept.records}
-            open_choices = self._scores.untaken([*of_choices]) - records.keys()
-            if not open_choices:
-                self._scores.drop(of_unit, ALREADY_TRAINED)
-                continue
-            turn_rewards = {choice: reward_of(scores, policy) for choice, scores in unit.turn_scores.items()}
-            histories = [
-                read_history(HistoryBody.model_validate(history), open_choices, turn_rewards)
-                for history in kept.histories
-            ]
-            reward = reward_of(unit.scores, policy)
-            main, *others = [history for history in histories if any(map(is_choice, history.messages_and_choices))]
-            trajectory = TrajectoryBody(
-                **main.model_dump(), reward=reward, additional_histories=others, metadata={"scores": len(of_unit)}
-            )
-            groups.append(TrajectoryGroupBody(trajectories=[trajectory]))
-            records |= {choice: record for choice, record in of_choices.items() if choice in open_choices}
-            numbers += of_unit
-        return groups, records, numbers
+            open_choices = self._scores.untaken([record.choice_id for record in kept.records]) - in_batch
+            if open_choices:
+                opened.append(batches.open_unit(unit, kept, open_choices))
+                in_batch |= open_choices
+            else:
+                self._scores.drop([score.number for score in unit.all_scores], ALREADY_TRAINED)
+        return opened
+
+    async def _ask_teacher(
+        self,
+        model: RegisteredModel,
+        policy: Policy,
+        units: Sequence[OpenUnit],
+        texts: Mapping[int, Mapping[str, Any]],
+        limits: Limits,
+    ) -> dict[str, list[float]] | None:
+        """The advantages of the tokens that texts teach, by choice; None if a text cannot teach, which its row says from here on, so that
+        another batch is to be chosen.
+
+        Raises:
+            ServerError: the teacher did not answer: the batch waits.
+        """
+        teachers: dict[str, list[WaitingScore]] = {}
+        for opened in units:
+            teachers |= batches.teachers_in(opened, policy)
+        lessons = [lesson for opened in units for lesson in batches.lessons_of(opened, teachers, texts)]
+        try:
+            answers = await self._teacher.advantages(model, lessons, limits.max_seq_length)
+        except (EngineEnded, AdapterRefused) as error:
+            await asyncio.to_thread(self._note_failure, model, error)
+            raise
+        del self._num_failed[model.number]
+        taught = {choice: answer for choice, answer in answers.items() if not isinstance(answer, str)}
+        teaching = {score.number for choice in taught for score in teachers[choice]}
+        is_silenced = False
+        for choice, answer in answers.items():
+            silent = [score.number for score in teachers[choice] if score.number not in teaching]
+            if isinstance(answer, str) and silent:
+                await asyncio.to_thread(self._scores.silence, silent, answer)
+                is_silenced = True
+        return None if is_silenced else taught
+
+    def _note_failure(self, model: RegisteredModel, error: ServerError) -> None:
+        """Counts a batch whose teacher did not answer. After several in a row, learning pauses."""
+        self._num_failed[model.number] += 1
+        if self._num_failed[model.number] == MAX_TRIES:
+            del self._num_failed[model.number]
+            why = f"{MAX_TRIES} times in a row the teacher of a batch with texts did not answer; the last: {error}"
+            if self._policies.of(model.number).state == "on":
+                self._policies.set_state(model, "paused", why)
 
     async def info(self, model: RegisteredModel) -> LearningInfo:
         """How a model learns at this moment."""
@@ -319,7 +278,7 @@ class Collector:
 def is_due(chosen: Chosen, learning: Learning, now: float, *, is_asked: bool = False) -> bool:
     """Whether the chosen scores make a job now."""
     policy, count = learning.policy, len(chosen.units)
-    if not chosen.has_two_rewards:
+    if not chosen.has_signal:
         return False
     hours = (now - learning.since) / HOUR
     return (
@@ -331,8 +290,10 @@ def waits_for(chosen: Chosen, learning: Learning, now: float) -> str:
     """What a model's learning waits for, in a sentence with numbers."""
     policy, count = learning.policy, len(chosen.units)
     waiting = f"{count} of {policy.batch} scored answers wait (a scored session with its answers counts as one)"
-    if count and not chosen.has_two_rewards:
+    if count and not chosen.has_signal:
         return f"{waiting}, and all have the same reward: nothing can be learned before a score differs"
+    if chosen.num_equal:
+        waiting += f"; {chosen.num_equal} more have the same reward and no text, and wait for a score that differs"
     hours = max(0.0, policy.every_hours - (now - learning.since) / HOUR)
     early = f"; with {policy.least} or more a step begins in {hours:.1f} h"
     capped = ""
@@ -362,17 +323,21 @@ def note_users(chosen: Chosen, policy: Policy) -> list[str]:
     return notes
 
 
-def read_history(history: HistoryBody, open_choices: set[str], turn_rewards: Mapping[str, float]) -> HistoryBody:
-    """A history in which choices that a job has taken are messages, with the rewards of single turns."""
-    entries = []
-    rewards: list[float | None] = []
-    for entry in history.messages_and_choices:
-        if not is_choice(entry):
-            entries.append(entry)
-        elif entry["art"]["id"] in open_choices:
-            entries.append(entry)
-            rewards.append(turn_rewards.get(entry["art"]["id"]))
-        else:
-            entries.append(entry["message"])
-    has_rewards = any(reward is not None for reward in rewards)
-    return HistoryBody(messages_and_choices=entries, tools=history.tools, turn_rewards=rewards if has_rewards else None)
+def note_texts(
+    units: Sequence[OpenUnit],
+    policy: Policy,
+    taught: Mapping[str, Sequence[float]],
+    texts: Mapping[int, Mapping[str, Any]],
+) -> list[str]:
+    """What a job's report says about the texts of its scores."""
+    notes: list[str] = []
+    num_taught = sum(not taught.keys().isdisjoint(opened.records) for opened in units)
+    if num_taught:
+        notes.append(f"{num_taught} of {len(units)} scored answers are taught by the texts of their scores")
+    num_silent = batches.num_silent(units, policy, texts)
+    if num_silent and policy.text == "teach":
+        notes.append(
+            f"{num_silent} scores have a text that teaches nothing: the messages before the answer were not kept, because learning was "
+            "off when the request came, or the text is too long for the context"
+        )
+    return notes

@@ -13,7 +13,7 @@ from art_server.errors import Conflict, InvalidInput, NotFound, ServerError, Too
 from art_server.jobs.choices import is_choice
 from art_server.learning import pinned
 from art_server.learning.policies import Policies
-from art_server.learning.scores import NewScore, Scores
+from art_server.learning.scores import NewScore, Scores, Teaching
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import NAMES_STEP, NEVER_LEARNS, Record
@@ -23,7 +23,7 @@ from art_server.store.registry import RegisteredModel
 
 ANSWER_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)?([0-9a-f]{32})(?:-(\d{1,4}))?")
 """The id of an answer of any API, or of a choice."""
-ROLLED_BACK = "rolled_back"
+ROLLED_BACK, NO_MESSAGES = "rolled_back", "no_messages"
 MAX_OPEN = 100_000
 """Scores of a model that may wait for a batch."""
 
@@ -35,6 +35,8 @@ class Judged:
     target: str
     histories: list[HistoryBody]
     records: list[Record]
+    has_messages: bool = False
+    """Whether the histories have what a teacher reads before the answers."""
 
 
 class FeedbackIntake:
@@ -92,7 +94,8 @@ class FeedbackIntake:
 
         Raises:
             NotFound: there is no such answer or session of the model.
-            InvalidInput: the name or the value is not in the policy, or the answer cannot be trained.
+            InvalidInput: the name or the value is not in the policy, only texts come and teach nothing there, or the answer cannot be
+                trained.
             Conflict: the id is of another score.
         """
         # Keyed, because the content names the user.
@@ -102,8 +105,11 @@ class FeedbackIntake:
             return repeated
         value = value_of(body, policy)
         judged = (
-            self._answer(model, body.answer) if body.answer is not None else self._session(model, owner, body.session)
+            self._answer(model, body.answer, needs_messages=body.has_text)
+            if body.answer is not None
+            else self._session(model, owner, body.session)
         )
+        teaches = which_teaches(body) if judged.has_messages else None
         texts = {"comment": body.comment, "correction": body.correction, "metadata": body.metadata}
         steps = [record.request.step for record in judged.records]
         known = [step for step in steps if step is not None]
@@ -119,12 +125,13 @@ class FeedbackIntake:
             name=body.name,
             value=value,
             texts={name: text for name, text in texts.items() if text},
+            teaches=teaches,
             client_id=body.id,
             digest=digest,
             made_at=body.made_at,
             answered_at=max(record.created_at for record in judged.records),
             pinned=pinned.pack(judged.histories, judged.records),
-            reason=None if len(known) == len(steps) else ROLLED_BACK,
+            reason=why_untrained(value, teaches, is_rolled_back=len(known) < len(steps)),
         )
 
     def hash_user(self, user: str) -> str:
@@ -134,7 +141,7 @@ class FeedbackIntake:
     def _hash(self, user: str | None) -> str | None:
         return None if user is None else self.hash_user(user)
 
-    def _answer(self, model: RegisteredModel, answer: str) -> Judged:
+    def _answer(self, model: RegisteredModel, answer: str, *, needs_messages: bool = False) -> Judged:
         request_id, index = read_answer_id(answer) or (None, 0)
         choice = f"{request_id}-{index}"
         record = self._ledger.find(choice) if request_id is not None else None
@@ -149,7 +156,12 @@ class FeedbackIntake:
         sampled, _ = split_end(record.token_ids, self._ledger.end_ids)
         text = self._ledger.decode(sampled) or ""
         entry = reference(record, conversation.message_from(text))
-        return Judged(f"answer {choice}", [HistoryBody(messages_and_choices=[entry])], [record])
+        kept = None
+        if needs_messages and has_messages(record):
+            kept = self._ledger.find_messages(record.request.request_id)
+        messages, tools = kept or ([], None)
+        history = HistoryBody(messages_and_choices=[*messages, entry], tools=tools)
+        return Judged(f"answer {choice}", [history], [record], has_messages=kept is not None)
 
     def _session(self, model: RegisteredModel, owner: str, session: str | None) -> Judged:
         assert session is not None, "a score names an answer or a session"
@@ -175,7 +187,26 @@ class FeedbackIntake:
                 param="session",
             )
         by_id = {record.choice_id: record for record in records}
-        return Judged(f"session {session}", histories, [*by_id.values()])
+        return Judged(f"session {session}", histories, [*by_id.values()], any(map(has_messages, by_id.values())))
+
+
+def has_messages(record: Record) -> bool:
+    """Whether a chat template wrote the prompt of a record."""
+    return record.request.api != "completions"
+
+
+def which_teaches(body: Feedback) -> Teaching | None:
+    """Which text of a score may teach: a correction displaces a comment."""
+    if (body.correction or "").strip():
+        return "correction"
+    return "comment" if body.has_text else None
+
+
+def why_untrained(value: float | None, teaches: Teaching | None, *, is_rolled_back: bool) -> str | None:
+    """Why a score is kept and not trained; None: it may be trained."""
+    if is_rolled_back:
+        return ROLLED_BACK
+    return NO_MESSAGES if value is None and teaches is None else None
 
 
 def read_answer_id(answer: str) -> tuple[str, int] | None:
@@ -228,13 +259,22 @@ def find_name(policy: Policy, name: str) -> ScoreName:
     return policy.names[name]
 
 
-def value_of(body: Feedback, policy: Policy) -> float:
-    """The value of a score in the range of its name.
+def value_of(body: Feedback, policy: Policy) -> float | None:
+    """The value of a score in the range of its name; None: the score has texts only.
 
     Raises:
-        InvalidInput: the policy does not have the name, or the value is outside the name's range.
+        InvalidInput: the policy does not have the name, the value is outside the name's range, or a value is missing.
     """
     name = find_name(policy, body.name)
+    if body.value is None:
+        if policy.text == "off":
+            raise InvalidInput(
+                "the policy's text is off, so that comments and corrections train nothing: give a value, or set `text` of PUT "
+                ".../learning to 'teach'",
+                code="no_value",
+                param="value",
+            )
+        return None
     if isinstance(body.value, bool):
         return name.high if body.value else name.low
     if not name.low <= body.value <= name.high:

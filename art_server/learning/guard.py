@@ -6,15 +6,12 @@ step that serves. A difference counts if it is large, and larger than chance mak
 """
 
 import asyncio
-import contextlib
 import math
 import statistics
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from art_server.engine.engine import Engine
-from art_server.engine.fleet import Fleet
-from art_server.engine.pause_gate import PauseGate
+from art_server.learning.answerer import AT_ONCE, Answerer
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import NEVER_LEARNS, Record
@@ -23,9 +20,6 @@ from art_server.store.registry import RegisteredModel
 
 NUM_ANSWERS = 64
 """Answers of each step."""
-AT_ONCE = 8
-"""Requests that the guard has at the engine at the same time, beside those of the users."""
-WAIT_SECONDS = 3600.0
 MOST_SHARE = 0.1
 """The share of cut, empty or invalid answers may grow by so much."""
 MOST_RATIO = 2.0
@@ -53,19 +47,17 @@ class Answer:
 
 
 class Guard:
-    """Samples with two steps. Users' requests go on meanwhile."""
+    """Samples with two steps."""
 
-    def __init__(self, *, ledger: Ledger, fleet: Fleet, gate: PauseGate):
+    def __init__(self, *, ledger: Ledger, answerer: Answerer):
         self._ledger = ledger
-        self._fleet = fleet
-        self._gate = gate
+        self._answerer = answerer
 
     async def why_refused(self, model: RegisteredModel, step: int, serving: int, max_kl: float) -> str | None:
         """Why a step must not serve, in a sentence with numbers; None: it may. Without a recorded prompt it may.
 
         Raises:
-            AdapterRefused: the engine refuses the step.
-            Unavailable: the engine is not ready.
+            ServerError: from `Answerer`.
         """
         records = await asyncio.to_thread(self._ledger.find_recent, model.number, NUM_ANSWERS)
         records = [record for record in records if can_be_replayed(record)]
@@ -87,8 +79,7 @@ class Guard:
         body = {name: record.sampling[name] for name in COPIED if record.sampling.get(name) is not None}
         limit = max_tokens(record)
         body |= {"prompt": prompt, "max_tokens": limit, "seed": seed, "return_token_ids": True}
-        async with self._reached(model, step) as engine:
-            choice = await engine.complete(model.adapter_name(step), body)
+        choice = await self._answerer.complete(model, step, body)
         sampled: list[int] = choice["token_ids"]
         divergence = 0.0
         if step != serving and sampled:
@@ -106,19 +97,7 @@ class Guard:
 
     async def _logprob(self, model: RegisteredModel, step: int, prompt: list[int], sampled: list[int]) -> float:
         """The log-probability of an answer as a whole."""
-        async with self._reached(model, step) as engine:
-            logprobs = await engine.score(model.adapter_name(step), [*prompt, *sampled])
-        return math.fsum(logprobs[-len(sampled) :])
-
-    @contextlib.asynccontextmanager
-    async def _reached(self, model: RegisteredModel, step: int) -> AsyncIterator[Engine]:
-        """An engine that has a step's adapter. The step is in use inside the block."""
-        name = model.adapter_name(step)
-        await self._gate.wait_open(WAIT_SECONDS)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._gate.inside(name))
-            folder = model.folder.checkpoint_dir(step)
-            yield await self._fleet.reach(name, folder, lambda: name.encode(), WAIT_SECONDS, stack)
+        return math.fsum(await self._answerer.logprobs(model, step, prompt, sampled))
 
 
 def can_be_replayed(record: Record) -> bool:

@@ -1,12 +1,13 @@
 """How each model learns from scores: the policy that its owner has set, and whether learning is on, in the table `learning`."""
 
-from dataclasses import dataclass, field
+import sqlite3
+from dataclasses import dataclass, field, replace
 
 from art_protocol.learning import LearningState, Policy
 from art_server.errors import Conflict
 from art_server.shared.clock import REAL, Clock
 from art_server.store.database import Database, insert
-from art_server.store.registry import RegisteredModel
+from art_server.store.registry import RegisteredModel, Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,11 @@ class Learning:
     """Why the server has paused the learning; None: it has not."""
     since: float = 0.0
     """When the newest batch was made, or the learning began, in seconds since 1970."""
+
+    @property
+    def keeps_messages(self) -> bool:
+        """Whether a text may come to teach the model, so that the messages of its requests are kept."""
+        return self.state != "off" and self.policy.text == "teach"
 
 
 class Policies:
@@ -65,24 +71,33 @@ class Policies:
                 param="name",
             )
 
-    def set_policy(self, model: int, policy: Policy) -> Learning:
+    def restore(self, registry: Registry) -> None:
+        """Has a started server keep the messages of the models that learn from texts."""
+        for number in self.not_off():
+            if (model := registry.of_number(number)) is not None:
+                model.keeps_messages = self.of(number).keeps_messages
+
+    def set_policy(self, model: RegisteredModel, policy: Policy) -> Learning:
         """Replaces the policy, and turns the learning on, if it was off."""
         with self._database.changes("the policy") as connection:
-            learning = self.of(model)
-            state = "on" if learning.state == "off" else learning.state
-            since = self._clock.now() if learning.state == "off" else learning.since
-            row = {"model": model, "state": state, "policy": policy.model_dump_json(), "reason": learning.reason}
-            insert(connection, "learning", row | {"since": since}, or_else="REPLACE")
-            return self.of(model)
+            before = self.of(model.number)
+            state: LearningState = "on" if before.state == "off" else before.state
+            return self._write(connection, model, before, replace(before, state=state, policy=policy))
 
-    def set_state(self, model: int, state: LearningState, reason: str | None = None) -> Learning:
+    def set_state(self, model: RegisteredModel, state: LearningState, reason: str | None = None) -> Learning:
         """Turns a model's learning on or off, or pauses it."""
         with self._database.changes("the policy") as connection:
-            learning = self.of(model)
-            row = {"model": model, "state": state, "policy": learning.policy.model_dump_json(), "reason": reason}
-            since = self._clock.now() if learning.state == "off" else learning.since
-            insert(connection, "learning", row | {"since": since}, or_else="REPLACE")
-            return self.of(model)
+            before = self.of(model.number)
+            return self._write(connection, model, before, replace(before, state=state, reason=reason))
+
+    def _write(
+        self, connection: sqlite3.Connection, model: RegisteredModel, before: Learning, after: Learning
+    ) -> Learning:
+        since = self._clock.now() if before.state == "off" else before.since
+        row = {"model": model.number, "state": after.state, "policy": after.policy.model_dump_json(), "since": since}
+        insert(connection, "learning", row | {"reason": after.reason}, or_else="REPLACE")
+        model.keeps_messages = after.keeps_messages
+        return replace(after, since=since)
 
     def note_batch(self, model: int) -> None:
         """Notes that a batch was made, in the caller's transaction."""

@@ -149,7 +149,7 @@ class Releasing:
         await asyncio.to_thread(self._releases.note_refused, release, sentence)
         if is_last:  # first, so that a server that is killed here does not learn on
             why = f"{counted(MAX_REFUSED, 'step')} in a row were refused; the last: {sentence}"
-            await asyncio.to_thread(self._policies.set_state, model.number, "paused", why)
+            await asyncio.to_thread(self._policies.set_state, model, "paused", why)
         await self._checkpoints.roll_back(model, release.incumbent if is_last else max(kept, default=release.incumbent))
         self.on_decision()
 
@@ -294,7 +294,7 @@ def opinions_of(scores: Sequence[WaitingScore], policy: Policy) -> dict[int, lis
     answers of a session are one user's, and an answer without a session is a user's of its own, as the split has it."""
     targets: dict[str, list[WaitingScore]] = {}
     for score in scores:
-        if score.name in policy.names:
+        if score.name in policy.names and score.value is not None:
             targets.setdefault(score.target, []).append(score)
     opinions: defaultdict[int, list[Opinion]] = defaultdict(list)
     for target, of_target in targets.items():

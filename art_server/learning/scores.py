@@ -16,7 +16,7 @@ import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from art_protocol.learning import Score, ScoreState
 from art_server.errors import Conflict, NotFound
@@ -25,7 +25,7 @@ from art_server.store.database import Database, insert, overwriting
 from art_server.store.server_database import ENDED_SCORE
 
 COLUMNS = "score_id, state, reason, target, name, value, step, job_id, trained_step, replaces, texts, created_at, digest, number"
-WAITING = "number, target, choices, user, name, value, step, answered_at, session"
+WAITING = "number, target, choices, user, name, value, step, answered_at, session, teaches"
 KEPT_SECONDS = 90 * 86400.0
 """Ended scores stay so much longer than the ledger's records, because they say which steps a deletion concerns."""
 PRUNED_AT_A_TIME = 500
@@ -34,6 +34,7 @@ TOO_OLD = "too_old"
 """The reason of a score whose answer is older than the policy's `max_age_days`."""
 ALREADY_TRAINED = "already_trained"
 """The reason of a score whose answer a job has taken before."""
+Teaching = Literal["comment", "correction"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ class NewScore:
     """A keyed hash of the session of a judged answer."""
     owner: str
     name: str
-    value: float
+    value: float | None
+    """None: the score has texts only."""
     texts: Mapping[str, Any]
     client_id: str | None
     digest: str
@@ -62,6 +64,8 @@ class NewScore:
     pinned: bytes
     reason: str | None = None
     """Why the score is not trained; None: it may be."""
+    teaches: Teaching | None = None
+    """Which of its texts may teach: the messages of the judged answers are pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +77,13 @@ class WaitingScore:
     choices: Sequence[str]
     user: str | None
     name: str
-    value: float
+    value: float | None
     step: int | None
     answered_at: float
     session: str | None = None
     """A keyed hash of the session of a judged answer."""
+    teaches: Teaching | None = None
+    """As in `NewScore`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +124,8 @@ class Scores:
         return read_score(rows[0])
 
     def add(self, scores: Sequence[NewScore]) -> list[Score]:
-        """Writes scores durably, in one transaction. A score replaces an earlier one of the same target, user and name.
+        """Writes scores durably, in one transaction. A score replaces an earlier one of the same target, user and name; with texts
+        only, an earlier one with texts only.
 
         Raises:
             Conflict: an id is of another score.
@@ -133,8 +140,8 @@ class Scores:
             return repeated
         state: ScoreState = "scored"
         reason, replaces = None, None
-        same = "model = ? AND target = ? AND name = ? AND user IS ? AND owner = ?"
-        values = (score.model, score.target, score.name, score.user, score.owner)
+        same = "model = ? AND target = ? AND name = ? AND user IS ? AND owner = ? AND (value IS NULL) = ?"
+        values = (score.model, score.target, score.name, score.user, score.owner, score.value is None)
         for row in connection.execute(
             f"SELECT number, score_id FROM scores WHERE {same} AND state = 'scored'", values
         ).fetchall():
@@ -158,6 +165,7 @@ class Scores:
             "name": score.name,
             "value": score.value,
             "texts": json.dumps(dict(score.texts)),
+            "teaches": score.teaches,
             "client_id": score.client_id,
             "digest": score.digest,
             "made_at": score.made_at,
@@ -420,12 +428,30 @@ class Scores:
         )
         return dict(map(tuple, rows))
 
+    def texts(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """The texts of scores, by their numbers."""
+        rows = self._database.select(
+            "SELECT number, texts FROM scores WHERE number IN (SELECT value FROM json_each(?))",
+            json.dumps(list(numbers)),
+        )
+        return {number: json.loads(texts) for number, texts in rows}
+
     def drop(self, numbers: Iterable[int], reason: str) -> None:
         """Marks waiting scores as never to be trained."""
         with self._database.changes("the scores") as connection:
             connection.execute(
                 "UPDATE scores SET state = 'dropped', reason = ?, pinned = NULL WHERE state = 'scored'"
                 " AND number IN (SELECT value FROM json_each(?))",
+                (reason, json.dumps(list(numbers))),
+            )
+
+    def silence(self, numbers: Sequence[int], reason: str) -> None:
+        """Notes that the texts of waiting scores cannot teach. Scores that have nothing else are dropped with this reason."""
+        where = "state = 'scored' AND number IN (SELECT value FROM json_each(?))"
+        with self._database.changes("the scores") as connection:
+            connection.execute(f"UPDATE scores SET teaches = NULL WHERE {where}", (json.dumps(list(numbers)),))
+            connection.execute(
+                f"UPDATE scores SET state = 'dropped', reason = ?, pinned = NULL WHERE {where} AND value IS NULL",
                 (reason, json.dumps(list(numbers))),
             )
 

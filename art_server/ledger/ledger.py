@@ -26,7 +26,17 @@ from art_server.ledger import conversation
 from art_server.ledger.candidates import MAX_TRIED, Candidates
 from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.decoder import Decoder
-from art_server.ledger.records import NAMES_STEP, NEVER_LEARNS, UNRECORDED, Match, Prompt, Record, Request, choice_id
+from art_server.ledger.records import (
+    NAMES_STEP,
+    NEVER_LEARNS,
+    TEMPLATE_KWARGS,
+    UNRECORDED,
+    Match,
+    Prompt,
+    Record,
+    Request,
+    choice_id,
+)
 from art_server.ledger.splice import (
     Candidate,
     Comparison,
@@ -310,8 +320,8 @@ class Ledger:
             self._storage.count_lost(request.session, request.model, reason, num_choices)
 
     def keep_turn(self, request_id: str, turn: dict[str, Any]) -> None:
-        """Stores a session's request and its choices as the agent has them."""
-        with self._lock, tolerated("a session's turn"):
+        """Stores a request's messages and, for a session, its choices as the agent has them."""
+        with self._lock, tolerated("a request's messages"):
             self._storage.store_turn(request_id, turn)
 
     def keep_response(self, request_id: str, items: Sequence[Any], item_ids: Iterable[str]) -> None:
@@ -340,6 +350,14 @@ class Ledger:
         with self._lock:
             records = self._storage.select("choice_id = ?", choice)
         return records[0] if records else None
+
+    def find_messages(self, request_id: str) -> tuple[list[conversation.Message], list[dict[str, Any]] | None] | None:
+        """The messages and tools of a request; None if they were not kept."""
+        with self._lock:
+            turn = self._storage.load_turn(request_id, {})
+        if turn is None or turn["conversation"] is None:
+            return None
+        return [beginning.message for beginning in turn["conversation"]][::-1], turn["tools"]
 
     def find_recent(self, model: int, num_prompts: int, newest: int = 2000) -> list[Record]:
         """A record of each of the model's newest prompts that differ, among its `newest` records."""
@@ -548,10 +566,14 @@ class Ledger:
             return len(doomed)
 
 
-def marks_of(request: Request) -> dict[str, bool]:
+def marks_of(request: Request) -> dict[str, Any]:
     """What a record's sampling parameters say besides the engine's."""
-    marks = {NEVER_LEARNS: request.never_learns, NAMES_STEP: request.names_step}
-    return {mark: True for mark, is_set in marks.items() if is_set}
+    marks = {
+        NEVER_LEARNS: request.never_learns,
+        NAMES_STEP: request.names_step,
+        TEMPLATE_KWARGS: request.template_kwargs,
+    }
+    return {mark: value for mark, value in marks.items() if value}
 
 
 @contextlib.contextmanager

@@ -42,6 +42,8 @@ class Request:
     """The caller permits no score of the answer to be trained. A record has this in `Record.sampling`."""
     names_step: bool = False
     """The request named the step that answers it, or is a rollout's. A record has this in `Record.sampling`."""
+    template_kwargs: dict[str, Any] | None = None
+    """The request's `chat_template_kwargs`. A record has them in `Record.sampling`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ NEVER_LEARNS = "never_learns"
 """The key of `Record.sampling` that is true if no score of the answer may be trained."""
 NAMES_STEP = "names_step"
 """The key of `Record.sampling` that is true if no canary could have answered the request."""
+TEMPLATE_KWARGS = "chat_template_kwargs"
+"""The key of `Record.sampling` with what the request gave the chat template."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,8 @@ class RegisteredModel:
     holds_steps: bool = False
     """New steps do not serve before their release is decided."""
     split: Split | None = None
+    keeps_messages: bool = False
+    """The model learns from the texts of scores, so the ledger keeps the messages of its requests."""
     deleting: set[int] = field(default_factory=set)
     """Steps that are being deleted. No request resolves to them, so none loads them again."""
     is_leaving: bool = False
@@ -429,6 +431,7 @@ class Registry:
         del self._models[record.project, model.record.name]
         renamed = RegisteredModel(model.number, folder, record, model.step, self._history.of(model.number, folder))
         renamed.holds_steps, renamed.split = model.holds_steps, model.split
+        renamed.keeps_messages = model.keeps_messages
         self._models[record.project, name] = renamed
         return renamed
 

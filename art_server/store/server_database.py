@@ -107,8 +107,9 @@ LEARNING = (
         session TEXT,                           -- a keyed hash of the judged answer's session; NULL: it has none
         owner TEXT NOT NULL,                    -- of the key
         name TEXT NOT NULL,
-        value REAL NOT NULL,
+        value REAL,                             -- NULL: the score has texts only
         texts TEXT NOT NULL,                    -- JSON: comment, correction, metadata
+        teaches TEXT,                           -- "comment" or "correction": which text may teach; NULL: none
         client_id TEXT,
         digest TEXT NOT NULL,                   -- of the request's content
         made_at REAL,
@@ -223,11 +224,15 @@ def make_tables(database: Database) -> None:
 
 def add_tables(database: Database) -> None:
     with database.changes("the tables") as connection:
+        columns = column_names(connection, "scores")
+        if columns and "teaches" not in columns:  # a table of an earlier commit, in which each score has a value
+            connection.execute("ALTER TABLE scores RENAME TO earlier_scores")
+            connection.execute(LEARNING[0])
+            names = ", ".join(sorted(columns))
+            connection.execute(f"INSERT INTO scores ({names}) SELECT {names} FROM earlier_scores ORDER BY number")
+            connection.execute("DROP TABLE earlier_scores")
         for statement in LEARNING:
             connection.execute(statement)
-        for column, kind in (("names_step", "INTEGER NOT NULL DEFAULT 0"), ("session", "TEXT")):
-            if column not in column_names(connection, "scores"):  # a table of an earlier commit
-                connection.execute(f"ALTER TABLE scores ADD COLUMN {column} {kind}")
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from art_server.shared.trainer_messages import (
     TrainTask,
 )
 from art_server.store.base_models import TINY_DIR, BaseModel
-from tests.fakes.vllm import FakeVllm
+from tests.fakes.vllm import PROMPT, FakeVllm
 
 BASE = BaseModel("base", TINY_DIR)
 
@@ -65,6 +65,8 @@ class FakeEngine:
         """The requested arguments of each start."""
         self.asked: list[str] = []
         """What it was asked to unload and to forget."""
+        self.rendered: list[dict[str, Any]] = []
+        """The bodies of the requests to render a conversation."""
         self.when_unloading: Callable[[], object] = lambda: None
 
     def load(self, *names: str) -> None:
@@ -123,7 +125,16 @@ class FakeEngine:
 
     async def complete(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         async with self.http.post("/v1/completions", json={"model": name, **body}) as response:
+            if response.status != 200:
+                raise AdapterRefused(f"vLLM cannot compute with adapter '{name}': {await response.text()}")
             return (await response.json())["choices"][0]
+
+    async def tokenize(self, body: dict[str, Any]) -> list[int]:
+        """`PROMPT`, and behind it the length of each paragraph of the last message but the first."""
+        self.rendered.append(body)
+        await self.wait_ready(0)
+        _, *paragraphs = body["messages"][-1]["content"].split("\n\n")
+        return [*PROMPT, *map(len, paragraphs)]
 
     async def score(self, name: str, token_ids: list[int]) -> list[float]:
         choice = await self.complete(name, {"prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0})

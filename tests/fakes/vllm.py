@@ -1,6 +1,7 @@
 """A fake vLLM: the routes by which the engine steers it, and those by which the server samples. tests/contracts.py holds it
 to the real one."""
 
+import asyncio
 import json
 import uuid
 from collections.abc import Callable
@@ -29,6 +30,15 @@ class FakeVllm:
         """For so many requests it dies while it answers, and is back afterwards."""
         self.is_dead = False
         """It died in its last request."""
+        self.logprob_of: Callable[[str, list[int], int], float] = lambda name, prompt, position: -0.5
+        """What it gives for a token of a prompt: of the model's name, the prompt, and the token's position."""
+        self.num_refusing = 0
+        """So many completions get an error 500."""
+        self.scored: list[tuple[str, list[int]]] = []
+        """The models and prompts whose log-probabilities were asked for."""
+        self.may_score = asyncio.Event()
+        """Until it is set, those requests wait."""
+        self.may_score.set()
         self.endless: set[str] = set()
         """Adapters whose completions do not end before their limit."""
         self.chats: list[dict[str, Any]] = []
@@ -77,14 +87,23 @@ class FakeVllm:
         body = await request.json()
         choice: dict[str, Any] = {"index": 0, "text": TEXT, "finish_reason": "stop"}
         answer = ANSWER
+        if self.num_refusing:
+            self.num_refusing -= 1
+            return refusal(500, "InternalServerError", "it cannot compute")
         if body["model"] in self.endless:
             answer = (ANSWER * body["max_tokens"])[: body["max_tokens"]]
             choice |= {"text": TEXT * 9, "finish_reason": "length"}
         if body.get("return_token_ids"):
             choice |= {"token_ids": answer, "prompt_token_ids": body["prompt"]}
         if "prompt_logprobs" in body:
-            _, *others = body["prompt"]
-            choice["prompt_logprobs"] = [None, *({str(token): {"logprob": -0.5}} for token in others)]
+            name, prompt = body["model"], body["prompt"]
+            self.scored.append((name, prompt))
+            await self.may_score.wait()
+            choice["prompt_logprobs"] = [None] + [
+                {str(token): {"logprob": self.logprob_of(name, prompt, position)}}
+                for position, token in enumerate(prompt)
+                if position > 0
+            ]
         return web.json_response({"model": body["model"], "choices": [choice]})
 
     async def _load(self, request: web.Request) -> web.Response:

@@ -488,7 +488,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     async def feedback(
         self,
         answer: str | HasId | None,
-        value: float | bool,
+        value: float | bool | None = None,
         *,
         session: str | None = None,
         name: str = "thumb",
@@ -502,7 +502,9 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         server's disk.
 
         `answer` is an answer of any of the four APIs, or its `id`; None with the name of a `session`, whose turns so far are scored
-        together. A second score of the same `user` and `name` replaces the first. Two calls with the same `id` are one score.
+        together. A second score of the same `user` and `name` replaces the first. Two calls with the same `id` are one score. A
+        `comment` says what was wrong, a `correction` what the answer should have been: both teach the model, with a `value` or
+        without one (docs/learning-in-use.md).
 
         Raises:
             ArtStatusError: the server does not have the answer, or the name or value is not in the policy.

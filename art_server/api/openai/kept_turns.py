@@ -1,4 +1,5 @@
-"""What the ledger keeps of an answer beside the records of its choices: the turn of a session, and who made a tool call.
+"""What the ledger keeps of an answer beside the records of its choices: the request's messages, the turn of a session, and who made a
+tool call.
 
 Whole answers (`answers.py`) and streams (`streaming.py`) keep the same.
 """
@@ -26,13 +27,18 @@ def name_calls(content: bytes, opened: OpenRequest, index: int) -> None:
 
 
 def keep_turn(inference: InferenceRequest, opened: OpenRequest, choices: dict[int, dict[str, Any]]) -> None:
-    """Stores a turn of a session: the request's messages, and its choices as the agent receives them. `choices` holds
+    """Stores a request's messages and, for a session, its choices as the agent receives them. `choices` holds
     choices that are already built; the others are built from the sampled text.
 
     A record has tokens, but a session's trajectory has messages (`ledger/sessions.py`). Tools and constraints tell the same
     request, asked again, from another request with the same messages; stop strings tell where an answer was cut."""
     inference.num_ended = len(opened.records) + len(opened.lost)
-    if inference.session is None or not opened.records:
+    if not inference.keeps_messages or not opened.records:
+        return
+    tools = inference.body.get("tools")
+    asked = {"messages": inference.conversation.messages, "tools": tools if isinstance(tools, list) else None}
+    if inference.session is None:
+        opened.ledger.keep_turn(opened.request.request_id, asked)
         return
     kept: dict[str, dict[str, Any]] = {}
     for index, record in opened.records.items():
@@ -45,10 +51,8 @@ def keep_turn(inference: InferenceRequest, opened: OpenRequest, choices: dict[in
             "message": {key: value for key, value in choice["message"].items() if value is not None},
             "art": inference.art_field(opened, index),
         }
-    tools = inference.body.get("tools")
     turn = {
-        "messages": inference.conversation.messages,
-        "tools": tools if isinstance(tools, list) else None,
+        **asked,
         "constraints": {name: inference.body[name] for name in FIELDS if name != "tools" and name in inference.body},
         "stops": conversation.stops_of(inference.api, inference.body),
         "choices": kept,

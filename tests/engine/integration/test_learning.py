@@ -1,11 +1,16 @@
-"""Learning in use on the real server: what is served after a good step, and after a step that broke."""
+"""Learning in use on the real server: what is served after a good step, and after a step that broke; and what texts teach."""
 
 import time
 from typing import Any
 
 import httpx
+import pytest
 
+import art
+from art_protocol.history import read_rows
 from tests.live import PROJECT, Server, chat, register
+
+COMMENT = "The answer should be maybe."
 
 
 def learn(client: httpx.Client, name: str, learning_rate: float) -> str:
@@ -46,3 +51,42 @@ def test_a_step_serves_behind_the_guard_and_a_broken_one_never(server: Server) -
         info = until(client, routes, {"trained": 8, "dropped": 8, "dropped: rolled_back": 8})
         assert "the guard has refused step 2: " in info["release"]["reason"]
         assert info["serving_step"] == 1
+
+
+@pytest.mark.anyio
+async def test_a_comment_trains_the_advantages_that_distill_computes(server: Server) -> None:
+    register(server, "taught")
+    answers: list[dict[str, Any]] = []
+    with server.client() as client:
+        routes = learn(client, "taught", 1e-4)
+        for number in range(8):
+            messages = [{"role": "user", "content": f"respond with yes, no or maybe {number}"}]
+            asked = {"messages": messages, "logprobs": True, "return_token_ids": True}
+            answer = chat(client, f"{PROJECT}/taught", **asked)
+            answers.append({**answer["choices"][0], "prompt_token_ids": answer["prompt_token_ids"]})
+            score = {"answer": answer["id"], "value": 0, "comment": COMMENT, "user": f"u{number}"}
+            assert client.post(f"{routes}/feedback", json=score).status_code == 202
+        until(client, routes, {"trained": 8})
+    rows = read_rows(server.model_dir("taught") / "trajectories" / "train" / "0001.jsonl.gz")
+    trained = [row["trajectories"][0]["turn_advantages"] for row in rows]
+    expected = await distilled(server.url, answers)
+    assert trained == [[pytest.approx(values, abs=1e-3) for values in of_turns] for of_turns in expected]
+    assert max(abs(value) for (of_turn,) in trained for value in of_turn) > 0.1, "the text changes something"
+
+
+async def distilled(url: str, answers: list[dict[str, Any]]) -> list[list[list[float]]]:
+    """The advantages of `art.distill` for answers of an untrained model, by answer and turn."""
+    async with art.Backend(url) as backend:
+        teacher = art.TrainableModel(name="untaught", project=PROJECT, base_model="art/tiny")
+        await teacher.register(backend)
+        trajectories: list[art.Trajectory] = []
+        for number, choice in enumerate(answers):
+            messages: Any = [{"role": "user", "content": f"respond with yes, no or maybe {number}"}, choice]
+            trajectories.append(art.Trajectory(messages_and_choices=messages, reward=0.0))
+        (group,) = await art.distill(
+            [art.TrajectoryGroup(trajectories)],
+            teacher,
+            teacher_messages=lambda messages, *_: art.with_feedback(messages, feedback=COMMENT),
+        )
+    taught: Any = [trajectory.turn_advantages for trajectory in group]
+    return taught

@@ -43,7 +43,7 @@ async def test_the_commands_of_the_page(tmp_path: Path) -> None:
         assert '"error"' not in output
         for expected in ('"state":"scored"', "learning is on", '"path":"/feedback/'):
             assert expected in output
-        assert re.findall(r'"answers":(\d),"scores":(\d)', output) == [("1", "1"), ("1", "0"), ("0", "0")]
+        assert re.findall(r'"answers":(\d),"scores":(\d)', output) == [("1", "2"), ("1", "0"), ("0", "0")]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
