@@ -133,7 +133,7 @@ async def test_a_better_step_is_promoted_and_a_worse_one_set_aside(tmp_path: Pat
         await opinions(shop, 2, 0, 20)
         info = await until(shop, state="rolled_back")
         assert "the canary is not better: step 2 earned 0.000" in info["release"]["reason"]
-        while (info := await shop.info())["newest_step"] != 1:
+        while (info := await shop.info())["newest_step"] != 1:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         assert info["serving_step"] == 1
 
