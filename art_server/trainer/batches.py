@@ -363,6 +363,10 @@ def _lay_out_micro_batch(
     # Sampled tokens with the same prediction share it: the same position, token, distribution and teacher's target.
     parts = [np.concatenate(part) for part in (predicting, targets, sampled_from, taught_by)]
     predictions, predictions_S = np.unique(np.stack(parts), axis=1, return_inverse=True)
+    is_raw_N, is_taught_N = predictions[2] == RAW, predictions[3] != NOT_TAUGHT
+    assert bool((is_raw_N | ~is_taught_N).all()), (
+        "a token with a teacher's target was sampled from another distribution"
+    )
     return MicroBatch(
         forest=forest,
         is_shared=is_shared,
