@@ -177,13 +177,13 @@ def _add_gradient(
 
 def _divergences(batch: MicroBatch, more_NK: torch.Tensor, config: TrainConfig) -> torch.Tensor | None:
     """The divergence of each prediction from its teacher's target, 0 without a target; None if no prediction has one."""
-    taught_N = is_taught(batch.taught_N)
-    if not bool(taught_N.any()):
+    indices_n = is_taught(batch.taught_N).nonzero()[:, 0]
+    if not len(indices_n):
         return None
-    teacher_nK = batch.taught.logprobs_UK[batch.taught_N[taught_N]].to(more_NK.device)
-    taught_N = taught_N.to(more_NK.device)
-    divergences_n = divergence(more_NK[taught_N], teacher_nK, config.distill_alpha, config.distill_clip)
-    return more_NK.new_zeros(len(more_NK)).masked_scatter(taught_N, divergences_n)
+    teacher_nK = batch.taught.logprobs_UK[batch.taught_N[indices_n]].to(more_NK.device)
+    indices_n = indices_n.to(more_NK.device)
+    divergences_n = divergence(more_NK[indices_n], teacher_nK, config.distill_alpha, config.distill_clip)
+    return more_NK.new_zeros(len(more_NK)).index_add(0, indices_n, divergences_n)
 
 
 def sum_gradients(policy: Policy) -> None:
