@@ -1,7 +1,7 @@
 """Text about errors trains where rewards cannot: a model as its own teacher.
 
-A conversation has three questions, each of which offers yes, no and maybe. Only three times "no" is right, which the model says in
-one conversation of a hundred. So nearly all groups have reward 0 only, and GRPO has nothing to compare. But the checker also says
+A conversation has four questions, each of which offers yes, no and maybe. Only four times "no" is right, which the model says in
+one conversation of several hundred. So nearly all groups have reward 0 only, and GRPO has nothing to compare. But the checker also says
 in words what it wants. With --method text these words train the groups of zeros: the model as it was before the first step reads
 the words behind each question, and the trained model, which does not read them, comes closer to its probabilities
 (docs/howto/distillation.md). Rewards train the other groups. With --method grpo only the rewards train.
@@ -22,7 +22,7 @@ from yes_no_maybe import PROMPTS
 import art
 
 QUESTIONS = [prompt for prompt in PROMPTS if prompt.startswith("respond")]
-NUM_QUESTIONS = 3
+NUM_QUESTIONS = 4
 WANTED = "no"
 TOP_K = 20
 """Tokens of the teacher at each answer's token: as many as vLLM gives by default."""
@@ -105,7 +105,7 @@ async def train(model: art.TrainableModel, flags: argparse.Namespace, method: st
 
 
 async def main() -> None:
-    parser = flag_parser((__doc__ or "").splitlines()[0], 8, {"art/tiny": 1e-3})
+    parser = flag_parser((__doc__ or "").splitlines()[0], 8, {"art/tiny": 2e-3})
     parser.set_defaults(steps=16, group_size=4)
     parser.add_argument("--method", nargs="+", choices=["text", "grpo"], default=["text"])
     parser.add_argument(
