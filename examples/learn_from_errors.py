@@ -85,13 +85,14 @@ def mean_reward(groups: Iterable[art.TrajectoryGroup]) -> float:
 async def train(model: art.TrainableModel, flags: argparse.Namespace, method: str, seed: int) -> list[float]:
     """Trains up to step `--steps`. Returns the mean reward before each step and after the last."""
     rewards: list[float] = []
+    teacher = first_step(model)
     for step in range(await model.get_step(), flags.steps):
         groups = await sample(model, flags, seed, step)
         rewards.append(mean_reward(groups))
         zeros = [group for group in groups if not any(trajectory.reward for trajectory in group)]
         others = [group for group in groups if any(trajectory.reward for trajectory in group)]
         if method == "text":
-            zeros = await art.distill(zeros, first_step(model), teacher_messages=hint, top_k=TOP_K)
+            zeros = await art.distill(zeros, teacher, teacher_messages=hint, top_k=TOP_K)
         # With distill_alpha=0, KL(teacher || student), an answer of the teacher that the model never samples is learned, too.
         config = train_config(flags, normalisation="trajectory", distill_alpha=0.0)
         result = await model.train([*zeros, *others], config=config)
@@ -99,6 +100,7 @@ async def train(model: art.TrainableModel, flags: argparse.Namespace, method: st
             f"step {result.step:3d}  reward {rewards[-1]:.3f}  groups of zeros {len(zeros)} of {len(groups)}",
             flush=True,
         )
+    await teacher.close()
     rewards.append(mean_reward(await sample(model, flags, seed, flags.steps)))
     print(f"{method}, seed {seed}: reward {rewards[-1]:.3f} at step {flags.steps}", flush=True)
     return rewards

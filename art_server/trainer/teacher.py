@@ -9,7 +9,6 @@ Sources: Agarwal et al. 2024, GKD (arXiv:2306.13649), section 3 (the divergences
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,9 +73,9 @@ class TargetCollector:
         return Targets(ids_UK, torch.from_numpy(np.stack(self._logprobs).astype(np.float32)))
 
 
-def is_taught(targets: Sequence[int] | torch.Tensor) -> torch.Tensor:
-    """bool: whether each token has a target."""
-    return torch.as_tensor(targets) != NOT_TAUGHT
+def is_taught(targets_N: torch.Tensor) -> torch.Tensor:
+    """bool: whether a prediction has a target."""
+    return targets_N != NOT_TAUGHT
 
 
 def divergence(

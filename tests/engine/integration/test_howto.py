@@ -251,6 +251,7 @@ async def test_the_likeliest_tokens_of_a_teacher_are_learned(model: art.Trainabl
     assert again.metrics["loss/teacher_divergence"] < row["loss/teacher_divergence"]
     with pytest.raises(art.ArtError, match="max_logprobs"):
         await art.distill(sampled, fresh, teacher_messages=names["hint"], top_k=21)
+    await names["first"].close()
 
 
 def distributions(model: Any, prompt: list[int], choice: Any) -> torch.Tensor:
