@@ -78,6 +78,7 @@ def _has_signal(trajectories: list[Row]) -> bool:
         [row.get("reward") for row in trajectories],
         [values_of(history, "turn_rewards") for history in histories],
         [values_of(history, "turn_advantages") for history in histories],
+        is_taught=any(turn.get("is_taught") for row in trajectories for turn in list_of(row, "turns")),
     )
 
 

@@ -1,16 +1,17 @@
 """Text about errors trains where rewards cannot: a model as its own teacher.
 
-A conversation has three questions, each of which offers yes, no and maybe. Only three times "no" is right, which the model says in
-one conversation of a hundred. So nearly all groups have reward 0 only, and GRPO has nothing to compare. But the checker also says
-in words what it wants. With --method text these words train the groups of zeros: the model reads the words behind each question,
-and its probabilities of the tokens that it sampled without them are the advantages (docs/howto/distillation.md). Rewards train the
-other groups. With --method grpo only the rewards train.
+A conversation has four questions, each of which offers yes, no and maybe. Only four times "no" is right, which the model says in
+one conversation of several hundred. So nearly all groups have reward 0 only, and GRPO has nothing to compare. But the checker also says
+in words what it wants. With --method text these words train the groups of zeros: the model as it was before the first step reads
+the words behind each question, and the trained model, which does not read them, comes closer to its probabilities
+(docs/howto/distillation.md). Rewards train the other groups. With --method grpo only the rewards train.
 
-    python examples/learn_from_errors.py [--method text] [--seed 0] [--steps 16] [--server http://127.0.0.1:7623]
+    python examples/learn_from_errors.py [--method text grpo] [--seed 0 1 2] [--steps 16] [--server http://127.0.0.1:7623]
 """
 
 import argparse
 import asyncio
+import itertools
 import random
 import statistics
 from collections.abc import Iterable
@@ -21,8 +22,10 @@ from yes_no_maybe import PROMPTS
 import art
 
 QUESTIONS = [prompt for prompt in PROMPTS if prompt.startswith("respond")]
-NUM_QUESTIONS = 3
+NUM_QUESTIONS = 4
 WANTED = "no"
+TOP_K = 20
+"""Tokens of the teacher at each answer's token: as many as vLLM gives by default."""
 
 
 async def rollout(model: art.TrainableModel, questions: list[str], seed: int) -> art.Trajectory:
@@ -50,8 +53,21 @@ def hint(messages: art.Messages, trajectory: art.Trajectory, _: art.TrajectoryGr
     return art.with_feedback(messages, feedback=trajectory.metadata["error"])
 
 
-async def sample(model: art.TrainableModel, flags: argparse.Namespace, step: int) -> list[art.TrajectoryGroup]:
-    dice = random.Random(f"{flags.seed} {step}")
+def first_step(model: art.TrainableModel) -> art.Model:
+    """The model before its first step. A teacher that learns with its student forgets with it, too, such as to end an answer."""
+    return art.Model(
+        name="teacher",
+        project=model.project,
+        inference_model_name=model.get_inference_name(step=0),
+        inference_base_url=model.inference_base_url,
+        inference_api_key=model.inference_api_key,
+    )
+
+
+async def sample(
+    model: art.TrainableModel, flags: argparse.Namespace, seed: int, step: int
+) -> list[art.TrajectoryGroup]:
+    dice = random.Random(f"{seed} {step}")
     conversations = [dice.sample(QUESTIONS, NUM_QUESTIONS) for _ in range(flags.groups)]
     return await art.gather_trajectory_groups(
         (
@@ -66,38 +82,45 @@ def mean_reward(groups: Iterable[art.TrajectoryGroup]) -> float:
     return statistics.fmean(trajectory.reward for group in groups for trajectory in group)
 
 
-async def train(model: art.TrainableModel, flags: argparse.Namespace) -> list[float]:
-    """Trains up to step `--steps`. Returns the mean reward before each step."""
+async def train(model: art.TrainableModel, flags: argparse.Namespace, method: str, seed: int) -> list[float]:
+    """Trains up to step `--steps`. Returns the mean reward before each step and after the last."""
     rewards: list[float] = []
+    teacher = first_step(model)
     for step in range(await model.get_step(), flags.steps):
-        groups = await sample(model, flags, step)
+        groups = await sample(model, flags, seed, step)
         rewards.append(mean_reward(groups))
         zeros = [group for group in groups if not any(trajectory.reward for trajectory in group)]
         others = [group for group in groups if any(trajectory.reward for trajectory in group)]
-        if flags.method == "text":
-            zeros = await art.distill(zeros, model, teacher_messages=hint)
-        result = await model.train([*zeros, *others], config=train_config(flags, normalisation="trajectory"))
+        if method == "text":
+            zeros = await art.distill(zeros, teacher, teacher_messages=hint, top_k=TOP_K)
+        # With distill_alpha=0, KL(teacher || student), an answer of the teacher that the model never samples is learned, too.
+        config = train_config(flags, normalisation="trajectory", distill_alpha=0.0)
+        result = await model.train([*zeros, *others], config=config)
         print(
             f"step {result.step:3d}  reward {rewards[-1]:.3f}  groups of zeros {len(zeros)} of {len(groups)}",
             flush=True,
         )
+    await teacher.close()
+    rewards.append(mean_reward(await sample(model, flags, seed, flags.steps)))
+    print(f"{method}, seed {seed}: reward {rewards[-1]:.3f} at step {flags.steps}", flush=True)
     return rewards
 
 
 async def main() -> None:
-    parser = flag_parser((__doc__ or "").splitlines()[0], 8, {"art/tiny": 1e-3})
+    parser = flag_parser((__doc__ or "").splitlines()[0], 8, {"art/tiny": 2e-3})
     parser.set_defaults(steps=16, group_size=4)
-    parser.add_argument("--method", choices=["text", "grpo"], default="text")
-    parser.add_argument("--seed", type=int, default=0, help="of the questions and the answers")
+    parser.add_argument("--method", nargs="+", choices=["text", "grpo"], default=["text"])
+    parser.add_argument(
+        "--seed", nargs="+", type=int, default=[0], help="of the questions and the answers: a run for each"
+    )
     flags = parser.parse_args()
-    model = make_model(flags, "learn-from-errors", f"-{flags.method}-{flags.seed}")
+    curves: dict[str, list[float]] = {}
     async with make_backend(flags) as backend:
-        await model.register(backend)
-        first_step = await model.get_step()
-        rewards = await train(model, flags)
-        last = mean_reward(await sample(model, flags, flags.steps))
-    print(f"{flags.method}, seed {flags.seed}: reward {last:.3f} at step {flags.steps}")
-    plot({flags.method: [*rewards, last]}, flags.plot, "learn from errors", first_step)
+        for method, seed in itertools.product(flags.method, flags.seed):
+            model = make_model(flags, "learn-from-errors", f"-{method}-{seed}")
+            await model.register(backend)
+            curves[f"{method}, seed {seed}"] = await train(model, flags, method, seed)
+    plot(curves, flags.plot, "learn from errors")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""`distill`: advantages from a teacher's log-probabilities of what the student sampled (on-policy distillation).
+"""`distill`: advantages from a teacher's log-probabilities of what the student sampled, or the teacher's likeliest tokens as
+targets (on-policy distillation).
 
 Source: Agarwal et al. 2024, "On-Policy Distillation of Language Models" (arXiv:2306.13649), section 3, with the reverse KL
 divergence KL(student || teacher), whose gradient is the policy gradient of these advantages.
@@ -9,10 +10,12 @@ Shenfeld et al. 2026, SDFT (arXiv:2601.19897); Zhao et al. 2026, OPSD (arXiv:260
 """
 
 import asyncio
+import base64
 import itertools
 import json
 import math
 import re
+import struct
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,12 +29,15 @@ from art.pool import run_all
 from art.scopes import no_capture
 from art.trajectories import History, Trajectory, TrajectoryGroup, get_messages
 from art.types import Messages, Tools
+from art_protocol.wire import TeacherTop
 
 H = TypeVar("H", bound=History)
 Q = TypeVar("Q", bound=Hashable)
 R = TypeVar("R")
 Text: TypeAlias = tuple[int, ...]
 """The token ids of a whole conversation."""
+Top: TypeAlias = list[tuple[int, float]]
+"""Tokens with their log-probabilities, the likeliest first."""
 Policy: TypeAlias = tuple[str, int]
 """A model and one of its steps."""
 TeacherMessages: TypeAlias = Callable[[Messages, Trajectory, TrajectoryGroup], Messages | None]
@@ -40,6 +46,9 @@ trajectory and group. None: the answer is not distilled."""
 
 TOO_LONG = re.compile("(context|model) length")
 """In vLLM's errors about a prompt that is too long."""
+
+TOO_MANY = re.compile("prompt logprobs of .* max allowed")
+"""In vLLM's errors about a `prompt_logprobs` above its `max_logprobs`."""
 
 MAX_ADVANTAGE = 5.0
 """A token to which the teacher gives almost no probability would otherwise outweigh all other tokens of the step."""
@@ -74,6 +83,8 @@ class _Scored(NamedTuple):
 
     logprobs: list[float | None]
     policy: Policy | None
+    tops: list[Top]
+    """At each token of the text the likeliest tokens and the token itself; empty unless they were asked for."""
 
 
 async def distill(
@@ -84,6 +95,7 @@ async def distill(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     max_concurrent: int = 16,
     max_advantage: float = MAX_ADVANTAGE,
+    top_k: int | None = None,
 ) -> list[TrajectoryGroup]:
     """The groups with an advantage for each sampled token: its gap, log p_teacher - log p_student, less the mean gap of the
     tokens that were sampled after the same text. The mean gap of a trajectory's tokens is its metric "teacher_gap" (minus
@@ -103,17 +115,28 @@ async def distill(
     has every turn whose teacher is the step that sampled and reads the same tokens. `chat_template_kwargs` are those of the
     rollout's requests, for example {"enable_thinking": False}.
 
+    With `top_k` each sampled token gets a target in place of an advantage (`turn_targets`; all `turn_advantages` are 0): the
+    teacher's log-probabilities of `top_k` tokens. The train call brings the student's whole distribution closer to the target
+    (`TrainConfig.distill_alpha`, `distill_clip`), not only the probability of the token that was sampled. The tokens are the
+    teacher's likeliest, the last of which gives way to the sampled token where that is none of them; the trainer computes the
+    student's probabilities of the same tokens, and one entry for the rest, on both sides. SDPO takes the student's likeliest
+    tokens. A server gives probabilities of a text's own tokens and of the likeliest alone, so the teacher's probabilities of
+    other tokens of the student are not known. vLLM gives at most 20 tokens; `art-server --engine-arg max_logprobs=100` raises
+    this. `max_advantage` has no effect then.
+
     Raises:
         ValueError: a sampled choice has no token ids or log-probabilities: sample with `model.openai_client()` and
-            `logprobs=True`. Or `max_concurrent` is below 1. Or `teacher_messages` returns no messages, or the answer too.
+            `logprobs=True`. Or `max_concurrent` or `top_k` is below 1. Or `teacher_messages` returns no messages, or the answer too.
         ArtError: the teacher does not answer, or gives no log-probabilities. Or what the teacher reads is longer than its
             context: nothing is cut, because a cut would take the question away.
     """
     if max_concurrent < 1:
         raise ValueError(f"max_concurrent must be at least 1, not {max_concurrent}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, not {top_k}")
     groups = list(groups)
     turns = {id(history): list(_to_turns(history)) for _, _, history in _histories(groups)}
-    asked = _Teacher(teacher, max_concurrent)
+    asked = _Teacher(teacher, max_concurrent, top_k)
     if teacher_messages is not None:
         turns = await _with_teacher_prompts(groups, turns, asked, teacher_messages, chat_template_kwargs)
     texts = _to_texts(itertools.chain.from_iterable(turns.values()))
@@ -123,7 +146,9 @@ async def distill(
     kept = [group.model_copy() for group in groups]
     # By id: a trajectory that is in several groups counts once.
     trajectories = {id(trajectory): trajectory for group in kept for trajectory in group.trajectories}
-    scores = _Scores(trajectories.values(), turns, scored, max_advantage, is_centred=teacher_messages is None)
+    scores = _Scores(
+        trajectories.values(), turns, scored, max_advantage, is_centred=teacher_messages is None, top_k=top_k
+    )
     for group in kept:
         group.trajectories = [scores.applied(trajectory) for trajectory in group.trajectories]
     return kept
@@ -139,8 +164,15 @@ class _Scores:
         scored: dict[Text, _Scored],
         max_advantage: float,
         is_centred: bool,
+        top_k: int | None,
     ) -> None:
         self._turns, self._max_advantage = turns, max_advantage
+        self._targets: dict[int, list[TeacherTop | None]] = {}
+        if top_k is not None:
+            self._targets = {
+                history_id: [_to_target(turn, scored, top_k) for turn in history_turns]
+                for history_id, history_turns in turns.items()
+            }
         gaps_of = _gaps if is_centred else _own_gaps
         self._gaps = {
             history_id: [gaps_of(turn, scored) for turn in history_turns] for history_id, history_turns in turns.items()
@@ -169,6 +201,10 @@ class _Scores:
         return self._with_advantages(trajectory).model_copy(update=update)
 
     def _with_advantages(self, history: H) -> H:
+        if self._targets:
+            advantages = [[0.0] * len(turn.tokens) for turn in self._turns[id(history)]]
+            targets = self._targets[id(history)]
+            return history.model_copy(update={"turn_advantages": advantages, "turn_targets": targets})
         pairs = zip(self._turns[id(history)], self._gaps[id(history)], strict=True)
         advantages = [self._bounded(self._means.centred(turn, self._bounded(gaps))) for turn, gaps in pairs]
         return history.model_copy(update={"turn_advantages": advantages})
@@ -210,13 +246,16 @@ class _Means:
 class _Teacher:
     """The teacher's answers, `max_concurrent` at a time."""
 
-    def __init__(self, model: Model, max_concurrent: int) -> None:
+    def __init__(self, model: Model, max_concurrent: int, top_k: int | None) -> None:
+        self._top_k = top_k or 0
         self._name, self._client = model.get_inference_name(), model.openai_client()
         self._slots = asyncio.Semaphore(max_concurrent)
 
     async def score(self, texts: Sequence[Text]) -> dict[Text, _Scored]:
         """The teacher's log-probabilities of each text's tokens."""
-        return await self._answers(texts, lambda text: _prompt_logprobs(self._client, self._name, text), "teacher")
+        return await self._answers(
+            texts, lambda text: _prompt_logprobs(self._client, self._name, text, self._top_k), "teacher"
+        )
 
     async def render(self, requests: Sequence[str]) -> dict[str, list[int]]:
         """The tokens of each chat request's prompt. The requests are JSON."""
@@ -304,9 +343,44 @@ def _messages_before(history: History) -> Iterator[Messages]:
 def _own_gaps(turn: _Sampled, scored: dict[Text, _Scored]) -> list[float]:
     """As `_gaps`, and 0 where nothing is to be learnt: without a teacher's prompt, or from the policy that sampled, which reads
     the same tokens. Its gap is rounding, which Adam would make a whole step of."""
+    is_left_out = turn.text is None or _is_itself(turn, scored)
+    return [0.0] * len(turn.tokens) if is_left_out else _gaps(turn, scored)
+
+
+def _is_itself(turn: _Sampled, scored: dict[Text, _Scored]) -> bool:
+    """Whether the turn's teacher is the policy that sampled the turn, and reads the same tokens."""
     text = turn.text
-    is_itself = turn.read == turn.prompt and text is not None and turn.policy == scored[text].policy is not None
-    return [0.0] * len(turn.tokens) if text is None or is_itself else _gaps(turn, scored)
+    return text is not None and turn.read == turn.prompt and turn.policy == scored[text].policy is not None
+
+
+def _to_target(turn: _Sampled, scored: dict[Text, _Scored], top_k: int) -> TeacherTop | None:
+    """The teacher's `top_k` likeliest tokens at each token of a turn. None where nothing is to be learnt (`_own_gaps`).
+
+    Raises:
+        ArtError: the teacher gave fewer tokens.
+    """
+    text = turn.text
+    if text is None or _is_itself(turn, scored):
+        return None
+    tops = scored[text].tops[len(text) - len(turn.tokens) : len(text)]
+    rows = [_chosen(top, token, top_k) for top, token in zip(tops, turn.tokens, strict=True)]
+    fewest = min(map(len, rows))
+    if fewest < top_k:
+        raise ArtError(f"the teacher gives the log-probabilities of {fewest} tokens: lower top_k, which is {top_k}")
+    pairs = [pair for row in rows for pair in row]
+    ids = struct.pack(f"<{len(pairs)}i", *(token for token, _ in pairs))
+    logprobs = struct.pack(f"<{len(pairs)}f", *(logprob for _, logprob in pairs))
+    return TeacherTop(
+        top_k=top_k, token_ids=base64.b64encode(ids).decode(), logprobs=base64.b64encode(logprobs).decode()
+    )
+
+
+def _chosen(top: Top, token: int, top_k: int) -> Top:
+    """The likeliest `top_k` entries; if the token is none of them, it takes the place of the last."""
+    chosen = top[:top_k]
+    if token in (other for other, _ in chosen):
+        return chosen
+    return [*chosen[:-1], *(entry for entry in top if entry[0] == token)]
 
 
 def _gaps(turn: _Sampled, scored: dict[Text, _Scored]) -> list[float]:
@@ -387,8 +461,8 @@ async def _prompt(client: Any, name: str, request: str) -> list[int]:
     return prompt
 
 
-async def _prompt_logprobs(client: Any, name: str, prompt: Sequence[int]) -> _Scored:
-    """The log-probability of each token after the tokens before; None for the first token.
+async def _prompt_logprobs(client: Any, name: str, prompt: Sequence[int], top_k: int) -> _Scored:
+    """The log-probability of each token after the tokens before, None for the first token, and of the `top_k` likeliest tokens.
 
     Raises:
         ArtError: the endpoint does not answer, or answers without log-probabilities.
@@ -400,8 +474,8 @@ async def _prompt_logprobs(client: Any, name: str, prompt: Sequence[int]) -> _Sc
             # vLLM samples at least one token.
             max_tokens=1,
             temperature=0.0,
-            # No alternatives: each prompt token with its own log-probability.
-            extra_body={"prompt_logprobs": 0},
+            # Each prompt token with its own log-probability, and so many alternatives.
+            extra_body={"prompt_logprobs": top_k},
         )
     choice = completion.choices[0]
     extra: dict[str, Any] = choice.model_extra or {}
@@ -409,7 +483,14 @@ async def _prompt_logprobs(client: Any, name: str, prompt: Sequence[int]) -> _Sc
     if len(entries) != len(prompt):
         raise ArtError(f"teacher '{name}' gives no prompt_logprobs: it must be served by vLLM")
     logprobs = [None if not entry else _logprob_of(entry, token) for entry, token in zip(entries, prompt, strict=True)]
-    return _Scored(logprobs, _to_policy(extra.get("art") or {}))
+    tops = [_to_top(entry or {}) for entry in entries] if top_k else []
+    return _Scored(logprobs, _to_policy(extra.get("art") or {}), tops)
+
+
+def _to_top(entry: dict[str, Any]) -> Top:
+    """The tokens of one position, the likeliest first."""
+    pairs = ((int(token), _logprob_of(entry, int(token))) for token in entry)
+    return sorted(((token, value) for token, value in pairs if value is not None), key=lambda pair: -pair[1])
 
 
 @contextmanager
@@ -426,6 +507,8 @@ def _explained(name: str) -> Generator[None]:
                 ". What the teacher reads is longer than its context. Nothing is cut, because the question would be lost: shorten "
                 "the feedback or the solution, or let teacher_messages return None for this trajectory"
             )
+        if TOO_MANY.search(str(error)):
+            sentence += ". Lower top_k, or start the teacher's server with --engine-arg max_logprobs=TOP_K"
         raise ArtError(sentence) from error
 
 

@@ -1,6 +1,8 @@
 """The OpenAI client of a model. Only this module imports `openai` at the top; the first call of `Model.openai_client`
 imports this module."""
 
+import asyncio
+import weakref
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -73,16 +75,33 @@ def seeded(client: AsyncOpenAI, seeds: Iterator[int]) -> AsyncOpenAI:
 
 class Connections(DefaultAsyncHttpxClient):
     """HTTP connections that are closed when nothing uses them any more, if their event loop is still running. The openai
-    package's own connections close in any loop that runs then, which prints "Event loop is closed"."""
+    package's own connections close in any loop that runs then, which prints "Event loop is closed".
+
+    The finalizer holds the transports, so that they are never collected before they are closed: a socket that is collected is
+    closed at once, and the later `aclose` would stop the reading of the new socket that has its number.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._loop = running_loop()
+        transports = [transport for transport in (self._transport, *self._mounts.values()) if transport is not None]
+        weakref.finalize(self, _close_soon, running_loop(), transports).atexit = False
 
-    def __del__(self) -> None:
-        loop = running_loop()
-        if loop is not None and loop is self._loop and not self.is_closed:
-            loop.create_task(self.aclose())
+
+_CLOSING: set[asyncio.Task[None]] = set()
+"""Tasks that close connections: a loop alone does not keep a task alive."""
+
+
+def _close_soon(loop: asyncio.AbstractEventLoop | None, transports: list[Any]) -> None:
+    """Closes transports, if the running loop is theirs. Any: transports are of the HTTP package that openai uses."""
+
+    async def close() -> None:
+        for transport in transports:
+            await transport.aclose()
+
+    if loop is not None and loop is running_loop():
+        task = loop.create_task(close())
+        _CLOSING.add(task)
+        task.add_done_callback(_CLOSING.discard)
 
 
 def make_client(base_url: str, api_key: str, *, is_trainable: bool) -> AsyncOpenAI:

@@ -42,7 +42,7 @@ from art.unknown_fields import Strict
 from art_protocol.demonstrations import SHAREGPT, is_sharegpt, read_tools
 from art_protocol.display import Displayed, Short
 from art_protocol.signal import group_has_signal
-from art_protocol.wire import FailureBody, is_none
+from art_protocol.wire import FailureBody, TeacherTop, is_none
 
 REDUCE = "reduce entries"
 """The key, in the context of a dump, of a function that dumps entries in place of `dump_entry`: `by_reference` or
@@ -79,6 +79,8 @@ class History(Configuration, Displayed, WithNumbers):
     turn_advantages: list[float | list[float] | None] | None = Field(default=None, exclude_if=is_none)
     """For each choice an advantage, a list with an advantage for each token, or None. An advantage here replaces the
     advantage from rewards."""
+    turn_targets: list[TeacherTop | None] | None = Field(default=None, exclude_if=is_none)
+    """For each choice a teacher's log-probabilities (`art.distill(..., top_k=K)`), or None."""
 
     def messages(self) -> Messages:
         """The conversation as plain messages, ready to be sent in the next request."""
@@ -289,12 +291,14 @@ class TrajectoryGroup(Strict, Displayed, WithNumbers):
 
 
 def is_informative(group: TrajectoryGroup) -> bool:
-    """Whether the rewards of trajectories, or of turns, differ by more than rounding, or a turn has its own advantage."""
+    """Whether the rewards of trajectories, or of turns, differ by more than rounding, or a turn has its own advantage or a
+    teacher's log-probabilities."""
     histories = [history for trajectory in group for history in (trajectory, *trajectory.additional_histories)]
     return group_has_signal(
         [trajectory.reward for trajectory in group],
         [history.turn_rewards for history in histories],
         [history.turn_advantages for history in histories],
+        is_taught=any(target for history in histories for target in history.turn_targets or ()),
     )
 
 

@@ -56,7 +56,7 @@ def trajectory_metrics(groups: Sequence[TrajectoryGroupBody], split: str) -> dic
 def without_texts(group: TrajectoryGroupBody) -> TrajectoryGroupBody:
     """A group without its texts, for `trajectory_metrics`."""
     empty: dict[str, Any] = {"messages_and_choices": [], "additional_histories": [], "tools": None}
-    empty |= {"metadata": {}, "logs": []}
+    empty |= {"metadata": {}, "logs": [], "turn_targets": None}
     trajectories = [trajectory.model_copy(update=empty) for trajectory in group.trajectories]
     return group.model_copy(update={"trajectories": trajectories})
 
@@ -87,7 +87,7 @@ def trajectory_row(
     row = group.model_dump(mode="json", exclude={"trajectories"})
     row["trajectories"] = rows = list[dict[str, Any]]()
     for body in group.trajectories:
-        left_out = {"messages_and_choices", "additional_histories"}
+        left_out = {"messages_and_choices", "additional_histories", "turn_targets"}
         own, *others = _stored_histories([body, *body.additional_histories])
         fields = body.model_dump(mode="json", exclude=left_out)
         messages = own.pop("messages_and_choices")

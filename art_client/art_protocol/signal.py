@@ -23,15 +23,21 @@ def has_signal(values: Iterable[float]) -> bool:
 
 
 def group_has_signal(
-    rewards: Iterable[object], turn_rewards: Iterable[object], turn_advantages: Iterable[object]
+    rewards: Iterable[object],
+    turn_rewards: Iterable[object],
+    turn_advantages: Iterable[object],
+    *,
+    is_taught: bool = False,
 ) -> bool:
-    """Whether the rewards of a group's trajectories differ, the rewards of turns differ, or a turn has its own advantage
-    other than 0.
+    """Whether the rewards of a group's trajectories differ, the rewards of turns differ, a turn has its own advantage
+    other than 0, or a turn has a teacher's log-probabilities (`is_taught`).
 
     Values may be nested lists, because each history of a trajectory has a list. A value that is not a finite number does
     not count.
     """
-    return has_signal(_numbers(rewards)) or has_signal(_numbers(turn_rewards)) or any(_numbers(turn_advantages))
+    if is_taught or has_signal(_numbers(rewards)) or has_signal(_numbers(turn_rewards)):
+        return True
+    return any(_numbers(turn_advantages))
 
 
 def _numbers(values: Iterable[object]) -> Iterator[float]:

@@ -58,6 +58,10 @@ def _finite(value: float) -> float:
     return value
 
 
+def _is_half(value: object) -> bool:
+    return value == 0.5
+
+
 def is_none(value: object) -> bool:
     """For `exclude_if`: leaves a field that is None out of the JSON, for parsers that do not know the field."""
     return value is None
@@ -143,6 +147,18 @@ class ModelList(Reply):
 # --- trajectories -------------------------------------------------------------------------------------------------
 
 
+class TeacherTop(Displayed, Body):
+    """A teacher's log-probabilities of `top_k` tokens at each sampled token of a turn. What these tokens leave of the
+    distribution is one further entry, the tail. Text is base64; numbers are little-endian, token after token."""
+
+    top_k: int = Field(ge=1)
+    """Number of tokens of the vocabulary at each sampled token; the same in all turns of a request."""
+    token_ids: str
+    """int32: tokens x top_k ids, at a sampled token all different."""
+    logprobs: str
+    """float32: tokens x top_k log-probabilities of these ids, in nats, at temperature 1 over the whole vocabulary."""
+
+
 class HistoryBody(Body):
     """One conversation of a trajectory: the main one, a sub-agent's, or the part after a context reset."""
 
@@ -158,6 +174,9 @@ class HistoryBody(Body):
     turn_advantages: list[FiniteFloat | list[FiniteFloat] | None] | None = Field(default=None, exclude_if=is_none)
     """For each choice an advantage, a list with an advantage for each token, or null. An advantage here replaces the
     advantage from rewards."""
+    turn_targets: list[TeacherTop | None] | None = Field(default=None, exclude_if=is_none)
+    """For each choice a teacher's log-probabilities (`art.distill(..., top_k=K)`), or null. The divergence from them is a term
+    of the loss, beside the advantages."""
 
 
 class TrajectoryBody(HistoryBody):
@@ -248,6 +267,14 @@ class LossConfig(Displayed, Body):
 
     entropy_bonus: float = Field(default=0.0, ge=0)
     """Weight of the entropy at the sampled tokens of all groups, which is subtracted from the loss."""
+
+    # Left out at the defaults: an older server refuses fields that it does not know.
+    distill_alpha: float = Field(default=0.5, ge=0, le=1, exclude_if=_is_half)
+    """At tokens with a teacher's log-probabilities (`turn_targets`), with the student S and the teacher T: 0 is KL(T || S), 1 is
+    KL(S || T), and between them (1 - alpha) KL(S || M) + alpha KL(T || M) with M = (1 - alpha) S + alpha T."""
+    distill_clip: float | None = Field(default=None, gt=0, exclude_if=is_none)
+    """The largest part of this divergence that one token of the vocabulary may have. A token above it has no gradient of its own.
+    None: no limit. OPSD uses 0.05."""
 
     overlong: Literal["keep", "mask", "soft_penalty"] = "keep"
     """keep: train conversations that were cut at a length limit as they are. mask: leave them out. soft_penalty: add a

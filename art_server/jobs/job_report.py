@@ -27,12 +27,12 @@ from art_server.ledger import conversation
 from art_server.shared.advantages import (
     GroupTokens,
     count_masked,
-    has_advantage,
     is_masked,
+    teaches,
     trained_positions,
     trained_tokens,
 )
-from art_server.shared.trainer_messages import Batch, TrainableTrajectory
+from art_server.shared.trainer_messages import Batch, TrainableGroup, TrainableTrajectory
 
 MAX_EXAMPLES = 5
 """Examples that a report lists for each reason; the count includes all."""
@@ -249,7 +249,7 @@ def make_report(
             *_unrecorded_notes(counts, config),
             *_unnamed_notes(counts),
             *_thinking_notes(counts),
-            *_group_notes(tokens_of_groups),
+            *_group_notes(batch.groups, tokens_of_groups),
             *_advice(batch, unmasked, counts, config, signs, past),
         ],
     )
@@ -355,8 +355,11 @@ def _thinking_notes(counts: ReportCounts) -> list[str]:
     ]
 
 
-def _group_notes(tokens_of_groups: Sequence[GroupTokens | None]) -> list[str]:
-    num_dead = sum(tokens is not None and not has_advantage(tokens) for tokens in tokens_of_groups)
+def _group_notes(groups: Sequence[TrainableGroup], tokens_of_groups: Sequence[GroupTokens | None]) -> list[str]:
+    num_dead = sum(
+        tokens is not None and not teaches(group, tokens)
+        for group, tokens in zip(groups, tokens_of_groups, strict=True)
+    )
     if not num_dead:
         return []
     return [
@@ -373,7 +376,9 @@ def _advice(
     signs: BatchSigns | None,
     past: Past,
 ) -> list[str]:
-    is_equal = [tokens is None or not has_advantage(tokens) for tokens in unmasked]
+    is_equal = [
+        tokens is None or not teaches(group, tokens) for group, tokens in zip(batch.groups, unmasked, strict=True)
+    ]
     return advise(
         list(zip(batch.groups, is_equal, strict=True)),
         copied=counts.copied,

@@ -51,6 +51,16 @@ def other_number_of_advantages(num_advantages: int, num_tokens: int) -> str:
     return f"{num_advantages} advantages were given for {num_tokens} sampled tokens"
 
 
+def other_number_of_targets(num_targets: int, num_tokens: int) -> str:
+    return f"a teacher's log-probabilities of {num_targets} tokens were given for {num_tokens} sampled tokens"
+
+
+TARGETS_OF_OTHERS = (
+    "a teacher's log-probabilities are at temperature 1 over the whole vocabulary, and the turn was sampled otherwise: sample "
+    'at temperature 1 without top_p and the like, or train with sampling="raw"'
+)
+
+
 # --- the chat template (`template_turns.py`) ---
 
 NO_CALLS_WRITTEN = "the chat template writes no tool calls"

@@ -27,7 +27,15 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from art_protocol.wire import BY_REFERENCE, HistoryBody, JobReport, TrainConfig, TrajectoryBody, TrajectoryGroupBody
+from art_protocol.wire import (
+    BY_REFERENCE,
+    HistoryBody,
+    JobReport,
+    TeacherTop,
+    TrainConfig,
+    TrajectoryBody,
+    TrajectoryGroupBody,
+)
 from art_server.errors import InvalidInput, RecordsMissing
 from art_server.jobs import reasons
 from art_server.jobs.batch_signs import BatchSigns, Past, signs_of
@@ -40,6 +48,7 @@ from art_server.jobs.token_sources import Limits, TokenSources
 from art_server.jobs.turns import (
     ForeignTurn,
     ResolvedTurn,
+    TurnSignal,
     TurnSpan,
     TurnTrace,
     UnusableTurn,
@@ -51,6 +60,7 @@ from art_server.ledger import conversation
 from art_server.ledger.conversation import Message
 from art_server.ledger.records import Match, Record, num_requests
 from art_server.shared.advantages import trained_positions
+from art_server.shared.teacher_top import check_top
 from art_server.shared.trainer_messages import (
     Batch,
     Distribution,
@@ -120,6 +130,8 @@ class Resolver:
         self._trains_without_logprobs = config.allow_training_without_logprobs
         self._trains_demonstrations = config.objective == "likelihood" and config.allow_training_without_logprobs
         self._is_raw = config.sampling == "raw"
+        self._top_k: int | None = None
+        """The `top_k` of the job's targets; None before the first."""
         self._taken: set[str] = set()
         self._missing: list[str] = []
         """Choices that were sent by reference, and have no record."""
@@ -131,7 +143,7 @@ class Resolver:
         """Finds the exact tokens of a group. Returns what became of each turn, by trajectory (blocking).
 
         Raises:
-            InvalidInput: the number of turn rewards or advantages is wrong.
+            InvalidInput: the number of turn rewards, advantages or targets is wrong, or targets are no log-probabilities.
         """
         number = self._counts.num_groups
         trajectories: list[TrainableTrajectory] = []
@@ -266,21 +278,21 @@ class Resolver:
         for index, entry in enumerate(entries):
             if not self._is_turn(entry):
                 continue
-            reward, advantages = next(signals)
+            signal = next(signals)
             other_part = kind if index >= first_other else None
             before = Before(messages[:index], digests[index], tools, other_part)
             turns.is_truncated = entry.get("finish_reason") == "length"
             if not is_choice(entry) and is_weightless(entry, f"{where}messages_and_choices[{index}]"):
-                advantages = 0.0
+                signal = replace(signal, advantages=0.0)
             try:
-                turn = with_signal(self._turn(entry, before, seen), reward, advantages)
+                turn = with_signal(self._turn(entry, before, seen), signal)
             except UnusableTurn as reason:
                 if isinstance(reason, ForeignTurn):
                     turns.is_truncated = False
                 self._counts.add_dropped(str(reason), f"{where}messages_and_choices[{index}]")
                 turns.dropped.append((index, str(reason)))
-                if reward is not None:
-                    dropped_rewards.append(reward)
+                if signal.reward is not None:
+                    dropped_rewards.append(signal.reward)
                 continue
             self._counts.add_trained(turn)
             turns.trained.append((index, replace(turn, rewards_before=[*dropped_rewards])))
@@ -313,6 +325,7 @@ class Resolver:
                 sequence=num_before + span.sequence,
                 start=span.start,
                 stop=span.stop,
+                is_taught=True if turn.targets is not None else None,
             )
             traces.append(trace)
         return traces
@@ -327,25 +340,52 @@ class Resolver:
             self._distributions.append(distribution)
         return self._indices[key]
 
-    def _turn_signals(
-        self, history: HistoryBody, where: str
-    ) -> Iterator[tuple[float | None, float | list[float] | None]]:
-        """The reward and the advantages that the client gives for each turn.
+    def _turn_signals(self, history: HistoryBody, where: str) -> Iterator[TurnSignal]:
+        """What the client gives for each turn.
 
         Raises:
-            InvalidInput: the number of rewards or advantages differs from the number of turns.
+            InvalidInput: the number of rewards, advantages or targets differs from the number of turns, or targets are no
+                log-probabilities.
         """
         num = sum(map(self._is_turn, history.messages_and_choices))
         rewards = history.turn_rewards or [None] * num
         advantages = history.turn_advantages or [None] * num
-        for name, values in (("turn_rewards", rewards), ("turn_advantages", advantages)):
+        targets = history.turn_targets or [None] * num
+        for name, values in (
+            ("turn_rewards", rewards),
+            ("turn_advantages", advantages),
+            ("turn_targets", targets),
+        ):
             if len(values) != num:
                 raise InvalidInput(
                     f"{name} has {len(values)} entries for {num} choices: give one entry per choice, null for none",
                     code="bad_turns",
                     param=where + name,
                 )
-        return iter(list(zip(rewards, advantages, strict=True)))
+        signals: list[TurnSignal] = []
+        for index, (reward, advantage, target) in enumerate(zip(rewards, advantages, targets, strict=True)):
+            num_targets = 0 if target is None else self._num_targets(target, f"{where}turn_targets[{index}]")
+            signals.append(TurnSignal(reward, advantage, target, num_targets))
+        return iter(signals)
+
+    def _num_targets(self, target: TeacherTop, where: str) -> int:
+        """The number of tokens that a turn's targets are for.
+
+        Raises:
+            InvalidInput: the targets are no log-probabilities, have another top_k than others of the job, or the job has
+                another objective.
+        """
+        if self._config.objective != "policy":
+            fault = f"objective is '{self._config.objective}', and a teacher's log-probabilities need 'policy'"
+            raise InvalidInput(f"{where}: {fault}", code="bad_targets", param=where)
+        self._top_k = self._top_k or target.top_k
+        if target.top_k != self._top_k:
+            fault = f"top_k is {target.top_k}, and {self._top_k} in an earlier turn: give all turns of a job the same"
+            raise InvalidInput(f"{where}: {fault}", code="bad_targets", param=where)
+        try:
+            return check_top(target, self._limits.vocab_size)
+        except ValueError as error:
+            raise InvalidInput(f"{where}: {error}", code="bad_targets", param=where) from error
 
     def _is_turn(self, entry: dict[str, Any]) -> bool:
         return is_choice(entry) or (self._trains_without_logprobs and entry.get("role") == "assistant")

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from art_protocol.wire import TeacherTop
 from art_server.jobs import reasons
-from art_server.shared.trainer_messages import Distribution, SampledSpan, TokenSequence
+from art_server.shared.trainer_messages import Distribution, SampledSpan, TaughtSpan, TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class ResolvedTurn:
     reward: float | None = None
     advantages: list[float] | None = None
     """One advantage for each token, from the client."""
+    targets: TeacherTop | None = None
+    """A teacher's log-probabilities, from the client."""
     rewards_before: list[float] = field(default_factory=list)
     """Rewards of dropped turns between the trained turn before and this turn."""
     requested_at: int | None = None
@@ -49,13 +52,34 @@ class ForeignTurn(UnusableTurn):
     """Another model sampled the turn, or nothing tells which model sampled it."""
 
 
-def with_signal(turn: ResolvedTurn, reward: float | None, advantages: float | list[float] | None) -> ResolvedTurn:
-    """The turn with the reward and advantages that the client gives for it."""
+@dataclass(frozen=True, slots=True)
+class TurnSignal:
+    """What the client gives for a turn to learn from."""
+
+    reward: float | None = None
+    advantages: float | list[float] | None = None
+    targets: TeacherTop | None = None
+    num_targets: int = 0
+    """Tokens that `targets` has log-probabilities for."""
+
+
+def with_signal(turn: ResolvedTurn, signal: TurnSignal) -> ResolvedTurn:
+    """The turn with what the client gives for it.
+
+    Raises:
+        UnusableTurn: advantages or targets are of another number of tokens, or targets of another distribution.
+    """
+    advantages = signal.advantages
     if isinstance(advantages, list) and len(advantages) != len(turn.token_ids):
         raise UnusableTurn(reasons.other_number_of_advantages(len(advantages), len(turn.token_ids)))
     if isinstance(advantages, float):
         advantages = [advantages] * len(turn.token_ids)
-    return replace(turn, reward=reward, advantages=advantages)
+    if signal.targets is not None:
+        if signal.num_targets != len(turn.token_ids):
+            raise UnusableTurn(reasons.other_number_of_targets(signal.num_targets, len(turn.token_ids)))
+        if any(distribution is not None for distribution in turn.distributions or ()):
+            raise UnusableTurn(reasons.TARGETS_OF_OTHERS)
+    return replace(turn, reward=signal.reward, advantages=advantages, targets=signal.targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +116,8 @@ class TurnTrace:
     stop: int | None = None
     difference: str | None = None
     """The first difference from the turns before, if this turn begins a new sequence."""
+    is_taught: bool | None = None
+    """Whether the turn has a teacher's log-probabilities; None for no."""
 
     def as_json(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -132,6 +158,8 @@ def join_turns(
             sequence.spans.append(SampledSpan(start=sampled.start, stop=sampled.stop, step=step))
         if turn.advantages is not None:
             sequence.advantages.update(zip(sampled, turn.advantages, strict=True))
+        if turn.targets is not None:
+            sequence.taught.append(TaughtSpan(start=sampled.start, stop=sampled.stop, top=turn.targets))
         if turn.reward is not None:
             sequence.rewards.append((sampled[-1], turn.reward))
         tokens.extend(turn.token_ids)
@@ -156,6 +184,7 @@ def _empty_sequence() -> TokenSequence:
         spans=[],
         recompute=[],
         advantages={},
+        taught=[],
         rewards=[],
         turns=[],
     )

@@ -29,8 +29,8 @@ def trained_tokens(
 ) -> list[GroupTokens | None]:
     """The trained tokens of each group; None for a group that is left out.
 
-    A group without signal, in which no token has an advantage, is left out unless other terms of the loss train it
-    (`trains_without_signal`): then its tokens have the advantage 0.
+    A group without signal, in which no token has an advantage or a teacher, is left out unless other terms of the loss train
+    it (`trains_without_signal`): then its tokens have the advantage 0.
 
     `penalties`, one for each trajectory, are subtracted from the rewards. Whether a group has signal is decided without
     the penalties.
@@ -39,9 +39,12 @@ def trained_tokens(
         FloatingPointError: a reward is not finite, or too large for a standard deviation.
     """
     config = config or LossConfig()
-    keeps = has_tokens if trains_without_signal(config) else has_advantage
+    is_enough = trains_without_signal(config)
     unpenalised = _tokens_of_groups(groups, itertools.repeat(0.0), config)
-    kept = [tokens if keeps(tokens) else None for tokens in unpenalised]
+    kept: list[GroupTokens | None] = []
+    for group, tokens in zip(groups, unpenalised, strict=True):
+        is_kept = has_tokens(tokens) if is_enough else teaches(group, tokens)
+        kept.append(tokens if is_kept else None)
     if penalties is None:
         return kept
     for index, penalised in enumerate(_tokens_of_groups(groups, penalties, config)):
@@ -93,6 +96,20 @@ def _is_batch_baseline(config: LossConfig) -> bool:
 
 def has_tokens(tokens: GroupTokens) -> bool:
     return any(map(any, tokens))
+
+
+def teaches(group: TrainableGroup, tokens: GroupTokens) -> bool:
+    """Whether a trained token of the group has signal: an advantage, or a teacher's log-probabilities."""
+    return has_advantage(tokens) or _is_taught(group, tokens)
+
+
+def _is_taught(group: TrainableGroup, tokens: GroupTokens) -> bool:
+    for trajectory, of_trajectory in zip(group.trajectories, tokens, strict=True):
+        for sequence, of_sequence in zip(trajectory.sequences, of_trajectory, strict=True):
+            for span in sequence.taught:
+                if any(span.start <= position < span.stop for position, _ in of_sequence):
+                    return True
+    return False
 
 
 def has_advantage(tokens: GroupTokens) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from art_protocol.wire import LoRAConfig, TrainConfig
+from art_protocol.wire import LoRAConfig, TeacherTop, TrainConfig
 
 BetweenSteps = Literal["stay", "leave", "reload"]
 """The base model between steps: it stays on the device, leaves it for main memory, or is loaded again from files."""
@@ -78,6 +78,14 @@ class SampledSpan(TrainerMessage):
     step: int
 
 
+class TaughtSpan(TrainerMessage):
+    """Tokens [start, stop) of a sequence with a teacher's log-probabilities, which `teacher_top.read_top` reads."""
+
+    start: int
+    stop: int
+    top: TeacherTop
+
+
 class TokenSequence(TrainerMessage):
     """A run of tokens that the policy read and wrote."""
 
@@ -97,6 +105,8 @@ class TokenSequence(TrainerMessage):
     advantages: dict[int, float] = {}
     """Advantages by position, as the client gave them. Other tokens have their trajectory's advantage plus their
     turns' advantages."""
+    taught: list[TaughtSpan] = []
+    """In order. Tokens outside of these spans have no teacher."""
     rewards: list[tuple[int, float]] = []
     """Rewards of turns, each with the position of the turn's last token (process supervision). Dropped turns have no
     tokens: all dropped turns between the same two turns have one position."""

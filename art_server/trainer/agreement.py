@@ -103,7 +103,7 @@ def plan_facts(policy: Policy, micro_batches: Sequence[MicroBatch], max_tokens: 
         for values in (forest.token_ids_T, forest.positions_T, forest.ends_T):
             tokens.update(_content(values))
         for values in (
-            *(batch.forest_indices_N, batch.targets_N, batch.distributions_N),
+            *(batch.forest_indices_N, batch.targets_N, batch.distributions_N, batch.taught_N),
             *(batch.indices_S, batch.predictions_S),
         ):
             uses.update(_content(values))

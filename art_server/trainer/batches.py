@@ -6,7 +6,7 @@ prediction when they sampled the same token after the same tokens from the same 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -16,15 +16,16 @@ from art_protocol.wire import LossConfig
 from art_server.shared.advantages import (
     GroupTokens,
     count_masked,
-    has_advantage,
     is_identical,
     penalised_reward,
+    teaches,
     trained_positions,
     trained_tokens,
 )
 from art_server.shared.same_policy import movement_since
 from art_server.shared.trainer_messages import Batch, TokenSequence, TrainableGroup, TrainableTrajectory
 from art_server.trainer.distributions import RAW, BehaviourDistribution, decode_distributions
+from art_server.trainer.teacher import NO_TARGETS, NOT_TAUGHT, TargetCollector, Targets
 from art_server.trainer.tree import (
     MIN_SHARED_TOKENS,
     Forest,
@@ -59,7 +60,10 @@ class TrainSequence:
     number: int
     """Index among all sequences of the batch."""
     has_signal: bool = True
-    """Whether a token of the sequence's group has an advantage. Other terms of the loss train a group without signal."""
+    """Whether a token of the sequence's group has an advantage or a teacher. Other terms of the loss train a group without
+    signal."""
+    taught: list[int] = field(default_factory=list)
+    """The teacher's target of each trained token: an index into `TrainBatch.taught`, or NOT_TAUGHT. Empty: no token has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class TrainBatch:
     sequences: list[TrainSequence]
     num_groups: int
     num_groups_trainable: int
-    """Groups with signal: one of their tokens has an advantage."""
+    """Groups with signal: one of their tokens has an advantage or a teacher."""
     num_groups_identical: int
     """Groups whose trajectories all have the same sampled tokens."""
     num_trajectories: int
@@ -81,6 +85,8 @@ class TrainBatch:
     """Trajectories that are left out, wholly or in part, because they were cut at a length limit."""
     table: list[BehaviourDistribution]
     """The distributions that tokens were sampled from."""
+    taught: Targets = NO_TARGETS
+    """The teacher's targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +122,9 @@ class SampledTokens:
 
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SampledTokens":
         changed: dict[str, Any] = {}  # Any: tensors, and None for fields that are not needed
-        for field in fields(self):
-            values_S = getattr(self, field.name)
-            changed[field.name] = None if values_S is None else change(values_S)
+        for part in fields(self):
+            values_S = getattr(self, part.name)
+            changed[part.name] = None if values_S is None else change(values_S)
         return SampledTokens(**changed)
 
 
@@ -136,6 +142,9 @@ class MicroBatch:
     distributions_N: torch.Tensor
     """int64: the distribution that the predicted token was sampled from, an index into `table` or RAW."""
     table: Sequence[BehaviourDistribution]
+    taught_N: torch.Tensor
+    """int64: the teacher's target of the prediction, an index into `taught` or NOT_TAUGHT."""
+    taught: Targets
     indices_S: torch.Tensor
     """int64: index of each sampled token in the step's `SampledTokens`."""
     predictions_S: torch.Tensor
@@ -166,16 +175,17 @@ def make_train_batch(
     sequences: list[TrainSequence] = []
     num_groups_trainable = num_identical = num_tokens_unpredicted = num_masked = 0
     num_trajectories = num_sequences = 0
+    taught = TargetCollector()
     tokens_of_groups = trained_tokens(batch.groups, config, penalties)
     for group, tokens in zip(batch.groups, tokens_of_groups, strict=True):
         if is_identical(group):
             num_identical += 1
         num_masked += count_masked(group, config)
         if tokens is not None:
-            if has_advantage(tokens):
+            if teaches(group, tokens):
                 num_groups_trainable += 1
             num_tokens_unpredicted += _num_unpredicted(group)
-            sequences += _cut_group(group, tokens, num_trajectories, num_sequences)
+            sequences += _cut_group(group, tokens, taught, num_trajectories, num_sequences)
         num_trajectories += len(group.trajectories)
         num_sequences += sum(len(trajectory.sequences) for trajectory in group.trajectories)
     return TrainBatch(
@@ -188,6 +198,7 @@ def make_train_batch(
         num_tokens_unpredicted=num_tokens_unpredicted,
         num_trajectories_masked=num_masked,
         table=decode_distributions(batch.distributions),
+        taught=taught.targets(),
     )
 
 
@@ -311,6 +322,7 @@ def make_micro_batches(
     max_tokens: int,
     *,
     table: Sequence[BehaviourDistribution] = (),
+    taught: Targets = NO_TARGETS,
     shared: bool = True,
     min_shared: int = MIN_SHARED_TOKENS,
     fill_tokens: int | None = None,
@@ -327,7 +339,7 @@ def make_micro_batches(
     else:
         fill = min(max_tokens, fill_tokens or max_tokens)
         orders = pack_padded(token_ids, unshared(token_ids), fill)
-    return [_lay_out_micro_batch(sequences, order, firsts, table, is_shared=shared) for order in orders]
+    return [_lay_out_micro_batch(sequences, order, firsts, table, taught, is_shared=shared) for order in orders]
 
 
 def _lay_out_micro_batch(
@@ -335,6 +347,7 @@ def _lay_out_micro_batch(
     order: SequenceOrder,
     firsts: np.ndarray,
     table: Sequence[BehaviourDistribution],
+    taught: Targets,
     *,
     is_shared: bool,
 ) -> MicroBatch:
@@ -345,10 +358,15 @@ def _lay_out_micro_batch(
     predicting = [path[sequence.positions] for sequence, path in zip(chosen, forest.paths, strict=True)]
     targets = [sequence.targets for sequence in chosen]
     sampled_from = [sequence.distributions for sequence in chosen]
+    taught_by = [sequence.taught or [NOT_TAUGHT] * len(sequence.targets) for sequence in chosen]
     tokens = [np.arange(firsts[index], firsts[index + 1]) for index in indices]
-    # Sampled tokens with the same prediction share it: the same position, token and distribution.
-    triples = np.stack([np.concatenate(predicting), np.concatenate(targets), np.concatenate(sampled_from)])
-    predictions, predictions_S = np.unique(triples, axis=1, return_inverse=True)
+    # Sampled tokens with the same prediction share it: the same position, token, distribution and teacher's target.
+    parts = [np.concatenate(part) for part in (predicting, targets, sampled_from, taught_by)]
+    predictions, predictions_S = np.unique(np.stack(parts), axis=1, return_inverse=True)
+    is_raw_N, is_taught_N = predictions[2] == RAW, predictions[3] != NOT_TAUGHT
+    assert bool((is_raw_N | ~is_taught_N).all()), (
+        "a token with a teacher's target was sampled from another distribution"
+    )
     return MicroBatch(
         forest=forest,
         is_shared=is_shared,
@@ -356,6 +374,8 @@ def _lay_out_micro_batch(
         targets_N=torch.from_numpy(predictions[1].copy()),
         distributions_N=torch.from_numpy(predictions[2].copy()),
         table=table,
+        taught_N=torch.from_numpy(predictions[3].copy()),
+        taught=taught,
         indices_S=torch.from_numpy(np.concatenate(tokens)),
         predictions_S=torch.from_numpy(predictions_S.reshape(-1)),
         sequences=indices,
@@ -364,16 +384,16 @@ def _lay_out_micro_batch(
 
 
 def _cut_group(
-    group: TrainableGroup, tokens: GroupTokens, num_trajectories: int, num_sequences: int
+    group: TrainableGroup, tokens: GroupTokens, taught: TargetCollector, num_trajectories: int, num_sequences: int
 ) -> list[TrainSequence]:
     """The trained sequences of a group. Before the group the batch has `num_trajectories` and `num_sequences`."""
-    has_signal = has_advantage(tokens)
+    has_signal = teaches(group, tokens)
     cut: list[TrainSequence] = []
     number = num_sequences
     for index, (trajectory, of_trajectory) in enumerate(zip(group.trajectories, tokens, strict=True)):
         for sequence, chosen in zip(trajectory.sequences, of_trajectory, strict=True):
             if chosen:
-                cut.append(_cut_sequence(sequence, chosen, has_signal, num_trajectories + index, number))
+                cut.append(_cut_sequence(sequence, chosen, has_signal, taught, num_trajectories + index, number))
             number += 1
     return cut
 
@@ -382,12 +402,14 @@ def _cut_sequence(
     sequence: TokenSequence,
     chosen: Sequence[tuple[int, float]],
     has_signal: bool,
+    taught: TargetCollector,
     trajectory: int,
     number: int,
 ) -> TrainSequence:
     """The sequence with its trained positions and their advantages."""
     indices = [index for index, _ in chosen]
     distributions = sequence.distributions or [RAW] * len(sequence.token_ids)
+    targets = taught.add(sequence) if sequence.taught else []
     steps: list[int | None] = [None] * len(sequence.token_ids)
     for span in sequence.spans:
         steps[span.start : span.stop] = [span.step] * (span.stop - span.start)
@@ -402,4 +424,5 @@ def _cut_sequence(
         trajectory=trajectory,
         number=number,
         has_signal=has_signal,
+        taught=[targets[index] for index in indices] if targets else [],
     )

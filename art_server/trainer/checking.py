@@ -54,7 +54,8 @@ def make_checked_micro_batches(
 
     def make(chosen: Sequence[TrainSequence]) -> list[MicroBatch]:
         fill, shared = policy.fill_tokens, policy.shares_prefixes
-        return make_micro_batches(chosen, max_tokens, table=trained.table, shared=shared, fill_tokens=fill)
+        table, taught = trained.table, trained.taught
+        return make_micro_batches(chosen, max_tokens, table=table, taught=taught, shared=shared, fill_tokens=fill)
 
     def plan() -> list[MicroBatch]:
         micro_batches = make(trained.sequences)

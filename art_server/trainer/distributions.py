@@ -59,8 +59,10 @@ def cut_pieces(
     project_columns: ProjectColumns,
     num_vocabulary: int,
     max_logits: int,
+    more_NK: torch.Tensor | None = None,
 ) -> list[Piece]:
-    """Pieces of N predictions, which are in ascending order of their distribution, RAW first.
+    """Pieces of N predictions, which are in ascending order of their distribution, RAW first. Only predictions of RAW get the
+    log-probabilities of further tokens: a teacher's are of the whole distribution at temperature 1.
 
     Raises:
         ValueError: a target is outside its kept set.
@@ -70,7 +72,8 @@ def cut_pieces(
     whole = max(1, max_logits // num_vocabulary)
     for start in range(0, num_raw, whole):
         here = slice(start, min(num_raw, start + whole))
-        pieces.append(Piece(here, targets_N[here], project, num_vocabulary))
+        more = None if more_NK is None else more_NK[here]
+        pieces.append(Piece(here, targets_N[here], project, num_vocabulary, more))
     start = num_raw
     while start < len(distributions):
         stop = min(len(distributions), start + ROWS_OF_A_PIECE)

@@ -1,4 +1,5 @@
-"""Log-probabilities of chosen tokens from hidden states, without keeping all positions x vocabulary.
+"""Log-probabilities of chosen tokens from hidden states, without keeping all positions x vocabulary: one target at each
+position and, for a teacher's targets, K further tokens.
 
 Positions go through the output head in pieces. If all logits fit one chunk, their probabilities are kept for backward.
 Otherwise backward recomputes them, so memory does not grow with vocabulary x length. Sums are float32.
@@ -29,6 +30,8 @@ class Piece:
     """int64: the column of each position's target."""
     project: Project
     num_columns: int
+    more_nK: torch.Tensor | None = None
+    """int64: the columns of K further tokens at each position, all different; None: their log-probabilities are not needed."""
 
 
 class Scores(NamedTuple):
@@ -40,21 +43,29 @@ class Scores(NamedTuple):
     """float32: of the target's distribution."""
     is_likeliest_N: torch.Tensor
     """bool: no token of the distribution has a higher probability."""
+    more_NK: torch.Tensor
+    """float32: the log-probabilities of the further tokens; 0 in pieces without any. K is 0 if no piece has any."""
 
 
 def max_logits(device: torch.device) -> int:
     return MAX_LOGITS.get(device.type, MAX_LOGITS["cpu"])
 
 
-def whole_pieces(targets_N: torch.Tensor, project: Project, num_vocabulary: int) -> list[Piece]:
+def whole_pieces(
+    targets_N: torch.Tensor, project: Project, num_vocabulary: int, more_NK: torch.Tensor | None = None
+) -> list[Piece]:
     """Pieces of all positions in order, over the whole vocabulary."""
     chunk = max(1, max_logits(targets_N.device) // num_vocabulary)
     parts = [slice(start, start + chunk) for start in range(0, len(targets_N), chunk)]
-    return [Piece(part, targets_N[part], project, num_vocabulary) for part in parts]
+    return [
+        Piece(part, targets_N[part], project, num_vocabulary, None if more_NK is None else more_NK[part])
+        for part in parts
+    ]
 
 
 def score_targets(hidden_ND: torch.Tensor, pieces: Sequence[Piece], *, with_entropy_gradient: bool = False) -> Scores:
-    """Log-probability of each target, entropy of its distribution, and whether the target is its likeliest token.
+    """Log-probability of each target and of further tokens, entropy of the distribution, and whether the target is its
+    likeliest token.
 
     Backward also reaches the parameters of `project`. The entropy has a gradient only on request.
     """
@@ -66,8 +77,10 @@ class _ScoreTargets(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: torch.Tensor, pieces: Sequence[Piece], with_entropy_gradient: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         num = len(hidden_ND)
+        num_more = max((piece.more_nK.shape[1] for piece in pieces if piece.more_nK is not None), default=0)
+        more_NK = hidden_ND.new_zeros(num, num_more, dtype=torch.float32)
         logprobs_N = hidden_ND.new_empty(num, dtype=torch.float32)
         entropies_N = torch.empty_like(logprobs_N)
         is_likeliest_N = torch.empty_like(logprobs_N, dtype=torch.bool)
@@ -78,9 +91,11 @@ class _ScoreTargets(torch.autograd.Function):
             states = hidden_ND[piece.here]
             kept = _project(states, piece.project) if fits else None
             logits = kept[1].detach() if kept else piece.project(states)
-            probabilities, scores = _score(logits.float(), piece.targets_n)
-            for whole_N, part_n in zip((logprobs_N, entropies_N, is_likeliest_N), scores, strict=True):
+            probabilities, scores = _score(logits.float(), piece.targets_n, piece.more_nK)
+            for whole_N, part_n in zip((logprobs_N, entropies_N, is_likeliest_N), scores[:3], strict=True):
                 whole_N[piece.here] = part_n
+            if piece.more_nK is not None:
+                more_NK[piece.here] = scores.more_NK
             if kept:
                 all_kept.append((*kept, probabilities))
         ctx.save_for_backward(hidden_ND, entropies_N)
@@ -88,15 +103,19 @@ class _ScoreTargets(torch.autograd.Function):
         constants = [is_likeliest_N] if with_entropy_gradient else [is_likeliest_N, entropies_N]
         ctx.mark_non_differentiable(*constants)
         ctx.with_entropy_gradient = with_entropy_gradient
-        return logprobs_N, entropies_N, is_likeliest_N
+        return logprobs_N, entropies_N, is_likeliest_N, more_NK
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_ND, entropies_N = ctx.saved_tensors
-        grad_logprobs_N, grad_entropies_N, _ = gradients
+        grad_logprobs_N, grad_entropies_N, _, grad_more_NK = gradients
         grad_hidden_ND = torch.empty_like(hidden_ND)
         for index, piece in enumerate(ctx.pieces):
             here = piece.here
+            # Each log-probability takes its gradient times p from all logits of its position.
+            sums_n1 = grad_logprobs_N[here, None]
+            if piece.more_nK is not None:
+                sums_n1 = sums_n1 + grad_more_NK[here].sum(-1, keepdim=True)
             if ctx.kept is not None:
                 leaf, logits, slopes = ctx.kept[index]
             else:
@@ -106,12 +125,14 @@ class _ScoreTargets(torch.autograd.Function):
                 # dH/dz = -p (log p + H)
                 # Outside the kept set p is 0: with a logarithm of -inf the product would be NaN.
                 surprises = slopes.log().clamp_(min=-1e4).add_(entropies_N[here, None])
-                surprises.mul_(grad_entropies_N[here, None]).add_(grad_logprobs_N[here, None])
+                surprises.mul_(grad_entropies_N[here, None]).add_(sums_n1)
                 slopes = slopes.mul_(surprises).neg_()
             else:
-                slopes = slopes.mul_(-grad_logprobs_N[here, None])
+                slopes = slopes.mul_(-sums_n1)
             # dlogp/dz = one-hot - p
             slopes.scatter_add_(1, piece.targets_n[:, None], grad_logprobs_N[here, None])
+            if piece.more_nK is not None:
+                slopes.scatter_add_(1, piece.more_nK, grad_more_NK[here])
             torch.autograd.backward(logits, slopes.to(logits.dtype))
             assert leaf.grad is not None
             grad_hidden_ND[here] = leaf.grad
@@ -126,8 +147,10 @@ def _project(hidden_ND: torch.Tensor, project: Project) -> tuple[torch.Tensor, t
         return leaf, project(leaf)
 
 
-def _score(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, Scores]:
-    """Probabilities, and the targets' scores, with one pass of exp.
+def _score(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, columns_NK: torch.Tensor | None
+) -> tuple[torch.Tensor, Scores]:
+    """Probabilities, and the scores of targets and further columns, with one pass of exp.
 
     The log-sum-exp follows from the likeliest token, whose probability is at least 1 / V. A target's log-probability is
     its logit minus the likeliest token's logit, plus the likeliest token's log-probability. So the result is rounded at its
@@ -140,4 +163,7 @@ def _score(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tens
     logprobs_N = below_N + likeliest_N
     sums_N = largest_N1[:, 0] - likeliest_N
     entropies_N = sums_N - torch.linalg.vecdot(probabilities_NV, logits_NV)
-    return probabilities_NV, Scores(logprobs_N, entropies_N, below_N == 0)
+    more_NK = logits_NV[:, :0]
+    if columns_NK is not None:
+        more_NK = logits_NV.gather(-1, columns_NK) - largest_N1 + likeliest_N[:, None]
+    return probabilities_NV, Scores(logprobs_N, entropies_N, below_N == 0, more_NK)

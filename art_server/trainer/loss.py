@@ -40,6 +40,9 @@ class TokenLoss:
     """The off-policy weight that multiplies the policy term."""
     is_corrected_S: torch.Tensor
     """bool: the weight differs from the ratio, because it was truncated or masked."""
+    teacher_weights_S: torch.Tensor
+    """The weight of a token's divergence from its teacher: the correction times min(pi_new / pi_old, correction_high) of the
+    token itself."""
     kl_S: torch.Tensor | None
     """Estimate of each token's KL divergence from the reference; None without reference."""
 
@@ -117,6 +120,7 @@ def policy_loss(
         importance_ratios_S=_exp(to_sampler_S),
         corrections_S=corrections_S,
         is_corrected_S=is_corrected_S,
+        teacher_weights_S=corrections_S * _exp(differences_S).clamp(max=config.correction_high),
         kl_S=kl_S,
     )
 

@@ -30,6 +30,7 @@ from art_server.trainer.lora import fuse_lora
 from art_server.trainer.memory import CHECKPOINTING_FACTOR, default_tokens, fill_tokens, free_cached_memory
 from art_server.trainer.rope import fix_rope
 from art_server.trainer.states import share_states
+from art_server.trainer.teacher import is_taught
 from art_server.trainer.tree import Forest, pad_forest
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -231,14 +232,18 @@ class Policy:
         """
         self._check_tokens(batch)
         hidden_ND, targets_N = self._hidden(batch), batch.targets_N.to(self.device)
-        num = self._num_vocabulary
-        pieces, order_N = whole_pieces(targets_N, self._project, num), None
+        num, more_NK = self._num_vocabulary, None
+        if bool(is_taught(batch.taught_N).any()):
+            # A prediction without a target gets the tokens of any other, and its divergence is not read.
+            more_NK = batch.taught.ids_UK[batch.taught_N.clamp(min=0)].to(self.device)
+        pieces, order_N = whole_pieces(targets_N, self._project, num, more_NK), None
         if bool((batch.distributions_N != RAW).any()):
             order_N = batch.distributions_N.argsort(stable=True)
             sorted_N, order_N = batch.distributions_N[order_N].numpy(), order_N.to(self.device)
             hidden_ND, targets_N = hidden_ND[order_N], targets_N[order_N]
             limit = max_logits(self.device)
-            pieces = cut_pieces(sorted_N, targets_N, batch.table, self._project, self._project, num, limit)
+            more_NK = None if more_NK is None else more_NK[order_N]
+            pieces = cut_pieces(sorted_N, targets_N, batch.table, self._project, self._project, num, limit, more_NK)
         scores = score_targets(hidden_ND, pieces, with_entropy_gradient=with_entropy_gradient)
         if order_N is None:
             return scores
@@ -275,6 +280,8 @@ class Policy:
     def _check_tokens(self, batch: MicroBatch) -> None:
         vocabulary = self.model.get_input_embeddings().num_embeddings
         largest = max(int(batch.forest.token_ids_T.max()), int(batch.targets_N.max()))
+        if len(batch.taught.ids_UK):
+            largest = max(largest, int(batch.taught.ids_UK.max()))
         # On a GPU an index out of range is an error after which no call on the device succeeds.
         if largest >= vocabulary:
             raise ValueError(f"token {largest} is outside the vocabulary of {self.base_model} ({vocabulary})")

@@ -25,6 +25,7 @@ from art_server.trainer.step_metrics import (
     sampler_metrics,
     synced_seconds_since,
 )
+from art_server.trainer.teacher import divergence, is_taught
 from art_server.trainer.token_record import TokenRecord
 
 LARGEST_WEIGHT = 1 / 64
@@ -32,7 +33,7 @@ LARGEST_WEIGHT = 1 / 64
 and far below the largest."""
 
 
-NUMBERS = ("logprobs", "entropies", "likeliest", "ratios", "clipped", "corrected", "kl")
+NUMBERS = ("logprobs", "entropies", "likeliest", "ratios", "clipped", "corrected", "kl", "taught", "divergences")
 
 
 @dataclass(slots=True)
@@ -59,6 +60,12 @@ class _Step:
             numbers_S["kl"] = loss.kl_S
         for name, part_S in numbers_S.items():
             self.numbers[name][indices_S] = part_S.float().cpu()
+
+    def add_divergences(self, batch: MicroBatch, divergences_S: torch.Tensor, weights_S: torch.Tensor) -> None:
+        """Adds the term of the loss for teachers' targets, of a micro-batch's tokens. Tokens without a target have divergence 0."""
+        self.value += float((divergences_S * weights_S).sum())
+        self.numbers["divergences"][batch.indices_S] = divergences_S.float().cpu()
+        self.numbers["taught"][batch.indices_S] = is_taught(batch.taught_N)[batch.predictions_S].float()
 
     def sum(self, gang: GangView) -> None:
         """Adds up what the ranks have computed."""
@@ -134,7 +141,8 @@ def _add_gradient(
     """Adds `scale` times a micro-batch's gradient to the policy's parameters, and its numbers to the step. A scale of 0 adds
     nothing: the passes run only because other ranks wait for them."""
     started = time.perf_counter()
-    logprobs_N, entropies_N, is_likeliest_N = policy.scores(batch, with_entropy_gradient=config.entropy_bonus > 0)
+    scores = policy.scores(batch, with_entropy_gradient=config.entropy_bonus > 0)
+    logprobs_N, entropies_N = scores.logprobs_N, scores.entropies_N
     predictions_S = batch.predictions_S.to(policy.device)
     tokens = step.tokens.select(batch.indices_S).to(policy.device)
     logprobs_S = logprobs_N.detach()[predictions_S]
@@ -142,9 +150,14 @@ def _add_gradient(
         loss = policy_loss(logprobs_S, tokens, config)
     else:
         loss = _part(whole, batch.indices_S.to(policy.device))
+    divergences_N = _divergences(batch, scores.more_NK, config)
     if scale:
-        entropies_S, likeliest_S = entropies_N.detach()[predictions_S], is_likeliest_N[predictions_S]
+        entropies_S, likeliest_S = entropies_N.detach()[predictions_S], scores.is_likeliest_N[predictions_S]
         step.add(batch.indices_S, loss, logprobs=logprobs_S, entropies=entropies_S, likeliest=likeliest_S)
+        if divergences_N is not None:
+            step.add_divergences(
+                batch, divergences_N.detach()[predictions_S], tokens.weights_S * loss.teacher_weights_S
+            )
     step.timed("forward", started)
 
     started = time.perf_counter()
@@ -155,8 +168,22 @@ def _add_gradient(
     if config.entropy_bonus > 0:
         weights_N = zeros_N.index_add(0, predictions_S, tokens.weights_S)
         objective = objective - config.entropy_bonus * (weights_N * entropies_N).sum()
+    if divergences_N is not None:
+        weights_N = zeros_N.index_add(0, predictions_S, tokens.weights_S * loss.teacher_weights_S)
+        objective = objective + (weights_N * divergences_N).sum()
     (objective * scale).backward()
     step.timed("backward", started)
+
+
+def _divergences(batch: MicroBatch, more_NK: torch.Tensor, config: TrainConfig) -> torch.Tensor | None:
+    """The divergence of each prediction from its teacher's target, 0 without a target; None if no prediction has one."""
+    indices_n = is_taught(batch.taught_N).nonzero()[:, 0]
+    if not len(indices_n):
+        return None
+    teacher_nK = batch.taught.logprobs_UK[batch.taught_N[indices_n]].to(more_NK.device)
+    indices_n = indices_n.to(more_NK.device)
+    divergences_n = divergence(more_NK[indices_n], teacher_nK, config.distill_alpha, config.distill_clip)
+    return more_NK.new_zeros(len(more_NK)).index_add(0, indices_n, divergences_n)
 
 
 def sum_gradients(policy: Policy) -> None:
@@ -206,6 +233,8 @@ def _metrics(policy: Policy, step: _Step, config: TrainConfig, start_logprobs_S:
     if config.objective == "likelihood":
         metrics["loss/token_accuracy"] = float(step.numbers["likeliest"].mean())
     metrics["loss/corrected_token_fraction"] = float(step.numbers["corrected"].mean())
+    if num_taught := float(step.numbers["taught"].sum()):
+        metrics["loss/teacher_divergence"] = float(step.numbers["divergences"].sum()) / num_taught
     if config.entropy_bonus > 0:
         bonus = float((step.tokens.weights_S * step.numbers["entropies"]).sum())
         metrics["loss/train"] -= config.entropy_bonus * bonus

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import re
 import sys
@@ -216,6 +217,48 @@ async def test_a_model_learns_from_text_about_its_errors(model: art.TrainableMod
         await art.distill(
             [same], fresh, teacher_messages=lambda messages, *_: art.with_feedback(messages, feedback="a " * 9999)
         )
+
+
+async def test_the_likeliest_tokens_of_a_teacher_are_learned(model: art.TrainableModel) -> None:
+    """The divergence that the trainer reports is that of Hugging Face's own forward passes, and falls on the same targets."""
+    fresh = art.TrainableModel(name="taught", project="demo", base_model="art/tiny")
+    await fresh.register(model.backend())
+    sampled = [await art.TrajectoryGroup(rollout(fresh, QUESTION) for _ in range(4))]
+    names: dict[str, Any] = {"art": art, "model": fresh, "groups": sampled}
+    names["hint"] = lambda messages, *_: art.with_feedback(messages, feedback="Say maybe")
+    await run("distillation.md", 2, names)
+    (row,) = [row for row in history("taught") if "loss/teacher_divergence" in row]
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY_DIR)
+    tiny = AutoModelForCausalLM.from_pretrained(TINY_DIR, dtype=torch.float32)
+    divergences: list[float] = []
+    for trajectory in sampled[0]:
+        choice: Any = trajectory.messages_and_choices[-1]
+        messages = trajectory.messages()[:1]
+        taught, own = (
+            distributions(
+                tiny, tokenizer.apply_chat_template(read, add_generation_prompt=True, return_dict=False), choice
+            )
+            for read in (names["hint"](messages), messages)
+        )
+        for teacher_V, student_V, token in zip(taught, own, choice.token_ids, strict=True):
+            ids = teacher_V.topk(20).indices.tolist()
+            ids = ids if token in ids else [*ids[:-1], token]
+            pairs = [(float(teacher_V[index]), float(student_V[index])) for index in ids]
+            pairs.append((1 - sum(teacher for teacher, _ in pairs), 1 - sum(student for _, student in pairs)))
+            divergences.append(sum(teacher * math.log(teacher / student) for teacher, student in pairs))
+    assert row["loss/teacher_divergence"] == pytest.approx(sum(divergences) / len(divergences), rel=1e-2)
+    again = await fresh.train(names["groups"], art.TrainConfig(distill_alpha=0.0))
+    assert again.metrics["loss/teacher_divergence"] < row["loss/teacher_divergence"]
+    with pytest.raises(art.ArtError, match="max_logprobs"):
+        await art.distill(sampled, fresh, teacher_messages=names["hint"], top_k=21)
+    await names["first"].close()
+
+
+def distributions(model: Any, prompt: list[int], choice: Any) -> torch.Tensor:
+    """The probabilities of all tokens at each token of an answer, in float64."""
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([[*prompt, *choice.token_ids]])).logits[0, len(prompt) - 1 : -1]
+    return logits_TV.double().softmax(-1)
 
 
 def only_advantages(trajectory: art.Trajectory) -> list[float]:

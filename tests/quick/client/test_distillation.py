@@ -1,6 +1,8 @@
 """Advantages from a teacher, against numbers by hand. The teacher is a scripted server."""
 
+import base64
 import math
+import struct
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from openai.types.chat.chat_completion import Choice
 
 import art
+from art_protocol.wire import TeacherTop
 from tests.quick.client.conftest import Answer, FakeServer, Request
 
 pytestmark = pytest.mark.anyio
@@ -17,7 +20,8 @@ HINT = 99
 
 
 class Teacher:
-    """Gives the token t the log-probability -t / 10, and behind a hint -t / 20. Renders each word as its number."""
+    """Gives the token t the log-probability -t / 10, and behind a hint -t / 20. The likeliest tokens are 1, 2, 3... Renders each
+    word as its number."""
 
     def __init__(self, server: FakeServer) -> None:
         self.prompts: list[list[int]] = []
@@ -25,6 +29,7 @@ class Teacher:
         self.mark: dict[str, Any] = {}
         self.chats: list[dict[str, Any]] = []
         self.room = 100
+        self.max_logprobs = 20
         self.model = art.Model(
             name="teacher",
             project="p",
@@ -49,10 +54,14 @@ class Teacher:
 
     def reply(self, request: Request) -> Answer:
         body = request.json()
-        assert (body["model"], body["prompt_logprobs"], body["max_tokens"]) == ("big", 0, 1)
+        assert (body["model"], body["max_tokens"]) == ("big", 1)
+        if body["prompt_logprobs"] > self.max_logprobs:
+            message = f"Requested prompt logprobs of 30, which is greater than max allowed: {self.max_logprobs}"
+            return Answer(400, {"error": {"message": message}})
         self.prompts.append(body["prompt"])
         scale = 20 if HINT in body["prompt"] else 10
-        entries = [{str(t): {"logprob": -t / scale, "rank": 1}} for t in body["prompt"]]
+        likeliest = range(1, 1 + body["prompt_logprobs"])
+        entries = [{str(t): {"logprob": -t / scale, "rank": 1} for t in {*likeliest, own}} for own in body["prompt"]]
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "text": "x", "art": self.mark}
         if self.knows_prompts:
             choice["prompt_logprobs"] = [None, *entries[1:]]
@@ -228,6 +237,50 @@ async def test_each_turn_has_its_teacher_s_messages(teacher: Teacher) -> None:
     assert advised.additional_histories[0].turn_advantages == [pytest.approx([0.4])]
     assert [chat.get("tools") for chat in teacher.chats].count(tools) == 2
     assert {chat["chat_template_kwargs"]["thinking"] for chat in teacher.chats} == {False}
+
+
+def read_target(target: TeacherTop | None) -> list[list[tuple[int, Any]]]:
+    """The tokens at each position, with their log-probabilities."""
+    assert target is not None
+    ids = struct.iter_unpack("<i", base64.b64decode(target.token_ids))
+    logprobs = struct.iter_unpack("<f", base64.b64decode(target.logprobs))
+    pairs = [(token, pytest.approx(logprob)) for (token,), (logprob,) in zip(ids, logprobs, strict=True)]
+    return [pairs[start : start + target.top_k] for start in range(0, len(pairs), target.top_k)]
+
+
+async def test_the_teacher_s_likeliest_tokens_are_targets(teacher: Teacher) -> None:
+    """The sampled token takes the last entry where it is none of the likeliest."""
+    told_so = hinted(user("1 2"), choice([1, 2], [2, 9]))
+    left_out = hinted(user("1 2"), choice([1, 2], [3]), hint=None)
+    (taught,) = await art.distill(
+        [art.TrajectoryGroup([told_so, left_out])], teacher.model, teacher_messages=told, top_k=3
+    )
+    first, second = taught.trajectories
+    (target,) = first.turn_targets or []
+    assert target is not None and target.top_k == 3
+    assert read_target(target) == [[(1, -0.05), (2, -0.1), (3, -0.15)], [(1, -0.05), (2, -0.1), (9, -0.45)]]
+    assert first.turn_advantages == [[0.0, 0.0]] and first.metrics["teacher_gap"] == pytest.approx(0.5 - 11 / 40)
+    assert (second.turn_targets, second.turn_advantages) == ([None], [[0.0]])
+    assert art.Trajectory.model_validate_json(first.model_dump_json()).turn_targets == first.turn_targets
+    (plain,) = await art.distill([art.TrajectoryGroup([told_so])], teacher.model, top_k=1)
+    (target,) = plain.trajectories[0].turn_targets or []
+    assert read_target(target) == [[(2, -0.2)], [(9, -0.9)]], "without teacher_messages, too"
+
+
+async def test_who_reads_the_same_as_the_policy_that_sampled_gives_no_targets(teacher: Teacher) -> None:
+    teacher.mark = SAME
+    group = art.TrajectoryGroup([hinted(user("1 2"), choice([1, 2], [3], identity="c-0", **SAME))])
+    for messages in (None, lambda messages, *_: messages):
+        (taught,) = await art.distill([group], teacher.model, teacher_messages=messages, top_k=3)
+        assert taught.trajectories[0].turn_targets == [None]
+
+
+async def test_a_top_k_that_cannot_be_is_said(teacher: Teacher) -> None:
+    group = art.TrajectoryGroup([hinted(user("1 2"), choice([1, 2], [3]))])
+    with pytest.raises(ValueError, match="top_k"):
+        await art.distill([group], teacher.model, top_k=0)
+    with pytest.raises(art.ArtError, match="max_logprobs"):
+        await art.distill([group], teacher.model, top_k=30)
 
 
 SAME = {"step": 3, "model": "p/student"}

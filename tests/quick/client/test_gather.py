@@ -15,6 +15,7 @@ import pytest
 import art
 from art.pool import current_pool
 from art.trajectories import is_informative
+from art_protocol.wire import TeacherTop
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -586,6 +587,8 @@ async def test_a_failing_source_of_groups_is_raised():
         ([{"reward": 0.1 + 0.2}, {"reward": 0.3}], False),
         ([{"turn_rewards": [0.7]}, {"turn_rewards": [0.7000000476837158]}], False),
         ([{"turn_advantages": [0.0, [0.0, 0.0]]}], False),
+        ([{"turn_targets": [None, TeacherTop(top_k=1, token_ids="", logprobs="")]}], True),
+        ([{"turn_targets": [None]}], False),
     ],
 )
 def test_a_group_is_informative_where_rewards_differ(fields: list[dict], is_expected: bool):

@@ -1,7 +1,10 @@
 import asyncio
+import gc
 import logging
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from typing import Any, cast
 
 import openai
@@ -139,3 +142,20 @@ async def test_a_client_of_a_loop_that_has_ended_is_collected_in_silence(server:
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(server.sent("POST", "/v1/chat/completions")) == 1
+
+
+async def test_a_client_that_is_collected_stops_the_reading_of_no_other_socket(server: Any, answer: Any) -> None:
+    """Sockets that are opened then may get the numbers of the client's. A program that made a teacher for each step hung."""
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}
+    server.on("POST", "/v1/chat/completions", answer(body={"id": "c", "choices": [choice]}))
+    model = art.Model(name="m", project="p", inference_base_url=f"{server.url}/v1", inference_api_key="key")
+    await model.openai_client().chat.completions.create(model="m", messages=MESSAGES)
+    loop = asyncio.get_running_loop()
+    del model
+    gc.collect()
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(one) for _ in range(3) for one in socket.socketpair()]
+        for opened in sockets:
+            loop.add_reader(opened, print)
+        await asyncio.sleep(0.1)
+        assert all(loop.remove_reader(opened) for opened in sockets)

@@ -1,5 +1,6 @@
 import base64
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,17 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art_protocol.wire import TrainConfig, TrajectoryGroupBody
+from art_protocol.wire import TeacherTop, TrainConfig, TrajectoryGroupBody
 from art_server.errors import InvalidInput, RecordsMissing
 from art_server.jobs.job_report import CUT, EQUAL, FAILED, NO_TURN
 from art_server.jobs.reasons import AMBIGUOUS, NO_RECORD, NO_TOKENS, TWICE
-from art_server.jobs.turns import ResolvedTurn, join_turns
+from art_server.jobs.turns import ResolvedTurn, TurnSignal, UnusableTurn, join_turns, with_signal
 from art_server.ledger import conversation
 from art_server.ledger.records import Record
 from art_server.shared.advantages import trained_tokens
 from art_server.shared.kept_set import pack_set, unpack_set
-from art_server.shared.trainer_messages import Batch, TokenSequence
+from art_server.shared.trainer_messages import Batch, Distribution, TokenSequence
 from tests.makers.resolving import LIMITS, bare, choice, record, resolve, sources
+from tests.makers.teacher_tops import teacher_top
 from tests.refusals import refused
 
 
@@ -539,6 +541,70 @@ def test_turns_may_have_rewards_and_advantages_of_their_own() -> None:
         rows_of(turn_rewards=[1.0])
     batch, report = rows_of(turn_advantages=[[1.0], None])
     assert report.dropped[0].count == 1
+
+
+def resolved_targets(*targets: Any, distributions: Any = None, **config: Any) -> Any:
+    """A trajectory of the two turns [3, 4] and [6] with these targets."""
+    entries = [choice([1, 2], [3, 4]), choice([1, 2, 3, 4, 5], [6])]
+    body = {"messages_and_choices": entries, "reward": 0.0, "turn_targets": list(targets)}
+    group = TrajectoryGroupBody.model_validate({"trajectories": [body]})
+    return resolve([group], TrainConfig(**config), "p/a", sources(), LIMITS)
+
+
+def test_targets_of_a_teacher_reach_the_tokens_of_their_turn() -> None:
+    first, second = teacher_top([[1, 2], [3, 4]], [[-1, -2], [-0.5, -1]]), teacher_top([[6, 0]], [[-0.1, -3]])
+    resolved = resolved_targets(first, second)
+    (row,) = resolved.batch.groups[0].trajectories[0].sequences
+    assert [(span.start, span.stop, span.top) for span in row.taught] == [(2, 4, first), (5, 6, second)]
+    assert resolved.report.num_groups_trained == 1, "targets are something to learn from, with equal rewards, too"
+    assert TokenSequence.model_validate_json(row.model_dump_json()) == row
+    (row,) = resolved_targets(None, second).batch.groups[0].trajectories[0].sequences
+    assert [span.start for span in row.taught] == [5]
+
+
+ONE_TOKEN = teacher_top([[1, 2]], [[-1, -2]])
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (teacher_top([[1, LIMITS.vocab_size], [1, 2]], [[-1, -2]] * 2), "outside the model's vocabulary"),
+        (teacher_top([[1, -1], [1, 2]], [[-1, -2]] * 2), "outside the model's vocabulary"),
+        (teacher_top([[1, 1], [1, 2]], [[-1, -2]] * 2), "an id twice"),
+        (teacher_top([[1, 2]] * 2, [[-1, 0.5]] * 2), "above 0"),
+        (teacher_top([[1, 2]] * 2, [[-1, math.nan]] * 2), "not finite"),
+        (teacher_top([[1, 2]] * 2, [[-0.1, -0.2]] * 2), "sum above 1"),
+        (teacher_top([[1, 2]] * 2, [[-1, -2]]), "token_ids has 2 tokens, and logprobs has 1"),
+        (TeacherTop(top_k=2, token_ids="*", logprobs=""), "not base64"),
+        (TeacherTop(top_k=3, token_ids="AAAA", logprobs=""), "no multiple of 4 x top_k"),
+        (teacher_top([[1], [1]], [[-1], [-1]]), "top_k is 1, and 2 in an earlier turn"),
+    ],
+)
+def test_targets_that_are_no_distribution_are_refused(target: TeacherTop, words: str) -> None:
+    good = teacher_top([[1, 2]] * 2, [[-1, -2]] * 2)
+    with pytest.raises(InvalidInput, match=words) as refusal:
+        if "earlier" in words:
+            resolved_targets(good, target)
+        else:
+            resolved_targets(target, None)
+    assert (refusal.value.code, str(refusal.value.param).startswith("groups[0].trajectories[0].turn_targets[")) == (
+        "bad_targets",
+        True,
+    )
+
+
+def test_targets_need_the_policy_s_objective_and_the_turn_s_tokens() -> None:
+    with refused(InvalidInput, "bad_targets", "groups[0].trajectories[0].turn_targets[1]"):
+        resolved_targets(None, ONE_TOKEN, objective="likelihood")
+    with refused(InvalidInput, "bad_turns", "groups[0].trajectories[0].turn_targets"):
+        resolved_targets(ONE_TOKEN)
+    report = resolved_targets(ONE_TOKEN, ONE_TOKEN).report
+    assert [part.reason for part in report.dropped if "teacher" in part.reason] == [
+        "a teacher's log-probabilities of 1 tokens were given for 2 sampled tokens"
+    ]
+    turn = ResolvedTurn([1], [2], [-1.0], "ledger", distributions=[Distribution(temperature=0.5)])
+    with pytest.raises(UnusableTurn, match="sample at temperature 1"):
+        with_signal(turn, TurnSignal(targets=ONE_TOKEN, num_targets=1))
 
 
 def test_the_reward_of_a_dropped_turn_counts_for_the_turns_before_it() -> None:

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from art_protocol.history import pack_rows, read_row, read_rows, trajectory_row
+from art_protocol.history import pack_rows, read_row, read_rows, trajectory_row, without_texts
 from art_protocol.wire import TrajectoryGroupBody
 from art_server.store.model_folder import ModelFolder
+from tests.makers.teacher_tops import teacher_top
 
 
 def user(text: str) -> dict[str, Any]:
@@ -48,6 +49,15 @@ def test_choices_are_stored_without_tokens() -> None:
     whole = choice("a", **TOKENS, by_reference=True, stop_reason=None)
     ((message, stored),) = read_again(group([user("q"), whole]))
     assert message == user("q") and stored == choice("a", stop_reason=None)
+
+
+def test_a_teacher_s_log_probabilities_are_not_stored() -> None:
+    taught = {"messages_and_choices": [user("q"), choice("a")], "turn_targets": [teacher_top([[1]], [[-1]])]}
+    body = TrajectoryGroupBody.model_validate(
+        {"trajectories": [taught | {"reward": 1.0, "additional_histories": [taught]}]}
+    )
+    assert "turn_targets" not in json.dumps(trajectory_row(body))
+    assert without_texts(body).trajectories[0].turn_targets is None
 
 
 def test_what_conversations_share_is_stored_once() -> None:

@@ -7,6 +7,7 @@ from art_server.shared.advantages import trained_tokens
 from art_server.shared.trainer_messages import (
     Batch,
     SampledSpan,
+    TaughtSpan,
     TokenSequence,
     TrainableGroup,
     TrainableTrajectory,
@@ -18,6 +19,8 @@ from art_server.trainer.batches import (
     make_train_batch,
     with_penalties,
 )
+from art_server.trainer.teacher import NOT_TAUGHT
+from tests.makers.teacher_tops import teacher_top
 
 
 def group(*rewards_and_sequences: tuple[float, list[TokenSequence]]) -> TrainableGroup:
@@ -105,6 +108,36 @@ def test_given_advantages_hold_at_their_positions_and_make_a_group_live() -> Non
     trained = make_train_batch(Batch(groups=[group((1.0, [sequence]), (1.0, [SEQUENCE]))]))
     assert [sequence.advantages for sequence in trained.sequences] == [[0.0, 3.0], [0.0, 0.0]]
     assert trained.num_groups_trainable == 1
+
+
+def taught(*logprobs: float) -> TokenSequence:
+    """SEQUENCE with a teacher's log-probability of token 3 at positions 2 and 3."""
+    top = teacher_top([[3]] * len(logprobs), [[logprob] for logprob in logprobs])
+    return SEQUENCE.model_copy(update={"taught": [TaughtSpan(start=2, stop=2 + len(logprobs), top=top)]})
+
+
+def test_a_teacher_s_targets_make_a_group_live_and_equal_targets_are_one_prediction() -> None:
+    batch = Batch(groups=[group((1.0, [taught(-1, -2)]), (1.0, [taught(-1, -3)]), (1.0, [SEQUENCE]))])
+    trained = make_train_batch(batch)
+    assert trained.num_groups_trainable == 1
+    assert [sequence.taught for sequence in trained.sequences] == [[0, 1], [0, 2], []]
+    assert trained.taught.ids_UK.tolist() == [[3]] * 3
+    assert trained.taught.logprobs_UK.tolist() == [[-1], [-2], [-3]]
+    (micro_batch,) = make_micro_batches(trained.sequences, 100, taught=trained.taught)
+    assert micro_batch.num_tokens == 3, "the sequences share their tokens"
+    of_tokens = micro_batch.taught_N[micro_batch.predictions_S].tolist()
+    assert of_tokens == [0, 1, 0, 2, NOT_TAUGHT, NOT_TAUGHT]
+    assert len(micro_batch.taught_N) == 5
+
+
+def test_targets_of_context_teach_nothing() -> None:
+    """Tokens that are too stale, and sequences that a mask leaves out."""
+    spans = [SampledSpan(start=2, stop=4, step=1)]
+    stale = taught(-1, -2).model_copy(update={"spans": spans})
+    kept, _ = drop_stale(Batch(groups=[group((1.0, [stale]))]), 2)
+    assert make_train_batch(kept).sequences == []
+    cut = taught(-1, -2).model_copy(update={"truncated": True})
+    assert make_train_batch(Batch(groups=[group((1.0, [cut]))]), TrainConfig(overlong="mask")).sequences == []
 
 
 def test_turn_rewards_reach_the_tokens_up_to_their_turn() -> None:

@@ -20,6 +20,7 @@ from art_server.shared.trainer_messages import Batch, LoadTask, WorkerConfig
 from art_server.trainer.gang_view import GangView
 from art_server.trainer.policy import Policy
 from tests.fakes.places import Elsewhere
+from tests.makers.teacher_tops import with_targets
 from tests.ranks import BUDGET, RATE, World, difference, running
 from tests.unlike_ranks import check_made_alike, check_refused
 
@@ -27,6 +28,7 @@ SEVERAL = {
     "KL in the reward and entropy": TrainConfig(beta=0.2, kl_in="reward", entropy_bonus=0.1),
     "mini-batches": TrainConfig(preset="gspo", passes=2, mini_batches=2, beta=0.1),
     "demonstrations": TrainConfig(objective="likelihood"),
+    "a teacher": TrainConfig(distill_alpha=0.3),
 }
 """All that the ranks exchange: a penalty that decides the plan; log-probabilities of the start, of the reference, and of
 trajectories over several micro-batches; gradients and the numbers of tokens. `tests/long/trainer/test_gang_view.py` has every loss."""
@@ -61,6 +63,8 @@ def test_two_ranks_are_one(world: World, tmp_path: Path, name: str) -> None:
     """Gradient and weights of two jobs, whole and sharded."""
     config = SEVERAL[name].model_copy(update={"learning_rate": RATE})
     batches = world.batches[:2]
+    if name == "a teacher":
+        batches = [with_targets(batch, 128, seed) for seed, batch in enumerate(batches)]
     one = world.gang(1).train(world.start, tmp_path / "one", config, batches)
     for gang in (world.gang(2), world.gang(2, is_sharded=True)):
         out = tmp_path / gang.folder.name

@@ -82,6 +82,8 @@ def test_groups_have_the_rewards_of_the_file(folder: ModelFolder) -> None:
         ({"turn_advantages": [0.0, None]}, True),
         ({"turn_advantages": [1.0]}, False),
         ({"additional_histories": [{"turn_advantages": [[0.5, -0.5]]}]}, False),
+        ({"turns": [{"history": 0, "entry": 1}]}, True),
+        ({"turns": [{"history": 0, "entry": 1, "is_taught": True}]}, False),
     ],
     ids=str,
 )
