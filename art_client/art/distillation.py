@@ -29,6 +29,7 @@ from art.pool import run_all
 from art.scopes import no_capture
 from art.trajectories import History, Trajectory, TrajectoryGroup, get_messages
 from art.types import Messages, Tools
+from art_protocol.teaching import MAX_ADVANTAGE
 from art_protocol.wire import TeacherTop
 
 H = TypeVar("H", bound=History)
@@ -49,9 +50,6 @@ TOO_LONG = re.compile("(context|model) length")
 
 TOO_MANY = re.compile("prompt logprobs of .* max allowed")
 """In vLLM's errors about a `prompt_logprobs` above its `max_logprobs`."""
-
-MAX_ADVANTAGE = 5.0
-"""A token to which the teacher gives almost no probability would otherwise outweigh all other tokens of the step."""
 
 
 class _Sampled(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import art
-from art.distillation import MAX_ADVANTAGE as MAX_OF_DISTILL
 from art_protocol.learning import Policy, default_config
 from art_protocol.teaching import MAX_ADVANTAGE
 from art_server.jobs.trainer_process import TrainerError
@@ -54,10 +53,6 @@ async def ended_job(shop: Crowd) -> dict[str, Any]:
 
 async def has_note(shop: Crowd, words: str) -> bool:
     return any(words in note for note in (await ended_job(shop))["report"]["notes"])
-
-
-def test_the_clamp_is_that_of_distill() -> None:
-    assert MAX_ADVANTAGE == MAX_OF_DISTILL
 
 
 TEXTS: dict[str, dict[str, Any]] = {
