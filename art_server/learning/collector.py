@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 30.0
 """The collector looks so often without a new score, because scores grow old and hours pass."""
+REST = 4
+"""After a look the collector rests for so many times as long as the look took. Each new score asks for a look, and a look at 100,000
+scores that wait takes half a second of a CPU."""
 CAPPED, TOO_STALE = "capped", "too_stale"
 
 
@@ -159,6 +162,7 @@ class Collector:
     async def run_forever(self) -> None:
         while True:
             self._changed.clear()
+            started = self._clock.monotonic()
             for number in await asyncio.to_thread(self._policies.learners):
                 model = self._registry.of_number(number)
                 if model is None:
@@ -167,6 +171,7 @@ class Collector:
                     await self._collect(model)
                 except (ServerError, OSError) as error:  # a full disk, a full queue: the next look tries again
                     logger.error("scores of %s wait: %s", model.id, error)
+            await self._clock.sleep(REST * (self._clock.monotonic() - started))
             async with self._clock.at_most(LOOK_SECONDS):
                 await self._changed.wait()
 
