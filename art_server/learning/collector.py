@@ -36,6 +36,9 @@ LOOK_SECONDS = 30.0
 CAPPED = "capped"
 MAX_TRIES = 3
 """After so many batches in a row whose teacher did not answer, learning pauses: a text may be what ends the engine."""
+REST = 4
+"""After a look the collector rests for so many times as long as the look took. Each new score asks for a look, and a look at 100,000
+scores that wait takes half a second of a CPU."""
 
 
 class Collector:
@@ -75,6 +78,7 @@ class Collector:
     async def run_forever(self) -> None:
         while True:
             self._changed.clear()
+            started = self._clock.monotonic()
             for number in await asyncio.to_thread(self._policies.learners):
                 model = self._registry.of_number(number)
                 if model is None:
@@ -83,6 +87,8 @@ class Collector:
                     await self._collect(model)
                 except (ServerError, OSError) as error:  # a full disk, a full queue: the next look tries again
                     logger.error("scores of %s wait: %s", model.id, error)
+            rest = REST * (self._clock.monotonic() - started)
+            await self._clock.sleep(min(rest, LOOK_SECONDS))  # a teacher that was asked takes longer than a look
             async with self._clock.at_most(LOOK_SECONDS):
                 await self._changed.wait()
 

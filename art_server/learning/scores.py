@@ -30,6 +30,8 @@ KEPT_SECONDS = 90 * 86400.0
 """Ended scores stay so much longer than the ledger's records, because they say which steps a deletion concerns."""
 PRUNED_AT_A_TIME = 500
 """Scores that are changed in one transaction."""
+READ_AT_A_TIME = 1000
+"""Waiting scores that one statement reads. The event loop waits for such a read, and 100,000 scores may wait."""
 TOO_OLD = "too_old"
 """The reason of a score whose answer is older than the policy's `max_age_days`."""
 ALREADY_TRAINED = "already_trained"
@@ -389,11 +391,14 @@ class Scores:
 
     def waiting(self, model: int) -> list[WaitingScore]:
         """The scores that a batch may take, oldest first."""
-        rows = self._database.select(
-            f"SELECT {WAITING} FROM scores WHERE model = ? AND state = 'scored' AND reason IS NULL ORDER BY number",
-            model,
-        )
-        return [waiting_score(row) for row in rows]
+        where = "model = ? AND state = 'scored' AND reason IS NULL AND number > ? ORDER BY number LIMIT ?"
+        scores: list[WaitingScore] = []
+        while True:
+            after = scores[-1].number if scores else 0
+            rows = self._database.select(f"SELECT {WAITING} FROM scores WHERE {where}", model, after, READ_AT_A_TIME)
+            scores += map(waiting_score, rows)
+            if len(rows) < READ_AT_A_TIME:
+                return scores
 
     def of_canary(self, model: int, steps: Sequence[int], since: float) -> list[WaitingScore]:
         """The scores of answers that the users of these steps got since a moment, also of scores that no batch may take."""

@@ -80,9 +80,13 @@ def dying(real: Callable[..., Any], arrive: Callable[[], None], is_after: bool) 
     return call
 
 
-if __name__ == "__main__":
+def main() -> None:
     trainer_process.SHORTEST_LIMIT_SECONDS = 60.0  # a stopped rank is found sooner
     if wanted := os.environ.pop(VARIABLE, None):
         name, _, number = wanted.partition(":")
         arm(name, int(number))
     cli.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -8,8 +8,9 @@ import pytest
 
 from art_protocol.learning import Policy
 from art_server.jobs.trainer_process import TrainerError
-from art_server.learning.collector import choose
+from art_server.learning.collector import REST, choose
 from art_server.learning.scores import WaitingScore
+from art_server.shared.clock import Clock
 from art_server.shared.trainer_messages import Batch
 from tests.fakes.vllm import ANSWER, PROMPT
 from tests.quick.learning.crowd import ROUTES, Crowd, crowd
@@ -41,6 +42,31 @@ async def test_a_full_batch_trains_a_step_and_each_score_once(tmp_path: Path) ->
             assert (score["state"], score["trained_step"]) == ("trained", 1)
         again = await shop.score(scores[0]["answer"], 0, user="u0")
         assert (again["state"], again["reason"]) == ("dropped", "already_trained")
+
+
+class SlowClock(Clock):
+    """By this clock a look at the scores takes at least ten seconds. A pause takes no time."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.pauses: list[float] = []
+
+    def monotonic(self) -> float:
+        self.seconds += 10.0
+        return self.seconds
+
+    async def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        await asyncio.sleep(0.01)
+
+
+async def test_the_collector_rests_longer_than_it_looks(tmp_path: Path) -> None:
+    clock = SlowClock()
+    async with crowd(tmp_path, clock) as shop:
+        await shop.learn(**FOUR)
+        await give(shop, [1, 1, 0, 0])
+        await shop.trained(1)
+    assert max(clock.pauses) >= 10.0 * REST
 
 
 async def test_scores_that_are_all_equal_wait(tmp_path: Path) -> None:

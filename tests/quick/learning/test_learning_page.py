@@ -1,4 +1,4 @@
-"""The commands and the JavaScript of docs/learning-in-use.md run as they stand, except for the ids of answers."""
+"""All blocks of docs/learning-in-use.md run as they stand, except for the ids of answers. No other page has commands of scores."""
 
 import asyncio
 import json
@@ -7,10 +7,13 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.pages import blocks
+import art
+from tests import pages
+from tests.pages import HOWTO, ROOT, blocks
 from tests.quick.learning.crowd import NAME, Crowd, crowd
 
 pytestmark = pytest.mark.anyio
@@ -60,3 +63,26 @@ async def test_the_javascript_of_the_page(tmp_path: Path) -> None:
         assert [(score["state"], score.get("comment")) for score in await shop.scores()] == [
             *(("replaced", None), ("scored", "It found the order."))
         ]
+
+
+async def test_the_python_of_the_page(tmp_path: Path) -> None:
+    async with crowd(tmp_path) as shop, art.Backend(shop.served.url) as backend:
+        model = art.TrainableModel(project="shop", name="helper", base_model="base")
+        await model.register(backend)
+        messages: Any = [{"role": "user", "content": "Where is order 52?"}]
+        completion = await model.openai_client().chat.completions.create(model=NAME, messages=messages)
+        names: dict[str, Any] = {"model": model, "completion": completion}
+        for number in range(len(blocks(PAGE, "python"))):
+            await pages.run(PAGE, number, names)
+        assert (names["score"].state, names["score"].value) == ("scored", 1)
+
+
+def test_no_block_is_left_out() -> None:
+    languages = re.findall(r"^```(.*)$", (HOWTO / PAGE).read_text(), re.MULTILINE)
+    assert {*languages[::2]} == {"bash", "python", "javascript", ""}, (
+        "what a test above runs, and what `art status` prints"
+    )
+    texts = {file: file.read_text() for file in (ROOT / "README.md", ROOT / "SECURITY.md", *ROOT.glob("docs/**/*.md"))}
+    commands = r"^ *(?:curl .*/(?:feedback|learning|answers|sessions)\b|art (?:learn|feedback) ).*"
+    others = {file.name for file, text in texts.items() if re.search(commands, text, re.MULTILINE)}
+    assert others == {"learning-in-use.md"}

@@ -1,4 +1,5 @@
-"""Retention of scores: texts go with the ledger's records, rows later, and no answer is trained twice meanwhile."""
+"""Retention of scores: texts go with the ledger's records, rows later, and no answer is trained twice meanwhile. How the
+table is read."""
 
 import asyncio
 import itertools
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from art_server.learning.scores import KEPT_SECONDS, NewScore, Scores
+from art_server.learning.scores import KEPT_SECONDS, READ_AT_A_TIME, NewScore, Scores
 from art_server.store.server_database import open_server_database
 from tests.fakes.clock import FakeClock
 from tests.quick.learning.crowd import crowd
@@ -26,8 +27,8 @@ class Table:
         self.database = open_server_database(None)
         self.scores = Scores(self.database, clock=self.clock)
 
-    def add(self, choice: str = "a-0") -> int:
-        score = NewScore(
+    def score(self, choice: str) -> NewScore:
+        return NewScore(
             model=1,
             target=f"answer {choice}",
             choices=[choice],
@@ -45,7 +46,9 @@ class Table:
             answered_at=self.clock.now(),
             pinned=b"tokens",
         )
-        self.scores.add([score])
+
+    def add(self, choice: str = "a-0") -> int:
+        self.scores.add([self.score(choice)])
         return self.rows()[-1]["number"]
 
     def train(self, number: int, choice: str = "a-0") -> None:
@@ -121,3 +124,20 @@ async def test_a_server_prunes_scores_at_its_start(tmp_path: Path) -> None:
     async with crowd(tmp_path, ledger_max_age_days=1e-9) as shop:
         while (await shop.scores())[0].get("comment"):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+
+def test_waiting_scores_are_read_in_parts_that_the_event_loop_can_wait_for() -> None:
+    table = Table()
+    num_scores = 2 * READ_AT_A_TIME + 1
+    table.scores.add([table.score(f"{number}-0") for number in range(num_scores)])
+    largest: list[int] = []
+    select = table.database.select
+
+    def counted(*arguments: Any) -> list[Any]:
+        rows = select(*arguments)
+        largest.append(len(rows))
+        return rows
+
+    table.database.select = counted  # type: ignore[method-assign]
+    assert [score.target for score in table.scores.waiting(1)] == [f"answer {number}-0" for number in range(num_scores)]
+    assert largest == [READ_AT_A_TIME, READ_AT_A_TIME, 1]
