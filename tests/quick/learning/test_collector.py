@@ -45,14 +45,14 @@ async def test_a_full_batch_trains_a_step_and_each_score_once(tmp_path: Path) ->
 
 
 class SlowClock(Clock):
-    """By this clock a look at the scores takes at least ten seconds. A pause takes no time."""
+    """By this clock a look at the scores takes at least five seconds. A pause takes no time."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.pauses: list[float] = []
 
     def monotonic(self) -> float:
-        self.seconds += 10.0
+        self.seconds += 5.0
         return self.seconds
 
     async def sleep(self, seconds: float) -> None:
@@ -66,7 +66,7 @@ async def test_the_collector_rests_longer_than_it_looks(tmp_path: Path) -> None:
         await shop.learn(**FOUR)
         await give(shop, [1, 1, 0, 0])
         await shop.trained(1)
-    assert max(clock.pauses) >= 10.0 * REST
+    assert max(clock.pauses) >= 5.0 * REST
 
 
 async def test_scores_that_are_all_equal_wait(tmp_path: Path) -> None:
