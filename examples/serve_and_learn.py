@@ -45,6 +45,7 @@ class Answer:
     """What a client has of an answer."""
 
     id: str
+    question: int
     likes: float
     """The probability of a thumb up."""
     step: int
@@ -95,7 +96,7 @@ class Crowd:
             reply = await client.post("/v1/chat/completions", body)
             choice = reply["choices"][0]
             liked = likes(question, choice["message"]["content"] or "")
-            answers.append(Answer(reply["id"], liked, choice["art"]["step"]))
+            answers.append(Answer(reply["id"], question, liked, choice["art"]["step"]))
         return answers
 
     async def give(self, scores: Sequence[tuple[Answer, bool, str]]) -> None:
@@ -131,11 +132,11 @@ async def use(crowd: Crowd, http: httpx.AsyncClient, name: str, steps: int, seed
     step."""
     dice = random.Random(seed)
     due: dict[int, list[tuple[Answer, bool, str]]] = {}
-    by_step: dict[int, list[float]] = {}
+    by_step: dict[int, list[Answer]] = {}
     for number in itertools.count():
         answers = await crowd.ask()
         for answer in answers:
-            by_step.setdefault(answer.step, []).append(answer.likes)
+            by_step.setdefault(answer.step, []).append(answer)
             if dice.random() < SHARE_SCORED:
                 is_wrong = dice.random() < SHARE_WRONG
                 thumb = (dice.random() < answer.likes) != is_wrong
@@ -149,9 +150,17 @@ async def use(crowd: Crowd, http: httpx.AsyncClient, name: str, steps: int, seed
         )
         if sum(len(by_step[step]) for step in by_step if step >= steps) >= len(answers) // 2:
             break
-    rewards = {step: statistics.fmean(by_step[step]) for step in sorted(by_step)}
+    rewards = {step: mean_of(by_step[step]) for step in sorted(by_step)}
     print("by step:", "  ".join(f"{step} {reward:.3f}" for step, reward in rewards.items()))
     return list(rewards.values())
+
+
+def mean_of(answers: Sequence[Answer]) -> float:
+    """The mean over questions, which a step that served for a part of a round has not answered equally often."""
+    by_question: dict[int, list[float]] = {}
+    for answer in answers:
+        by_question.setdefault(answer.question, []).append(answer.likes)
+    return statistics.fmean(map(statistics.fmean, by_question.values()))
 
 
 async def main() -> None:

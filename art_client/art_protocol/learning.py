@@ -171,10 +171,7 @@ def default_config() -> TrainConfig:
         epsilon=0.4,
         baseline="none",
         scaling="batch_std",
-        correction="sequence_mask",
-        correction_low=0.1,
-        correction_high=10.0,
-        beta=0.02,
+        beta=0.01,
         kl_estimator="k2",
         max_staleness=8,
     )
