@@ -143,12 +143,12 @@ async def use(crowd: Crowd, http: httpx.AsyncClient, name: str, steps: int, seed
                 score = (answer, thumb, f"user-{dice.randrange(200)}")
                 due.setdefault(number + dice.randint(0, LONGEST_DELAY), []).append(score)
         await crowd.give(due.pop(number, []))
-        reason = (await http.get(f"/api/models/{name}/learning")).json()["reason"]
+        info = (await http.get(f"/api/models/{name}/learning")).json()
         mean = statistics.fmean(answer.likes for answer in answers)
-        print(
-            f"round {number:2d}  expected thumbs up {mean:.3f}  answered by step {max(by_step)}; {reason}", flush=True
-        )
-        if sum(len(by_step[step]) for step in by_step if step >= steps) >= len(answers) // 2:
+        answered = f"answered by step {max(by_step)}"
+        print(f"round {number:2d}  expected thumbs up {mean:.3f}  {answered}; {info['reason']}", flush=True)
+        num_by_last = sum(len(by_step[step]) for step in by_step if step >= steps)
+        if num_by_last >= len(answers) // 2 or info["state"] == "paused":  # the guard has refused three steps in a row
             break
     rewards = {step: mean_of(by_step[step]) for step in sorted(by_step)}
     print("by step:", "  ".join(f"{step} {reward:.3f}" for step, reward in rewards.items()))
