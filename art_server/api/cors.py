@@ -32,7 +32,7 @@ class CrossOrigin(CORSMiddleware):
             allow_origins=origins,
             allow_methods=["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"],
             allow_headers=["*"],
-            expose_headers=EXPOSED_HEADERS,
+            expose_headers=EXPOSED_HEADERS if origins else (),
         )
         self._logged: set[str] = set()
 
