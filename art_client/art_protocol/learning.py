@@ -162,8 +162,8 @@ class ScoreName(Body):
 def default_config() -> TrainConfig:
     """How scores train. Scores are few and late: a batch trains eight small steps in place of a large one, and old answers count as
     long as the policy has not left them. Of such answers k3, the usual estimate of the KL divergence, has a gradient that grows without
-    bound and holds the policy back; k2 has not. Each token has the same weight: where each answer has, the tokens of a bad long answer
-    weigh less, and answers lose their ends (docs/benchmarks.md, "Learning in use")."""
+    bound and holds the policy back; k2 has not. All tokens have the same weight: if all answers had, the tokens of a bad
+    long answer would weigh less, and answers would lose their ends (docs/benchmarks.md, "Learning in use")."""
     return TrainConfig(
         learning_rate=1e-4,
         passes=4,

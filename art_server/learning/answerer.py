@@ -25,7 +25,7 @@ class EngineEnded(EngineDied):
 class Answerer:
     """Asks steps of models. Each call waits until an engine is ready.
 
-    Raises in each call:
+    Raises in all calls:
         EngineEnded: the engine ended meanwhile.
         AdapterRefused: the engine refuses the step, or cannot compute with it.
         Unavailable: the engine is not ready.

@@ -14,7 +14,7 @@ TOLERANCE = 1e-3
 
 
 def read_top(top: TeacherTop) -> tuple[np.ndarray, np.ndarray]:
-    """The ids (int32) and log-probabilities (float32) of a turn, each tokens x top_k.
+    """The ids (int32) and log-probabilities (float32) of a turn, both with the shape tokens x top_k.
 
     Raises:
         ValueError: the text is not base64, or not so many numbers.
