@@ -1,8 +1,9 @@
 """Steps that answer and read for the server itself: for the guard and the teacher. Users' requests go on meanwhile, and the ledger records
 nothing."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from art_server.engine.engine import LOST, AdapterRefused, Engine, EngineDied
@@ -13,6 +14,16 @@ from art_server.store.registry import RegisteredModel
 WAIT_SECONDS = 3600.0
 AT_ONCE = 8
 """Requests that the server has at the engine at the same time, beside those of the users."""
+
+
+async def at_once(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs AT_ONCE workers, which share what is to be done. If one fails, the others end too, and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AT_ONCE):
+                group.create_task(work())
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
 
 
 class EngineEnded(EngineDied):

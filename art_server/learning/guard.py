@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from art_server.learning.answerer import AT_ONCE, Answerer
+from art_server.learning.answerer import Answerer, at_once
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import NEVER_LEARNS, Record
@@ -70,7 +70,7 @@ class Guard:
             for number, kind in questions:
                 answers[kind].append(await self._answer(model, kind, serving, records[number % len(records)], number))
 
-        await asyncio.gather(*(ask() for _ in range(AT_ONCE)))
+        await at_once(ask)
         return compare(answers[step], answers[serving], max_kl)
 
     async def _answer(self, model: RegisteredModel, step: int, serving: int, record: Record, seed: int) -> Answer:

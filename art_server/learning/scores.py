@@ -236,10 +236,14 @@ class Scores:
 
     def count_open(self, model: int) -> int:
         """The number of scores that wait for a batch."""
-        ((count,),) = self._database.select(
-            "SELECT COUNT(*) FROM scores WHERE model = ? AND state = 'scored' AND reason IS NULL", model
+        return self.open_mark(model)[0]
+
+    def open_mark(self, model: int) -> tuple[int, int]:
+        """The number of scores that wait for a batch, and the largest of their numbers: while both stay, the same scores wait."""
+        ((count, newest),) = self._database.select(
+            "SELECT COUNT(*), MAX(number) FROM scores WHERE model = ? AND state = 'scored' AND reason IS NULL", model
         )
-        return count
+        return count, newest or 0
 
     def counts(self, model: int) -> dict[str, int]:
         """The number of scores by state; of dropped scores also by reason."""

@@ -9,7 +9,6 @@ Sources: Hübotter et al. 2026, SDPO (arXiv:2601.20802), the loss in section 3, 
 (arXiv:2601.19897), for a right answer.
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from art_protocol.teaching import MAX_ADVANTAGE, with_feedback
 from art_server.engine.fleet import Fleet
 from art_server.errors import InvalidInput
-from art_server.learning.answerer import AT_ONCE, Answerer
+from art_server.learning.answerer import Answerer, at_once
 from art_server.ledger.conversation import Message
 from art_server.ledger.records import TEMPLATE_KWARGS, Record
 from art_server.store.registry import RegisteredModel
@@ -72,12 +71,7 @@ class Teacher:
                 except Unteachable as error:
                     taught[lesson.record.choice_id] = error.reason
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(AT_ONCE):
-                    group.create_task(teach())
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+        await at_once(teach)
         return taught
 
     async def _gaps(self, model: RegisteredModel, step: int, lesson: Lesson, max_length: int) -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 from art_protocol.learning import Policy
 from art_server.jobs.trainer_process import TrainerError
 from art_server.learning.collector import REST, choose
-from art_server.learning.scores import WaitingScore
+from art_server.learning.scores import Scores, WaitingScore
 from art_server.shared.clock import Clock
 from art_server.shared.trainer_messages import Batch
 from tests.fakes.vllm import ANSWER, PROMPT
@@ -76,6 +76,30 @@ async def test_scores_that_are_all_equal_wait(tmp_path: Path) -> None:
         assert "all have the same reward" in (await shop.info())["reason"]
         await give(shop, [0], first=9)
         assert (await shop.trained(1))["counts"] == {"trained": 4, "scored": 2}
+
+
+async def test_waiting_scores_are_read_again_when_other_scores_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    read = Scores.waiting
+
+    def waiting(scores: Scores, model: int) -> list[WaitingScore]:
+        looks.append(model)
+        return read(scores, model)
+
+    monkeypatch.setattr(Scores, "waiting", waiting)
+    async with crowd(tmp_path) as shop:
+        await shop.learn(**FOUR)
+        scores = await give(shop, [1, 1, 1])
+        assert "3 of 4" in (await shop.info())["reason"]
+        num_looks = len(looks)
+        assert "3 of 4" in (await shop.info())["reason"]
+        assert len(looks) == num_looks
+        (await shop.http.delete(f"{ROUTES}/feedback/{scores[-1]['id']}")).raise_for_status()
+        assert "2 of 4" in (await shop.info())["reason"]
+        await give(shop, [1], first=9)
+        assert "3 of 4" in (await shop.info())["reason"], "as many as before, but another score"
 
 
 async def test_programs_do_not_train_a_model_that_learns(tmp_path: Path) -> None:
