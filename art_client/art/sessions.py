@@ -13,7 +13,8 @@ client does not parse any requests.
 import logging
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from contextvars import Token
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, Self
@@ -24,9 +25,25 @@ from art.scopes import Scope, current_scope
 from art.trajectories import History, Trajectory
 from art_protocol import sampling as session_sampling
 from art_protocol.learning import ROLLOUT_SESSION
-from art_protocol.wire import NAME_PATTERN, NAME_RULE, SESSION_HEADER, UNNAMED_SECONDS, SessionReply
+from art_protocol.wire import (
+    NAME_PATTERN,
+    NAME_RULE,
+    SESSION_HEADER,
+    UNNAMED_SECONDS,
+    HistoryBody,
+    HistoryKind,
+    SessionReply,
+)
 
 logger = logging.getLogger(__name__)
+
+PLURALS: Mapping[HistoryKind, str] = {
+    "branch": "branches",
+    "context_reset": "context_resets",
+    "sub_agent": "sub_agents",
+    "side_call": "side_calls",
+}
+"""The metrics that count the conversations beside the main one."""
 
 NO_REQUEST = "the agent sent no request that names the session"
 
@@ -113,13 +130,21 @@ class Rollout:
         metrics: dict[str, float | int | bool] | None = None,
         metadata: dict[str, Any] | None = None,
         model: TrainableModel | None = None,
+        leave_out: Collection[HistoryKind] = (),
     ) -> Trajectory:
         """The answers of `model` (default: the rollout's model) in this session so far, as a trajectory.
 
-        Conversations are in the order in which they began. The first is the trajectory's own. The others are its
-        additional histories: sub-agents, parallel branches, the part after a context reset. Choices that the server
-        excluded are counted in metrics["unused_choices"], with the reasons in `logs`.
+        The conversation with the most answers is the trajectory's own. The others are its additional histories, in the order in which
+        they began; metrics have the number of `branches`, `context_resets`, `sub_agents` and `side_calls`. `leave_out` names kinds of
+        conversations that are not to be trained, such as {"side_call"}: titles, summaries and probes of a coding agent. Choices that
+        were left out are counted in metrics["unused_choices"], with the reasons in `logs`.
+
+        Raises:
+            ValueError: `leave_out` has another word.
         """
+        for kind in leave_out:
+            if kind not in PLURALS:
+                raise ValueError(f"leave_out has {kind!r}, which is none of {', '.join(PLURALS)}")
         model = model or self.model
         reply = await model.backend()._fetch_session(model, self.session)
         reason = None if reply.num_choices else self._why_empty(model, reply)
@@ -128,7 +153,7 @@ class Rollout:
         if self._span is not None:
             self._span.set({"art.reward": reward})
         trajectory = Trajectory(reward=reward, metrics=metrics or {}, metadata=metadata or {})
-        add_captured(trajectory, [reply])
+        add_captured(trajectory, [without(reply, leave_out)])
         if reason is not None:
             trajectory.log(reason)
         return trajectory
@@ -210,16 +235,39 @@ def were(count: int) -> str:
     return "1 of its answers was" if count == 1 else f"{count} of its answers were"
 
 
+def without(reply: SessionReply, leave_out: Collection[HistoryKind]) -> SessionReply:
+    """A session without some kinds of conversations, whose choices are counted."""
+    if not leave_out:
+        return reply
+    kinds = dict(enumerate(reply.kinds))
+    kept = [history for number, history in enumerate(reply.histories) if kinds.get(number) not in leave_out]
+    unused = dict(reply.unused)
+    ids = choice_ids(kept)
+    for kind in leave_out:
+        left_out = [history for number, history in enumerate(reply.histories) if kinds.get(number) == kind]
+        if num_left_out := len(choice_ids(left_out) - ids):
+            unused[f"the rollout leaves {PLURALS[kind].replace('_', ' ')} out"] = num_left_out
+    return reply.model_copy(update={"histories": kept, "unused": unused})
+
+
+def choice_ids(histories: Iterable[HistoryBody]) -> set[str]:
+    entries = (entry for history in histories for entry in history.messages_and_choices)
+    return {entry["art"]["id"] for entry in entries if "finish_reason" in entry}
+
+
 def add_captured(trajectory: Trajectory, replies: Iterable[SessionReply]) -> None:
     """Adds the conversations of a session to a trajectory. Existing entries of the trajectory are unchanged."""
     histories: list[History] = []
     unused: dict[str, int] = {}
+    kinds: Counter[str] = Counter()
     for reply in replies:
+        kinds.update(PLURALS[kind] for kind in reply.kinds if kind != "main")
         for history in reply.histories:
             histories.append(History.model_validate(history.model_dump()))
         for reason, count in reply.unused.items():
             unused[reason] = unused.get(reason, 0) + count
     add_histories(trajectory, histories)
+    trajectory.metrics |= kinds
     if unused:
         trajectory.metrics["unused_choices"] = sum(unused.values())
     for reason, count in unused.items():

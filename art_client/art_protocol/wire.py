@@ -459,6 +459,8 @@ class Difference(Reply):
     """The text of the later request at the difference."""
     count: int
     """Rollouts of this shape whose first difference this is."""
+    num_tokens: int = 0
+    """Tokens of these rollouts that are computed again, for all of their differences."""
     example: str
     """The path of the turn, for example "groups[0].trajectories[2].messages_and_choices[3]"."""
 
@@ -467,7 +469,8 @@ class Difference(Reply):
         has = "has" if self.count == 1 else "have"
         return (
             f"{counted(self.count, 'rollout')} {has} turns that do not continue those before them, and are sequences of their own: {self.whose} was "
-            f"{self.expected!r} and is {self.found!r} in a later request ({self.example})"
+            f"{self.expected!r} and is {self.found!r} in a later request ({self.example}), so that {counted(self.num_tokens, 'token')} "
+            "are computed again"
         )
 
 
@@ -666,11 +669,18 @@ effect, for agents whose headers cannot be set."""
 UNNAMED_SECONDS = 600
 
 
+HistoryKind = Literal["main", "branch", "context_reset", "sub_agent", "side_call"]
+"""What a conversation of a session is to the agent (docs/agents.md, "What an agent asks beside its conversation")."""
+
+
 class SessionReply(Reply):
     """One model's answers in one session, as the conversations of a trajectory."""
 
     histories: list[HistoryBody]
-    """The conversations, in the order in which they began. A request that continues a conversation extends it."""
+    """The conversations: the main one, which has the most answers, and the others in the order in which they began. A request that
+    continues a conversation extends it."""
+    kinds: list[HistoryKind] = []
+    """What each of the histories is; empty from a server of an earlier version."""
     num_choices: int
     """Number of choices in the histories."""
     unused: dict[str, int] = {}

@@ -43,9 +43,22 @@ class FirstDifference:
     whose: str
     expected: str
     actual: str
+    num_tokens: int = 0
+    """The tokens behind the difference that the later prompt has beside those of the turns before: they are computed again."""
 
     def __str__(self) -> str:
-        return f"{self.whose}: expected {self.expected!r}, found {self.actual!r}"
+        return f"{self.whose}: expected {self.expected!r}, found {self.actual!r}; {self.num_tokens:,} tokens are computed again"
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierHistory:
+    """A history of the trajectory that came before another one."""
+
+    history: HistoryBody
+    digests: Sequence[bytes]
+    """`conversation.prefix_digests` of its messages."""
+    sequences: Sequence[Sequence[int]] = ()
+    """The tokens of its sequences."""
 
 
 def of_prompt(
@@ -64,7 +77,13 @@ def of_prompt(
     if expected == actual:  # the same text in other tokens: show the tokens
         expected = _texts_of_tokens(sequence[at : at + NEAR], decode)
         actual = _texts_of_tokens(prompt[at : at + NEAR], decode)
-    return FirstDifference(_whose(history, turns, sequence, prompt, at, decode), *around(expected, actual))
+    whose = _whose(history, turns, sequence, prompt, at, decode)
+    return FirstDifference(whose, *around(expected, actual), num_tokens=num_again(sequence, prompt, at))
+
+
+def num_again(sequence: Sequence[int], prompt: Sequence[int], at: int) -> int:
+    """The tokens that a prompt would share with a sequence if the two did not differ from `at` on."""
+    return min(len(sequence), len(prompt)) - at
 
 
 def _texts_of_tokens(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str | None]) -> str:
@@ -125,36 +144,41 @@ def _is_in_tools(text: str, at: int) -> bool:
 
 
 def of_histories(
-    earlier: Sequence[tuple[HistoryBody, Sequence[bytes]]], history: HistoryBody, digests: Sequence[bytes], entry: int
+    earlier: Sequence[EarlierHistory],
+    history: HistoryBody,
+    digests: Sequence[bytes],
+    entry: int,
+    prompt: Sequence[int],
 ) -> FirstDifference | None:
     """The first difference between the messages before an entry and the most similar earlier history of the trajectory.
 
-    None if the messages repeat no answer of an earlier history as plain text. With each history come its
-    `conversation.prefix_digests`.
+    None if the messages repeat no answer of an earlier history as plain text. `prompt` are the tokens before the entry.
     """
     messages = messages_of(history)[:entry]
     answers = _plain_answers(history.messages_and_choices[:entry])
-    nearest: list[Message] = []
-    nearest_tools: Any = None
+    nearest: EarlierHistory | None = None
     num_same = -1
-    for earlier_history, earlier_digests in earlier:
-        entries = earlier_history.messages_and_choices
+    for earlier_history in earlier:
+        entries = earlier_history.history.messages_and_choices
         first_choice = next((index for index, message in enumerate(entries) if is_choice(message)), None)
         # As many plain answers as the earlier history begins with can be examples, which no policy sampled.
         if first_choice is None or len(answers) <= len(_plain_answers(entries[:first_choice])):
             continue
-        same = first_difference(digests[1 : entry + 1], earlier_digests[1:])
-        if same >= num_same and (same or _repeats(answers, earlier_history)):
-            nearest, nearest_tools, num_same = messages_of(earlier_history), earlier_history.tools, same
-    if num_same < 0:
+        same = first_difference(digests[1 : entry + 1], earlier_history.digests[1:])
+        if same >= num_same and (same or _repeats(answers, earlier_history.history)):
+            nearest, num_same = earlier_history, same
+    if nearest is None:
         return None
-    expected = nearest[num_same] if num_same < len(nearest) else {}
+    nearest_messages, nearest_tools = messages_of(nearest.history), nearest.history.tools
+    num_tokens = max((num_again(ids, prompt, first_difference(ids, prompt)) for ids in nearest.sequences), default=0)
+    expected = nearest_messages[num_same] if num_same < len(nearest_messages) else {}
     actual = messages[num_same] if num_same < len(messages) else {}
     if not (expected and actual) and (nearest_tools or []) != (history.tools or []):
         shown = (json.dumps(tools or [], ensure_ascii=False) for tools in (nearest_tools, history.tools))
-        return FirstDifference(TOOLS, *around(*shown))
+        return FirstDifference(TOOLS, *around(*shown), num_tokens=num_tokens)
     written = text_of if expected.get("role") == actual.get("role") else _with_role
-    return FirstDifference(whose_message(expected or actual), *around(written(expected), written(actual)))
+    whose = whose_message(expected or actual)
+    return FirstDifference(whose, *around(written(expected), written(actual)), num_tokens=num_tokens)
 
 
 def _with_role(message: Message) -> str:

@@ -77,9 +77,9 @@ class ReportCounts:
     has_sharegpt: bool = False
     turns: dict[str, int] = field(default_factory=dict)
     continuations: dict[str, int] = field(default_factory=dict)
-    differences: dict[tuple[str, ...], tuple[int, FirstDifference, str]] = field(default_factory=dict)
-    """By whose text differs, and the roles of the messages up to the turn: the number of such differences, the first
-    difference, and its path."""
+    differences: dict[tuple[str, ...], tuple[int, int, FirstDifference, str]] = field(default_factory=dict)
+    """By whose text differs, and the roles of the messages up to the turn: the number of such rollouts, the tokens that they compute
+    again, the first difference, and its path."""
     dropped: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
     unscored: dict[str, set[str]] = field(default_factory=dict)
     """The names of all turns' `ResolvedTurn.unscored`, with their values."""
@@ -128,11 +128,13 @@ class ReportCounts:
     def add_continuation(self, how: str) -> None:
         self.continuations[how] = self.continuations.get(how, 0) + 1
 
-    def add_difference(self, history: HistoryBody, entry: int, difference: FirstDifference, where: str) -> None:
-        """Counts a rollout's first difference, which the turn at `entry` has."""
+    def add_difference(
+        self, history: HistoryBody, entry: int, difference: FirstDifference, where: str, num_tokens: int
+    ) -> None:
+        """Counts a rollout's first difference, which the turn at `entry` has. `num_tokens`: what the rollout computes again."""
         shape = (difference.whose, *(str(message.get("role")) for message in messages_of(history)[:entry]))
-        count, first, path = self.differences.get(shape, (0, difference, f"{where}messages_and_choices[{entry}]"))
-        self.differences[shape] = (count + 1, first, path)
+        count, tokens, *first = self.differences.get(shape, (0, 0, difference, f"{where}messages_and_choices[{entry}]"))
+        self.differences[shape] = (count + 1, tokens + num_tokens, *first)
 
     def add_dropped(self, reason: str, where: str) -> None:
         count, examples = self.dropped.get(reason, (0, []))
@@ -234,8 +236,15 @@ def make_report(
         turns=counts.turns,
         continuations=counts.continuations,
         differences=[
-            Difference(whose=first.whose, expected=first.expected, found=first.actual, count=count, example=path)
-            for count, first, path in [*counts.differences.values()][:MAX_SHAPES]
+            Difference(
+                whose=first.whose,
+                expected=first.expected,
+                found=first.actual,
+                count=count,
+                num_tokens=num_tokens,
+                example=path,
+            )
+            for count, num_tokens, first, path in [*counts.differences.values()][:MAX_SHAPES]
         ],
         dropped=_left_out(batch, unmasked, counts, config),
         num_sampled_tokens=sum(num_sampled(trajectory) for group in batch.groups for trajectory in group.trajectories),

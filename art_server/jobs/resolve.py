@@ -40,7 +40,7 @@ from art_server.errors import InvalidInput, RecordsMissing
 from art_server.jobs import reasons
 from art_server.jobs.batch_signs import BatchSigns, Past, signs_of
 from art_server.jobs.choices import SentTurn, first_other_part, is_choice, is_weightless, read_turn
-from art_server.jobs.differences import FirstDifference, of_histories, of_prompt
+from art_server.jobs.differences import EarlierHistory, FirstDifference, of_histories, of_prompt
 from art_server.jobs.job_report import NO_TURN, ReportCounts, make_report
 from art_server.jobs.recorded_turns import recorded_turn
 from art_server.jobs.template_turns import TemplateTurns
@@ -207,13 +207,14 @@ class Resolver:
 
     def _trajectory(self, trajectory: TrajectoryBody, where: str) -> tuple[TrainableTrajectory, list[TurnTrace]]:
         """A trajectory's sequences with their exact tokens, and the traces of all its turns. `where` is the trajectory's path
-        in the request. The report counts the trajectory's first difference only."""
+        in the request. The report shows the trajectory's first difference, with the tokens of all."""
         seen: set[Hashable] = set()
         dropped_rewards: list[float] = []
         sequences: list[TokenSequence] = []
         traces: list[TurnTrace] = []
-        earlier_histories: list[tuple[HistoryBody, Sequence[bytes]]] = []
-        has_difference = False
+        earlier_histories: list[EarlierHistory] = []
+        first_difference: tuple[HistoryBody, int, FirstDifference, str] | None = None
+        num_again = 0
         for number, history in enumerate([trajectory, *trajectory.additional_histories]):
             path = f"{where}.additional_histories[{number - 1}]." if number else f"{where}."
             turns = self._turns(history, path, seen, dropped_rewards)
@@ -222,14 +223,17 @@ class Resolver:
             traces += [TurnTrace(number, entry, dropped=reason) for entry, reason in turns.dropped]
             traces += self._traces(number, turns, spans, differences, num_before=len(sequences))
             for (entry, _), difference in zip(turns.trained, differences, strict=True):
-                if difference is not None and not has_difference:
-                    has_difference = True
-                    self._counts.add_difference(history, entry, difference, path)
-            earlier_histories.append((history, turns.digests))
+                if difference is not None:
+                    first_difference = first_difference or (history, entry, difference, path)
+                    num_again += difference.num_tokens
+            tokens = [sequence.token_ids for sequence in joined]
+            earlier_histories.append(EarlierHistory(history, turns.digests, tokens))
             sequences += [sequence.model_copy(update={"truncated": turns.is_truncated}) for sequence in joined]
             if sequences:  # no trained turn of this history takes the rewards that are left
                 add_rewards(sequences[-1], dropped_rewards)
                 dropped_rewards.clear()
+        if first_difference is not None:
+            self._counts.add_difference(*first_difference, num_again)
         if not sequences:
             self._counts.add_dropped(NO_TURN, where)
         traces.sort(key=lambda trace: (trace.history, trace.entry))
@@ -241,7 +245,7 @@ class Resolver:
         turns: HistoryTurns,
         sequences: Sequence[TokenSequence],
         spans: Sequence[TurnSpan],
-        earlier_histories: Sequence[tuple[HistoryBody, Sequence[bytes]]],
+        earlier_histories: Sequence[EarlierHistory],
     ) -> list[FirstDifference | None]:
         """For each trained turn of a history, the first difference from what came before; None without a difference.
 
@@ -253,7 +257,8 @@ class Resolver:
         earlier_turns: list[tuple[int, TurnSpan]] = []
         for (entry, turn), span in zip(turns.trained, spans, strict=True):
             if not earlier_turns:
-                difference = of_histories(earlier_histories, history, turns.digests, entry)
+                prompt = turn.prompt_token_ids
+                difference = of_histories(earlier_histories, history, turns.digests, entry, prompt)
             elif span.is_joined:
                 difference = None
             else:

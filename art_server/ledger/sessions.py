@@ -24,6 +24,7 @@ from typing import Any
 from art_protocol.wire import UNNAMED_SECONDS, HistoryBody, SessionReply
 from art_server.ledger import conversation
 from art_server.ledger.conversation import Conversation, Message
+from art_server.ledger.kinds import with_kinds
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import NOT_DELIVERED, NOT_ENDED, Record, num_requests
 from art_server.ledger.session_turns import MAX_COMPARED, SessionTurn, ends_of
@@ -54,7 +55,7 @@ def read_session(ledger: Ledger, model: int, project: str, session: str, owner: 
 def session_trajectory(
     recorded: Sequence[Recorded], others: Sequence[Recorded] = (), lost: Mapping[str, int] | None = None
 ) -> SessionReply:
-    """The conversations of a model in a session, in the order in which their first requests came. `recorded` are the
+    """The conversations of a model in a session: the main one, and the others in the order in which they began. `recorded` are the
     model's choices, `others` the choices of the server's other models. `lost` counts choices without a record, by reason. Choices of a
     step that the request named are another speaker's, if other requests named none."""
     frozen = [pair for pair in recorded if pair[1].get("names_step")]
@@ -78,7 +79,7 @@ def session_trajectory(
     began = {id(turn): number for number, turn in enumerate(turns)}
     ends = sorted((turn for turn in turns if turn.is_end), key=lambda turn: began[id(turn.first)])
     used: set[str] = set()
-    histories = [make_history(turn, used) for turn in ends]
+    histories, kinds = with_kinds([make_history(turn, used) for turn in ends], ends)
     unused = dict(lost or {})
     if frozen:
         unused[OF_NAMED_STEP] = len(frozen)
@@ -87,7 +88,7 @@ def session_trajectory(
             is_lost = turn.delivered_at is None
             reason = NOT_DELIVERED if is_lost else turn.discarded or PASSED_OVER
             unused[reason] = unused.get(reason, 0) + 1
-    return SessionReply(histories=histories, num_choices=len(used), unused=unused)
+    return SessionReply(histories=histories, kinds=kinds, num_choices=len(used), unused=unused)
 
 
 def make_turns(recorded: Sequence[Recorded]) -> list[SessionTurn]:

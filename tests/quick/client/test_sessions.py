@@ -104,6 +104,41 @@ async def test_choices_left_out_are_counted(server, answer, model: art.Trainable
     ]
 
 
+KINDS = ["main", "side_call", "sub_agent", "side_call"]
+
+
+@pytest.mark.parametrize(
+    ("leave_out", "left", "unused"),
+    [
+        ((), ["main", "title", "helper", "probe"], {}),
+        ({"side_call"}, ["main", "helper"], {"unused_choices": 2}),
+        ({"side_call", "sub_agent", "branch"}, ["main"], {"unused_choices": 3}),
+    ],
+)
+async def test_what_the_agent_asks_beside_its_conversation_is_counted_and_may_be_left_out(
+    server, answer, model: art.TrainableModel, leave_out, left, unused
+):
+    histories = [history("main"), history("title"), history("helper"), history("probe")]
+    keep_session(server, answer, "one", histories, kinds=KINDS)
+    trajectory = await art.rollout(model, "one").trajectory(leave_out=leave_out)
+    parts = [trajectory, *trajectory.additional_histories]
+    assert [part.messages_and_choices[1].message.content for part in parts] == left
+    assert trajectory.metrics == {"side_calls": 2, "sub_agents": 1, **unused}
+    if unused:
+        assert "2 captured choices left out: the rollout leaves side calls out" in trajectory.logs
+
+
+async def test_a_branch_that_is_left_out_keeps_the_answers_that_it_shares(server, answer, model: art.TrainableModel):
+    keep_session(server, answer, "one", [history("main"), history("main")], kinds=["main", "branch"])
+    trajectory = await art.rollout(model, "one").trajectory(leave_out=["branch"])
+    assert trajectory.metrics == {"branches": 1}
+
+
+async def test_a_kind_that_does_not_exist_is_refused(model: art.TrainableModel):
+    with pytest.raises(ValueError, match="leave_out has 'titles', which is none of branch, context_reset"):
+        await art.rollout(model, "one").trajectory(leave_out=["titles"])  # pyright: ignore[reportArgumentType]
+
+
 async def test_two_models_in_one_scope_are_captured_apart(
     server, answer, backend: art.Backend, model: art.TrainableModel
 ):

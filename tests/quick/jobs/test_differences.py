@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from art_protocol.wire import HistoryBody
-from art_server.jobs.differences import ANSWER, TEMPLATE, TOOLS, FirstDifference, of_histories, of_prompt
+from art_server.jobs.differences import (
+    ANSWER,
+    TEMPLATE,
+    TOOLS,
+    EarlierHistory,
+    FirstDifference,
+    of_histories,
+    of_prompt,
+)
 from art_server.jobs.turns import TurnSpan
 from art_server.ledger import conversation
 
@@ -149,6 +157,7 @@ def test_an_edited_answer_is_an_answer() -> None:
         history, turns, [*map(ord, sequence)], [*map(ord, prompt)], lambda ids: "".join(map(chr, ids))
     )
     assert difference is not None and difference.whose == ANSWER
+    assert difference.num_tokens == len("look."), "a character is a token here"
 
 
 def test_histories_with_other_tools_differ_in_their_tools() -> None:
@@ -163,6 +172,6 @@ def test_histories_with_other_tools_differ_in_their_tools() -> None:
 
     first, second = [USER, choices[0]], [USER, plain, RESULT, choices[1]]
     for tools, whose in (([TIME], TOOLS), ([WEATHER], "the tool message")):
-        earlier = [(history(first, WEATHER), digests(first))]
-        difference = of_histories(earlier, history(second, *tools), digests(second), 3)
-        assert difference is not None and difference.whose == whose
+        earlier = [EarlierHistory(history(first, WEATHER), digests(first), [[1, 2, 3, 4], [1, 5]])]
+        difference = of_histories(earlier, history(second, *tools), digests(second), 3, [1, 2, 9, 4, 5])
+        assert difference is not None and (difference.whose, difference.num_tokens) == (whose, 2)

@@ -239,7 +239,7 @@ def test_the_same_messages_with_another_schema_or_other_tools_are_another_questi
     for name in ("Person", "Place"):
         agent.ask([USER], name, constraints={"response_format": {"json_schema": {"name": name}}})
     agent.ask([USER], "tool", tools=[{"type": "function", "function": {"name": "look"}}])
-    assert answers(agent.reply()) == [["Person"], ["Place"], ["tool"]]
+    assert answers(agent.reply()) == [["tool"], ["Person"], ["Place"]]
 
 
 def test_conversations_are_in_the_order_of_their_first_requests(tmp_path: Path) -> None:
