@@ -18,7 +18,7 @@ from art_server.errors import InvalidInput
 from art_server.settings import Handover
 from art_server.store.base_models import TINY_DIR, weight_bytes
 from art_server.trainer.policy import Policy
-from tests.quick.engine.device.cards import CARDS, SIZES, card, demand, table
+from tests.quick.engine.device.cards import CARDS, SIZES, card, context_table, demand, table
 from tests.refusals import refused
 
 LARGEST = {"16 GB": "4B", "24 GB": "8B", "48 GB": "14B", "80 GB": "32B", "141 GB": "32B"}
@@ -101,9 +101,10 @@ def test_shards_stay_while_the_engine_sleeps() -> None:
     assert plan.utilization < alone.utilization and plan.checkpointed_tokens > alone.checkpointed_tokens
 
 
-def test_the_table_of_the_docs_is_the_plans() -> None:
-    """`python -m tests.quick.engine.device.cards` prints the table."""
-    assert table() in GPU_PAGE.read_text()
+def test_the_tables_of_the_docs_are_the_plans() -> None:
+    """`python -m tests.quick.engine.device.cards` prints the tables."""
+    page = GPU_PAGE.read_text()
+    assert table() in page and context_table() in page
 
 
 def test_a_trainer_with_a_card_of_its_own_takes_no_turns() -> None:
