@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ PLAIN_VLLM = """import art_server, runpy  # which lets vLLM import torchvision b
 runpy.run_module("vllm.entrypoints.launchers.api_server.entry", run_name="__main__", alter_sys=True)"""
 
 
-def start_ours(path: Path) -> tuple[subprocess.Popen[bytes], str]:
-    arguments = ["--path", str(path), "--port", "0", "--inference-port", "0", "--base-model", MODEL]
+def start_ours(path: Path, base: str = MODEL, flags: Sequence[str] = ()) -> tuple[subprocess.Popen[bytes], str]:
+    arguments = ["--path", str(path), "--port", "0", "--inference-port", "0", "--base-model", base, *flags]
     with open(path / "ours.log", "wb") as log:
         command = [sys.executable, "-m", "art_server", *arguments]
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -48,10 +48,12 @@ def start_ours(path: Path) -> tuple[subprocess.Popen[bytes], str]:
     return process, json.loads(file.read_text())["url"]
 
 
-def start_vllm(path: Path) -> tuple[subprocess.Popen[bytes], str]:
+def start_vllm(
+    path: Path, name: str = MODEL, folder: Path = TINY_DIR, **settings: Any
+) -> tuple[subprocess.Popen[bytes], str]:
     """Starts vLLM's own server with the flags that art-server passes to it, but on a TCP port."""
-    config = ServerConfig(path=path, base_model=MODEL)
-    command = engine_command(config, BaseModel(MODEL, TINY_DIR), "cpu", path)
+    config, base = ServerConfig(path=path, base_model=name, **settings), BaseModel(name, folder)
+    command = engine_command(config, base, "cpu", path)
     at = command.index("--uds")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -59,7 +61,7 @@ def start_vllm(path: Path) -> tuple[subprocess.Popen[bytes], str]:
     with open(path / "vllm.log", "wb") as log:
         process = subprocess.Popen(
             [command[0], "-c", PLAIN_VLLM, *command[4:]],
-            env=engine_environment(config, BaseModel(MODEL, TINY_DIR), "cpu", os.environ),
+            env=engine_environment(config, base, "cpu", os.environ),
             stdout=log,
             stderr=log,
         )
