@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import art.environments as _environments
     import art.finetune as _finetune
     import art.gather as _gather
+    import art.harbor as _harbor
     import art.langgraph as _langgraph
     import art.local as _local
     import art.mcp as _mcp
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     environments = _environments
     finetune = _finetune
     gather = _gather
+    harbor = _harbor
     langgraph = _langgraph
     local = _local
     mcp = _mcp

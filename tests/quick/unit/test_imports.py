@@ -50,7 +50,7 @@ FLOORS = [
     {"process", "flags"},
     {"store"},
     {"settings", "errors", "parser"},
-    {"compat", "environments", "finetune", "rewards", "skypilot", "trackers"},
+    {"compat", "environments", "finetune", "harbor", "rewards", "skypilot", "trackers"},
     {"art", "art_server"},
     {"shared"},
     {"art_protocol"},

@@ -1,0 +1,1 @@
+for file in logs/*.txt; do mv "$file" "${file%.txt}$SUFFIX"; done

@@ -1,0 +1,3 @@
+#!/bin/bash
+[ "$(cd logs && echo *)" = "a$SUFFIX b$SUFFIX c.md" ]
+echo "{\"reward\": $((1 - $?))}" > /logs/verifier/reward.json

@@ -1,0 +1,1 @@
+printf '%s\n' 10 9 100 | sort -n > numbers.txt

@@ -1,0 +1,3 @@
+#!/bin/bash
+[ "$(cat sum.txt)" = 42 ]
+echo $((1 - $?)) > /logs/verifier/reward.txt

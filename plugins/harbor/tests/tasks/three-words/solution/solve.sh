@@ -1,0 +1,1 @@
+echo one > 1; echo two > 2; echo three > 3
