@@ -383,6 +383,13 @@ def engine_body(inference: InferenceRequest) -> dict[str, Any]:
     is_bare = inference.api == "chat" and body.get("logprobs") is None
     if is_bare and inference.model is not None and inference.model.record.always_logprobs:
         body["logprobs"] = True
+    if (
+        inference.api == "messages"
+        and isinstance(config := body.get("output_config"), dict)
+        and not body.get("thinking")
+    ):
+        # In Anthropic's API only `thinking` switches thinking on. vLLM would do so for an effort, too.
+        body["output_config"] = {name: value for name, value in config.items() if name != "effort"}
     if inference.api == "responses":
         # vLLM's Responses take their id from the body, not from the header.
         body["request_id"] = f"{RESPONSE_PREFIX}{inference.request_id}"
