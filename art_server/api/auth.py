@@ -141,7 +141,7 @@ class Authentication:
         try:
             caller = self._admit(scope)
         except ServerError as error:
-            await answer(error)(scope, receive, send)
+            await answer(error, scope["path"])(scope, receive, send)
             return
         # Starlette's `request.state`.
         scope.setdefault("state", {})["caller"] = caller

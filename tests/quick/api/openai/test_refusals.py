@@ -55,7 +55,7 @@ async def test_openai_s_client_repeats_what_may_succeed_and_nothing_else(
                 answer = await http.post(path, json={"model": "a", "messages": [], "prompt": "x"})
                 assert answer.json()["error"]["message"] == error.message
                 assert is_repeated(answer.status_code, answer.headers) == error.retryable, (path, error)
-            refused = refused_by(error)
+            refused = refused_by(error, "/v1/chat/completions")
             assert is_repeated(refused.status, refused.headers) == error.retryable, error
 
 
