@@ -67,7 +67,7 @@ class InferenceRequest:
     never_learns: bool = False
     """The caller permits no score of the answer to be trained."""
     num_choices: int = 1
-    """Choices that the request asks for."""
+    """Choices that the request asks for. 0: only the number of its prompt's tokens is asked for."""
     num_ended: int = 0
     """Choices that the ledger keeps for the session, or of which the ledger knows that they have no record."""
     request_id: str = ""
@@ -96,7 +96,7 @@ class InferenceRequest:
 
     @property
     def is_stream(self) -> bool:
-        return bool(self.body.get("stream"))
+        return bool(self.body.get("stream")) and self.num_choices > 0
 
     @property
     def has_choices(self) -> bool:

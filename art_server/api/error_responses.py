@@ -62,6 +62,11 @@ OTHER_SERVICES: Mapping[str, str] = {
     "fine_tuning": "fine-tuning jobs of OpenAI's API (`model.train` trains)",
 }
 """What paths of OpenAI's API stand for that this server does not have, by the first part behind /v1/."""
+COMPACT = "/v1/responses/compact"
+NO_COMPACT = (
+    "no such route: this server compacts no conversations, so let the agent compact with a request of its own; Codex does if its "
+    "model provider has another `name` than OpenAI or Azure"
+)
 HTTP_CODES: Mapping[int, str] = {400: "invalid_body", 413: "body_too_large"}
 """The codes of FastAPI's own errors, by status."""
 
@@ -170,6 +175,8 @@ def _no_route(request: Request) -> str:
         return f"no such route: the base_url lacks /v1, {base}v1"
     if path.startswith("/v1/v1/"):
         return f"no such route: the base_url has /v1 too often, {base}v1, for Anthropic's client {base}"
+    if path == COMPACT:
+        return NO_COMPACT
     kind = path.removeprefix("/v1/").partition("/")[0]
     if path.startswith("/v1/") and kind in OTHER_SERVICES:
         return (

@@ -79,10 +79,10 @@ async def sample_json(proxy: Proxy, inference: InferenceRequest) -> Response:
         try:
             async with proxy.answer(inference) as (response, opened):
                 content = await response.read()
-                if response.status == 200:
-                    content = await finish_body(content, inference, opened)
-                else:
+                if response.status != 200:
                     content = refusal_of(content, response.status, inference)
+                elif inference.num_choices:
+                    content = await finish_body(content, inference, opened)
                 return Response(
                     with_requested_name(content, inference),
                     status_code=response.status,
