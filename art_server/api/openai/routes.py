@@ -23,6 +23,7 @@ from art_server.api.openai.answers import answer_json
 from art_server.api.openai.grammar_limits import check_grammars
 from art_server.api.openai.responses import add_stored, check_response_fields, names_stored
 from art_server.api.openai.streaming import answer_stream
+from art_server.api.openai.vendor_tools import leave_out_offers
 from art_server.api.parameters import TheCaller, TheFleet, TheRegistration, TheRegistry, TheServer
 from art_server.engine.fleet import Fleet
 from art_server.errors import BadRequest, InvalidInput
@@ -160,6 +161,7 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
     api = PATHS[path]
     check_conversation(api, data)
     check_response_fields(api, data)
+    leave_out_offers(api, data)
     check_no_beam_search(data)
     check_choices(api, data)
     check_grammars(api, data)

@@ -100,3 +100,40 @@ def test_a_stream_is_counted_too(server: Server, model: str) -> None:
         events = sse_data(client.post("/v1/messages", json=body).text)
         counted = client.post("/v1/messages/count_tokens", json=body).json()
     assert counted["input_tokens"] == events[-2]["usage"]["input_tokens"]
+
+
+def test_a_search_of_the_web_beside_other_tools_is_not_in_the_prompt(server: Server, model: str) -> None:
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+    with server.client() as client:
+        without = create(client, model, tools=[TOOL])["usage"]["input_tokens"]
+        assert create(client, model, tools=[TOOL, search])["usage"]["input_tokens"] == without
+        alone = client.post(
+            "/v1/messages", json={"model": model, "max_tokens": 8, "messages": [ASKED], "tools": [search]}
+        )
+    assert alone.status_code == 400 and "--disallowedTools" in alone.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_kinds_of_tools_of_codex_are_taken(server: Server, model: str, stream: bool) -> None:
+    function = {"type": "function", "name": "shell", "parameters": TOOL["input_schema"], "strict": False}
+    others = {"type": "namespace", "name": "agents", "description": "Others.", "tools": [{**function, "name": "spawn"}]}
+    search = {"type": "web_search", "external_web_access": False}
+    message = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]}
+    asked = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": ASKED["content"]}]}
+    body = {
+        "model": model,
+        "instructions": "You are an agent.",
+        "input": [message, asked],
+        "tools": [function, others, search],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "store": False,
+        "stream": stream,
+        "include": ["reasoning.encrypted_content"],
+        "max_output_tokens": 8,
+    }
+    with server.client() as client:
+        answer = client.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    last = sse_data(answer.text)[-1]["response"] if stream else answer.json()
+    assert last["status"] == "incomplete" or last["output"]
