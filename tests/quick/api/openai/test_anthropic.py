@@ -1,8 +1,11 @@
 """What is Anthropic's own in /v1/messages: the effort, and the shape of errors, read by Anthropic's client."""
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -16,7 +19,6 @@ from art_server.inference_proxy import EngineLost, InferenceRequest, engine_body
 from art_server.settings import ApiKey
 from tests.asgi_client import client
 from tests.quick.api.idle_server import make
-from tests.quick.api.openai.test_dying_engine import Parts, stream_request
 
 pytestmark = pytest.mark.anyio
 ASKED: dict[str, Any] = {"model": "run", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}]}
@@ -147,18 +149,19 @@ async def test_an_error_of_the_engine_in_a_stream_has_anthropic_s_type() -> None
     said = b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"it \\"broke\\""}}\n\n'
 
     class FailingProxy:
-        def answer(self, _: Any) -> Any:
-            return self
+        """Its engine lives, and answers each request with this event."""
 
-        async def __aenter__(self) -> Any:
-            return Parts(said), None
-
-        async def __aexit__(self, *_: object) -> None: ...
+        @contextlib.asynccontextmanager
+        async def answer(self, _: Any) -> AsyncIterator[Any]:
+            stream = asyncio.StreamReader()
+            stream.feed_data(said)
+            stream.feed_eof()
+            yield SimpleNamespace(status=200, content=SimpleNamespace(readany=lambda: stream.read(2**16))), None
 
         async def check_engine(self, _: Any) -> None: ...
 
     failing: Any = FailingProxy()
-    events = stream_events(failing, stream_request("messages"))
+    events = stream_events(failing, messages_request(stream=True))
     error = await read_stream(await anext(events))
     assert (error.type, error.api_message) == ("api_error", 'it "broke"')
     await events.aclose()
