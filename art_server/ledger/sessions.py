@@ -9,6 +9,7 @@ deliveries shows:
                    the answer, and everything that continues the answer
     passed over    no request continues the answer, and a request that came after the answer's own request continues another
                    answer to the same conversation
+    cut            the limit of tokens cut the answer, and the agent went on without the answer (`cut_answers.py`)
     replaced, asked another        the same, where others answered or were asked (`speakers.py`)
 
 Choices of one request, and of requests that overlap, are branches. Conversations are the same if messages, tools and
@@ -24,6 +25,7 @@ from typing import Any
 from art_protocol.wire import UNNAMED_SECONDS, HistoryBody, SessionReply
 from art_server.ledger import conversation
 from art_server.ledger.conversation import Conversation, Message
+from art_server.ledger.cut_answers import mark_cut
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import NOT_DELIVERED, NOT_ENDED, Record, num_requests
 from art_server.ledger.session_turns import MAX_COMPARED, SessionTurn, ends_of
@@ -69,6 +71,7 @@ def session_trajectory(
     sampled = {end for turn in (*turns, *of_others) for end in turn.ends}
     link_turns(turns, sampled)
     mark_discarded(turns)
+    mark_cut(turns)
     for speaker in {turn.speaker for turn in of_others}:
         link_turns([turn for turn in of_others if turn.speaker == speaker], sampled)
     speakers = Speakers(turns, of_others)
