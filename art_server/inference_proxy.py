@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from art_protocol.learning import ROLLOUT_SESSION
-from art_protocol.sampling import AGENTS_OWN, Sampling, seeds_from
+from art_protocol.sampling import AGENTS_OWN, BASE, Sampling, seeds_from
 from art_protocol.tracking import Span, Tracer, link_of
 from art_server.engine.engine import Engine
 from art_server.engine.fleet import Fleet
@@ -26,8 +26,8 @@ from art_server.ledger.ledger import Ledger, OpenRequest
 from art_server.ledger.records import NOT_DELIVERED, TEMPLATE_KWARGS, Request, choice_id
 from art_server.models.base_loader import BaseLoader
 from art_server.shared.engine_messages import new_request_id
-from art_server.shared.refusals import MAX_SESSIONS, Refusals
-from art_server.store.registry import RegisteredModel, Registry, ResolvedModel, split_step
+from art_server.shared.refusals import MAX_CAUSE, MAX_SESSIONS, Refusals
+from art_server.store.registry import UNKNOWN_MODEL, RegisteredModel, Registry, ResolvedModel, split_step
 
 OPERATIONS: Mapping[str, str] = {"completions": "text_completion"}
 """OpenTelemetry's name of the operation, by API. The other APIs have the operation "chat"."""
@@ -50,7 +50,9 @@ class InferenceRequest:
     """The only model ("PROJECT/NAME") that the caller may use; None: any."""
     session: str | None
     sampling: Sampling = AGENTS_OWN
-    """The sampling parameters of the session, which win over the body's."""
+    """The sampling parameters of the session, which win over the body's, and the session's aliases."""
+    meaning: str | None = None
+    """What an alias says of the requested name. None: a model here has the name."""
     pinned_step: str | None = None
     """What the name of a trainable model without a step means: a step, or "base". None: the newest."""
     requested_at: int | None = None
@@ -78,7 +80,7 @@ class InferenceRequest:
     @property
     def names_step(self) -> bool:
         """Whether the request names the step that answers it."""
-        return self.pinned_step is not None or bool(split_step(self.requested_model)[1])
+        return self.pinned_step is not None or bool(split_step(self.meaning or self.requested_model)[1])
 
     @property
     def enters_splits(self) -> bool:
@@ -230,9 +232,15 @@ class Proxy:
         base_name = base.name if base is not None else None
         try:
             resolved = self._resolve_name(inference, base_name)
-        except NotFound:
+        except NotFound as error:
             if inference.session is not None:
                 self.refused_names.add(inference.owner, inference.session, inference.requested_model)
+                if error.code == UNKNOWN_MODEL:
+                    name = inference.requested_model[:MAX_CAUSE]
+                    remedy = (
+                        f"inside a rollout, art.rollout(..., aliases={{{name!r}: 'base'}}) says what such a name means"
+                    )
+                    raise NotFound(f"{error.message}; {remedy}", code=error.code, param=error.param) from error
             raise
         inference.model, inference.step = resolved.model, resolved.step
         if inference.sampling is not AGENTS_OWN and (resolved.model is not None or inference.sampling.base):
@@ -257,8 +265,16 @@ class Proxy:
         resolve = functools.partial(
             self._registry.resolve, base_name=base_name, projects=inference.projects, only=inference.only_model
         )
-        resolved = resolve(inference.requested_model)
-        if inference.pinned_step is None or resolved.model is None or split_step(inference.requested_model)[1]:
+        name = inference.requested_model
+        try:
+            resolved = resolve(name)
+        except NotFound as error:
+            meaning = inference.sampling.meaning_of(name)
+            if error.code != UNKNOWN_MODEL or meaning is None:
+                raise
+            name = inference.meaning = base_name if meaning == BASE and base_name is not None else meaning
+            resolved = resolve(name)
+        if inference.pinned_step is None or resolved.model is None or split_step(name)[1]:
             split = resolved.model.split if resolved.model is not None else None
             if split is not None and inference.enters_splits and split.takes(split_key(inference)):
                 return ResolvedModel(resolved.model, split.step)

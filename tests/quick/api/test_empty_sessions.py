@@ -66,10 +66,10 @@ async def test_each_cause_has_its_own_sentence(served: Served, caplog: pytest.Lo
     trajectory = "; the answers of q/c are in r.trajectory(model=...) of that model"
     assert await why_empty(served, "q/c") == f"{other}. {remedy}{trajectory}"
     unknown = "1 of its requests named 'gpt-4o', which is no model here"
-    assert await why_empty(served, "gpt-4o") == f"{unknown}. {remedy}"
-    assert (
-        await why_empty(served, "base", "gpt-4o", "q/c", "base") == f"{base}; {other}; {unknown}. {remedy}{trajectory}"
-    )
+    aliases = ", or art.rollout(..., aliases={...}) says what its own names mean"
+    assert await why_empty(served, "gpt-4o") == f"{unknown}. {remedy}{aliases}"
+    mixed = await why_empty(served, "base", "gpt-4o", "q/c", "base")
+    assert mixed == f"{base}; {other}; {unknown}. {remedy}{aliases}{trajectory}"
     refused = "2 requests that name the session were refused: unknown API key"
     remedy = "The agent needs the rollout's api_key, or another key with the scope infer"
     assert await why_empty(served, "p/a", "p/a", agents_key="wrong-key") == f"{refused}. {remedy}"
