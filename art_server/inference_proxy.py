@@ -16,6 +16,7 @@ import msgspec
 from art_protocol.learning import ROLLOUT_SESSION
 from art_protocol.sampling import AGENTS_OWN, BASE, Sampling, seeds_from
 from art_protocol.tracking import Span, Tracer, link_of
+from art_protocol.wire import NOT_DELIVERED
 from art_server.engine.engine import Engine
 from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
@@ -23,7 +24,7 @@ from art_server.errors import Conflict, NotFound, Unavailable
 from art_server.ledger import conversation
 from art_server.ledger.conversation import RESPONSE_PREFIX, RequestConversation
 from art_server.ledger.ledger import Ledger, OpenRequest
-from art_server.ledger.records import NOT_DELIVERED, TEMPLATE_KWARGS, Request, choice_id
+from art_server.ledger.records import TEMPLATE_KWARGS, Request, choice_id
 from art_server.models.base_loader import BaseLoader
 from art_server.shared.engine_messages import new_request_id
 from art_server.shared.refusals import MAX_CAUSE, MAX_SESSIONS, Refusals
@@ -339,11 +340,13 @@ class Proxy:
 
     @contextlib.contextmanager
     def _counting_hang_up(self, inference: InferenceRequest) -> Iterator[None]:
+        request = ledger_request(inference)
         try:
-            yield
+            with self._ledger.expecting(request, inference.num_choices):
+                yield
         except (asyncio.CancelledError, GeneratorExit):  # an answer as one body is cancelled, a stream is closed
             if num_lost := inference.num_choices - inference.num_ended:
-                self._ledger.count_lost(ledger_request(inference), NOT_DELIVERED, num_lost)
+                self._ledger.count_lost(request, NOT_DELIVERED, num_lost)
             raise
 
     async def _checked(self, response: aiohttp.ClientResponse, inference: InferenceRequest) -> aiohttp.ClientResponse:

@@ -24,7 +24,15 @@ from art.scopes import Scope, current_scope
 from art.trajectories import History, Trajectory
 from art_protocol import sampling as session_sampling
 from art_protocol.learning import ROLLOUT_SESSION
-from art_protocol.wire import NAME_PATTERN, NAME_RULE, SESSION_HEADER, UNNAMED_SECONDS, SessionReply
+from art_protocol.wire import (
+    NAME_PATTERN,
+    NAME_RULE,
+    NOT_DELIVERED,
+    NOT_ENDED,
+    SESSION_HEADER,
+    UNNAMED_SECONDS,
+    SessionReply,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +186,11 @@ class Rollout:
         elif reply.unused:
             facts = [f"{were(count)} left out: {reason}" for reason, count in reply.unused.items()]
             remedy = "docs/agents.md has each reason, and what to do"
+            if reply.unused.keys() <= {NOT_DELIVERED, NOT_ENDED}:
+                facts.insert(0, none_finished(sum(reply.unused.values())))
+                remedy = (
+                    "Give the agent more time, or its answers a limit: art.rollout(..., sampling={'max_tokens': N})"
+                )
         elif refused:
             facts = refused
             remedy = "The agent needs the rollout's api_key, or another key with the scope infer"
@@ -227,6 +240,12 @@ def show_command(name: str, session: str, address: str) -> str:
 
 def were(count: int) -> str:
     return "1 of its answers was" if count == 1 else f"{count} of its answers were"
+
+
+def none_finished(count: int) -> str:
+    if count == 1:
+        return "the agent asked for 1 answer, which was not finished"
+    return f"the agent asked for {count} answers, of which none was finished"
 
 
 def add_captured(trajectory: Trajectory, replies: Iterable[SessionReply]) -> None:

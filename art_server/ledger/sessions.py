@@ -22,12 +22,12 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from art_protocol.wire import UNNAMED_SECONDS, HistoryBody, SessionReply
+from art_protocol.wire import NOT_DELIVERED, NOT_ENDED, UNNAMED_SECONDS, HistoryBody, SessionReply
 from art_server.ledger import conversation
 from art_server.ledger.conversation import Conversation, Message
 from art_server.ledger.cut_answers import mark_cut
 from art_server.ledger.ledger import Ledger
-from art_server.ledger.records import NOT_DELIVERED, NOT_ENDED, Record, num_requests
+from art_server.ledger.records import Record, num_requests
 from art_server.ledger.session_turns import MAX_COMPARED, SessionTurn, ends_of
 from art_server.ledger.speakers import PASSED_OVER, Speakers
 from art_server.shared import clock
@@ -45,10 +45,12 @@ def read_session(ledger: Ledger, model: int, project: str, session: str, owner: 
     recorded = ledger.find_session(model, session)
     others = ledger.find_other_speakers(model, project, session, owner)
     reply = session_trajectory(recorded, others, ledger.lost_choices(model, session))
-    if recorded or reply.unused:
+    if recorded:
         return reply
-    if num_open := ledger.num_open(model, session):
-        return reply.model_copy(update={"unused": {NOT_ENDED: num_open}})
+    if num_expected := ledger.num_expected(model, session):
+        return reply.model_copy(update={"unused": {**reply.unused, NOT_ENDED: num_expected}})
+    if reply.unused:
+        return reply
     choices = ledger.find_unnamed(model, clock.tick() - UNNAMED_SECONDS * 1_000_000)
     return reply.model_copy(update={"num_unnamed_requests": num_requests(choices)})
 
