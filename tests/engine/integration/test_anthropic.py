@@ -137,3 +137,47 @@ def test_the_kinds_of_tools_of_codex_are_taken(server: Server, model: str, strea
     assert answer.status_code == 200, answer.text
     last = sse_data(answer.text)[-1]["response"] if stream else answer.json()
     assert last["status"] == "incomplete" or last["output"]
+
+
+LIMITS = {"messages": "max_tokens", "chat/completions": "max_completion_tokens", "responses": "max_output_tokens"}
+
+
+@pytest.mark.parametrize("api", LIMITS)
+def test_a_limit_above_the_context_is_refused_with_both_numbers_and_settings(
+    server: Server, model: str, api: str
+) -> None:
+    body = {"model": model, "messages": [ASKED], "input": ASKED["content"], LIMITS[api]: 32000}
+    with server.client() as client:
+        (context,) = {card["max_model_len"] for card in client.get("/v1/models").json()["data"]}
+        refused = client.post(f"/v1/{api}", json=body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["param"]) == (400, "max_tokens_too_large", LIMITS[api])
+    assert error["message"].startswith(f"{LIMITS[api]}: 32000 > {context}, the tokens of this server's context")
+    assert "CLAUDE_CODE_MAX_OUTPUT_TOKENS" in error["message"]
+
+
+@pytest.mark.parametrize("count", [False, True])
+@pytest.mark.parametrize("length", [3000, 30000])
+def test_a_prompt_above_the_context_is_refused_in_anthropic_s_words(
+    server: Server, model: str, length: int, count: bool
+) -> None:
+    """Claude Code reads them, and compacts its conversation."""
+    with (
+        anthropic.Anthropic(base_url=server.url, api_key="default") as agent,
+        pytest.raises(anthropic.BadRequestError) as caught,
+    ):
+        messages: Any = [{"role": "user", "content": "x y " * length}]
+        if count:
+            agent.messages.count_tokens(model=model, messages=messages)
+        else:
+            agent.messages.create(model=model, max_tokens=8, messages=messages)
+    assert str(caught.value.api_message).startswith("prompt is too long: ") and "> " in str(caught.value.api_message)
+
+
+@pytest.mark.parametrize("api", ["chat/completions", "responses"])
+def test_a_prompt_above_the_context_has_openai_s_words_and_code(server: Server, model: str, api: str) -> None:
+    text = "x y " * 3000
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "input": text}
+    with server.client() as client:
+        error = client.post(f"/v1/{api}", json=body).json()["error"]
+    assert error["code"] == "context_length_exceeded" and "maximum context length is" in error["message"]
