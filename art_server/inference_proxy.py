@@ -14,8 +14,9 @@ import aiohttp
 import msgspec
 
 from art_protocol.learning import ROLLOUT_SESSION
-from art_protocol.sampling import AGENTS_OWN, Sampling, seeds_from
+from art_protocol.sampling import AGENTS_OWN, BASE, Sampling, seeds_from
 from art_protocol.tracking import Span, Tracer, link_of
+from art_protocol.wire import NOT_DELIVERED
 from art_server.engine.engine import Engine
 from art_server.engine.fleet import Fleet
 from art_server.engine.pause_gate import PauseGate
@@ -23,11 +24,11 @@ from art_server.errors import Conflict, NotFound, Unavailable
 from art_server.ledger import conversation
 from art_server.ledger.conversation import RESPONSE_PREFIX, RequestConversation
 from art_server.ledger.ledger import Ledger, OpenRequest
-from art_server.ledger.records import NOT_DELIVERED, TEMPLATE_KWARGS, Request, choice_id
+from art_server.ledger.records import TEMPLATE_KWARGS, Request, choice_id
 from art_server.models.base_loader import BaseLoader
 from art_server.shared.engine_messages import new_request_id
-from art_server.shared.refusals import MAX_SESSIONS, Refusals
-from art_server.store.registry import RegisteredModel, Registry, ResolvedModel, split_step
+from art_server.shared.refusals import MAX_CAUSE, MAX_SESSIONS, Refusals
+from art_server.store.registry import UNKNOWN_MODEL, RegisteredModel, Registry, ResolvedModel, split_step
 
 OPERATIONS: Mapping[str, str] = {"completions": "text_completion"}
 """OpenTelemetry's name of the operation, by API. The other APIs have the operation "chat"."""
@@ -50,7 +51,9 @@ class InferenceRequest:
     """The only model ("PROJECT/NAME") that the caller may use; None: any."""
     session: str | None
     sampling: Sampling = AGENTS_OWN
-    """The sampling parameters of the session, which win over the body's."""
+    """The sampling parameters of the session, which win over the body's, and the session's aliases."""
+    meaning: str | None = None
+    """What an alias says of the requested name. None: a model here has the name."""
     pinned_step: str | None = None
     """What the name of a trainable model without a step means: a step, or "base". None: the newest."""
     requested_at: int | None = None
@@ -67,7 +70,7 @@ class InferenceRequest:
     never_learns: bool = False
     """The caller permits no score of the answer to be trained."""
     num_choices: int = 1
-    """Choices that the request asks for."""
+    """Choices that the request asks for. 0: only the number of its prompt's tokens is asked for."""
     num_ended: int = 0
     """Choices that the ledger keeps for the session, or of which the ledger knows that they have no record."""
     request_id: str = ""
@@ -78,7 +81,7 @@ class InferenceRequest:
     @property
     def names_step(self) -> bool:
         """Whether the request names the step that answers it."""
-        return self.pinned_step is not None or bool(split_step(self.requested_model)[1])
+        return self.pinned_step is not None or bool(split_step(self.meaning or self.requested_model)[1])
 
     @property
     def enters_splits(self) -> bool:
@@ -96,7 +99,7 @@ class InferenceRequest:
 
     @property
     def is_stream(self) -> bool:
-        return bool(self.body.get("stream"))
+        return bool(self.body.get("stream")) and self.num_choices > 0
 
     @property
     def has_choices(self) -> bool:
@@ -230,9 +233,15 @@ class Proxy:
         base_name = base.name if base is not None else None
         try:
             resolved = self._resolve_name(inference, base_name)
-        except NotFound:
+        except NotFound as error:
             if inference.session is not None:
                 self.refused_names.add(inference.owner, inference.session, inference.requested_model)
+                if error.code == UNKNOWN_MODEL:
+                    name = inference.requested_model[:MAX_CAUSE]
+                    remedy = (
+                        f"inside a rollout, art.rollout(..., aliases={{{name!r}: 'base'}}) says what such a name means"
+                    )
+                    raise NotFound(f"{error.message}; {remedy}", code=error.code, param=error.param) from error
             raise
         inference.model, inference.step = resolved.model, resolved.step
         if inference.sampling is not AGENTS_OWN and (resolved.model is not None or inference.sampling.base):
@@ -257,8 +266,16 @@ class Proxy:
         resolve = functools.partial(
             self._registry.resolve, base_name=base_name, projects=inference.projects, only=inference.only_model
         )
-        resolved = resolve(inference.requested_model)
-        if inference.pinned_step is None or resolved.model is None or split_step(inference.requested_model)[1]:
+        name = inference.requested_model
+        try:
+            resolved = resolve(name)
+        except NotFound as error:
+            meaning = inference.sampling.meaning_of(name)
+            if error.code != UNKNOWN_MODEL or meaning is None:
+                raise
+            name = inference.meaning = base_name if meaning == BASE and base_name is not None else meaning
+            resolved = resolve(name)
+        if inference.pinned_step is None or resolved.model is None or split_step(name)[1]:
             split = resolved.model.split if resolved.model is not None else None
             if split is not None and inference.enters_splits and split.takes(split_key(inference)):
                 return ResolvedModel(resolved.model, split.step)
@@ -323,11 +340,13 @@ class Proxy:
 
     @contextlib.contextmanager
     def _counting_hang_up(self, inference: InferenceRequest) -> Iterator[None]:
+        request = ledger_request(inference)
         try:
-            yield
+            with self._ledger.expecting(request, inference.num_choices):
+                yield
         except (asyncio.CancelledError, GeneratorExit):  # an answer as one body is cancelled, a stream is closed
             if num_lost := inference.num_choices - inference.num_ended:
-                self._ledger.count_lost(ledger_request(inference), NOT_DELIVERED, num_lost)
+                self._ledger.count_lost(request, NOT_DELIVERED, num_lost)
             raise
 
     async def _checked(self, response: aiohttp.ClientResponse, inference: InferenceRequest) -> aiohttp.ClientResponse:
@@ -383,6 +402,13 @@ def engine_body(inference: InferenceRequest) -> dict[str, Any]:
     is_bare = inference.api == "chat" and body.get("logprobs") is None
     if is_bare and inference.model is not None and inference.model.record.always_logprobs:
         body["logprobs"] = True
+    if (
+        inference.api == "messages"
+        and isinstance(config := body.get("output_config"), dict)
+        and not body.get("thinking")
+    ):
+        # In Anthropic's API only `thinking` switches thinking on. vLLM would do so for an effort, too.
+        body["output_config"] = {name: value for name, value in config.items() if name != "effort"}
     if inference.api == "responses":
         # vLLM's Responses take their id from the body, not from the header.
         body["request_id"] = f"{RESPONSE_PREFIX}{inference.request_id}"

@@ -100,8 +100,10 @@ TheSplit = Annotated[str, Depends(_split)]
 PathNumber = Annotated[int, PathParameter(ge=0, lt=10**9)]
 
 
+@router.head("/", include_in_schema=False)
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
+    """The page. Claude Code asks with HEAD whether its base URL answers."""
     return await asset("index.html")
 
 

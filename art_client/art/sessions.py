@@ -28,6 +28,8 @@ from art_protocol.learning import ROLLOUT_SESSION
 from art_protocol.wire import (
     NAME_PATTERN,
     NAME_RULE,
+    NOT_DELIVERED,
+    NOT_ENDED,
     SESSION_HEADER,
     UNNAMED_SECONDS,
     HistoryBody,
@@ -52,28 +54,39 @@ if TYPE_CHECKING:
 
 
 def rollout(
-    model: TrainableModel, session: str | None = None, *, sampling: Mapping[str, float] | None = None
+    model: TrainableModel,
+    session: str | None = None,
+    *,
+    sampling: Mapping[str, float] | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> "Rollout":
     """A scope for `async with` in which an agent's requests are captured; see `Rollout`.
 
     `session` is the rollout's name on the server: letters, digits, '.', '_' and '-'. A name that was used before continues
     the earlier rollout. None: a new name. `sampling` has temperature, top_p and max_tokens of the agent's requests to trainable
     models. They win over the agent's own. `seed` there begins the seeds of requests that have none; in `art.evaluate(seed=)` each
-    rollout has such a seed.
+    rollout has such a seed. `aliases` says what names mean that no model here has, such as the agent's small model:
+    `{"claude-haiku-*": "base"}` is the base model, which is not trained, `{"claude-*": model.get_inference_name()}` the model itself.
     """
-    return Rollout(model, session, sampling)
+    return Rollout(model, session, sampling, aliases)
 
 
-def session_with_sampling(model: TrainableModel, session: str, sampling: Mapping[str, float] | None) -> str:
-    """The name under which requests of a session reach the server, with sampling parameters.
+def session_with_sampling(
+    model: TrainableModel,
+    session: str,
+    sampling: Mapping[str, float] | None,
+    aliases: Mapping[str, str] | None = None,
+) -> str:
+    """The name under which requests of a session reach the server, with sampling parameters and aliases.
 
     Raises:
-        ValueError: a parameter is unknown, or its value is out of range.
+        ValueError: a parameter is unknown, its value is out of range, or an alias is no name.
     """
-    if not sampling:
+    if not sampling and not aliases:
         return session
     is_base = model.get_inference_name() == model.base_model
-    return session_sampling.write(session, session_sampling.checked({**sampling, "base": is_base}))
+    named = {**(sampling or {}), "base": is_base, "aliases": aliases or {}}
+    return session_sampling.write(session, session_sampling.checked(named))
 
 
 class Rollout:
@@ -84,7 +97,13 @@ class Rollout:
     needs neither.
     """
 
-    def __init__(self, model: TrainableModel, session: str | None, sampling: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        model: TrainableModel,
+        session: str | None,
+        sampling: Mapping[str, float] | None = None,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
         if session is not None and not re.fullmatch(NAME_PATTERN, session):
             raise ValueError(f"session {session!r} becomes a part of URLs: {NAME_RULE}")
         model.backend()  # raises for a model that is not registered
@@ -95,8 +114,8 @@ class Rollout:
         link = self._span.link if self._span is not None else None
         # With a span's link as its name, the server's spans of the requests are this span's children (`tracking.link_of`).
         self.session = session or link or f"{ROLLOUT_SESSION}{uuid.uuid4().hex}"
-        self.session_in_requests = session_with_sampling(model, self.session, sampling)
-        """The session's name with the sampling parameters, as the agent's requests name the session."""
+        self.session_in_requests = session_with_sampling(model, self.session, sampling, aliases)
+        """The session's name with the sampling parameters and aliases, as the agent's requests name the session."""
         self._token: Token[Scope | None] | None = None
         self._waiting = model.backend()._reporting_start()
 
@@ -179,11 +198,18 @@ class Rollout:
         if facts:
             facts += refused
             remedy = f"The agent has to send model={name!r}"
+            if unknown:
+                remedy += ", or art.rollout(..., aliases={...}) says what its own names mean"
             if others:
                 remedy += f"; the answers of {next(iter(others))} are in r.trajectory(model=...) of that model"
         elif reply.unused:
             facts = [f"{were(count)} left out: {reason}" for reason, count in reply.unused.items()]
             remedy = "docs/agents.md has each reason, and what to do"
+            if reply.unused.keys() <= {NOT_DELIVERED, NOT_ENDED}:
+                facts.insert(0, none_finished(sum(reply.unused.values())))
+                remedy = (
+                    "Give the agent more time, or its answers a limit: art.rollout(..., sampling={'max_tokens': N})"
+                )
         elif refused:
             facts = refused
             remedy = "The agent needs the rollout's api_key, or another key with the scope infer"
@@ -253,6 +279,12 @@ def without(reply: SessionReply, leave_out: Collection[HistoryKind]) -> SessionR
 def choice_ids(histories: Iterable[HistoryBody]) -> set[str]:
     entries = (entry for history in histories for entry in history.messages_and_choices)
     return {entry["art"]["id"] for entry in entries if "finish_reason" in entry}
+
+
+def none_finished(count: int) -> str:
+    if count == 1:
+        return "the agent asked for 1 answer, which was not finished"
+    return f"the agent asked for {count} answers, of which none was finished"
 
 
 def add_captured(trajectory: Trajectory, replies: Iterable[SessionReply]) -> None:

@@ -667,6 +667,9 @@ effect, for agents whose headers cannot be set."""
 
 
 UNNAMED_SECONDS = 600
+NOT_DELIVERED = "the answer did not reach the agent in full: the agent closed the connection before the end"
+NOT_ENDED = "the answer was still being sampled when the session was read: read the session after its last answer"
+"""NOT_DELIVERED, NOT_ENDED: reasons of `SessionReply.unused` that say of an answer that the answer was not finished."""
 
 
 HistoryKind = Literal["main", "branch", "context_reset", "sub_agent", "side_call"]

@@ -141,7 +141,7 @@ class Authentication:
         try:
             caller = self._admit(scope)
         except ServerError as error:
-            await answer(error)(scope, receive, send)
+            await answer(error, scope["path"])(scope, receive, send)
             return
         # Starlette's `request.state`.
         scope.setdefault("state", {})["caller"] = caller
@@ -155,7 +155,8 @@ class Authentication:
             and scope["server"] is not None
             and scope["server"][1] == self._inference_port
         )
-        if is_inference_port and not path.startswith("/v1/") and path not in OPEN_PATHS:
+        is_probe = path == "/" and scope.get("method") == "HEAD"
+        if is_inference_port and not (path.startswith("/v1/") or path in OPEN_PATHS or is_probe):
             raise NotFound("this port serves /v1 only", code="unknown_route")
         headers = Headers(scope=scope)
         presented, _, key_session = (presented_key(headers) or "").partition(SESSION_MARK)
@@ -297,12 +298,13 @@ def session_of(identifier: str) -> str:
 
 
 def take_session_path(scope: Scope) -> str | None:
-    """Removes `/s/SESSION` from a request's path: '/s/a/v1/models' -> '/v1/models'. Returns the session; None without a session."""
+    """Removes `/s/SESSION` from a request's path: '/s/a/v1/models' -> '/v1/models', '/s/a' -> '/'. Returns the session; None without
+    a session."""
     path: str = scope["path"]
     if not path.startswith("/s/"):
         return None
     session, slash, rest = path[3:].partition("/")
     scope[SESSION_PATH] = f"s/{session}/"
-    scope["path"] = slash + rest
+    scope["path"] = slash + rest or "/"
     scope["raw_path"] = scope["path"].encode()
     return session

@@ -1,4 +1,5 @@
-"""Maps errors to HTTP answers: one table of statuses, and one shape of body, which OpenAI clients already read."""
+"""Maps errors to HTTP answers: one table of statuses, and one shape of body, which OpenAI clients already read. On the routes of
+Anthropic's API the body is one that Anthropic's clients read, too."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +27,18 @@ STATUS: Mapping[type[errors.ServerError], int] = {
     errors.StorageFull: 507,
 }
 
+MESSAGES = "/v1/messages"
+"""The beginning of the paths of Anthropic's API."""
+ANTHROPIC_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""The types of errors in Anthropic's API that are not `invalid_request_error` or, from 500 on, `api_error`."""
+
 SESSION_PATH = "art.session_path"
 """The key of a request's scope with the session in its URL: "s/SESSION/"."""
 MAX_FIELDS_SHOWN = 3
@@ -49,6 +62,11 @@ OTHER_SERVICES: Mapping[str, str] = {
     "fine_tuning": "fine-tuning jobs of OpenAI's API (`model.train` trains)",
 }
 """What paths of OpenAI's API stand for that this server does not have, by the first part behind /v1/."""
+COMPACT = "/v1/responses/compact"
+NO_COMPACT = (
+    "no such route: this server compacts no conversations, so let the agent compact with a request of its own; Codex does if its "
+    "model provider has another `name` than OpenAI or Azure"
+)
 HTTP_CODES: Mapping[int, str] = {400: "invalid_body", 413: "body_too_large"}
 """The codes of FastAPI's own errors, by status."""
 
@@ -74,14 +92,25 @@ def detail_of(error: errors.ServerError) -> ErrorDetail:
     )
 
 
-def answer(error: errors.ServerError, *, is_inference: bool = False) -> JSONResponse:
-    """The HTTP answer to an error."""
-    status = status_of(error, is_inference=is_inference)
+def body_of(detail: ErrorDetail, status: int, path: str) -> dict[str, Any]:
+    """The body of the answer to a request for `path`."""
+    body = ErrorBody(error=detail).model_dump(mode="json")
+    return as_anthropic(body, status) if path.startswith(MESSAGES) else body
+
+
+def as_anthropic(body: Mapping[str, Any], status: int) -> dict[str, Any]:
+    """An error's body in the shape of Anthropic's API, with all fields of the error."""
+    kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {**body["error"], "type": kind}}
+
+
+def answer(error: errors.ServerError, path: str = "") -> JSONResponse:
+    """The HTTP answer to a request for `path`."""
+    status = status_of(error, is_inference=path.startswith("/v1/"))
     headers = {"retry-after": str(error.wait_seconds)} if status in (429, 503) else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    body = ErrorBody(error=detail_of(error)).model_dump(mode="json")
-    return JSONResponse(body, status_code=status, headers=headers)
+    return JSONResponse(body_of(detail_of(error), status, path), status_code=status, headers=headers)
 
 
 def too_deep() -> errors.InvalidInput:
@@ -146,6 +175,8 @@ def _no_route(request: Request) -> str:
         return f"no such route: the base_url lacks /v1, {base}v1"
     if path.startswith("/v1/v1/"):
         return f"no such route: the base_url has /v1 too often, {base}v1, for Anthropic's client {base}"
+    if path == COMPACT:
+        return NO_COMPACT
     kind = path.removeprefix("/v1/").partition("/")[0]
     if path.startswith("/v1/") and kind in OTHER_SERVICES:
         return (
@@ -160,7 +191,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(errors.ServerError)
     async def _server_error(request: Request, error: errors.ServerError) -> JSONResponse:
-        return answer(error, is_inference=request.scope["path"].startswith("/v1/"))
+        return answer(error, request.scope["path"])
 
     @app.exception_handler(RequestValidationError)
     async def _invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -175,9 +206,9 @@ def add_error_handlers(app: FastAPI) -> None:
         return answer(invalid_fields(fields, "" if is_json else NO_JSON))
 
     @app.exception_handler(RecursionError)
-    async def _too_deep(_: Request, error: RecursionError) -> JSONResponse:
+    async def _too_deep(request: Request, error: RecursionError) -> JSONResponse:
         """Only JSON readers and writers recurse here, so the body is nested too deeply."""
-        return answer(too_deep())
+        return answer(too_deep(), request.scope["path"])
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -189,14 +220,14 @@ def add_error_handlers(app: FastAPI) -> None:
             )
         if error.status_code == 404:
             detail = ErrorDetail(message=_no_route(request), code="unknown_route")
-        body = ErrorBody(error=detail).model_dump(mode="json")
+        body = body_of(detail, error.status_code, request.scope["path"])
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)
-    async def _unforeseen(_: Request, error: Exception) -> JSONResponse:
+    async def _unforeseen(request: Request, error: Exception) -> JSONResponse:
         detail = ErrorDetail(
             message=f"{type(error).__name__} in the server: see the server's log",
             type="server_error",
             code="internal_error",
         )
-        return JSONResponse(ErrorBody(error=detail).model_dump(mode="json"), status_code=500)
+        return JSONResponse(body_of(detail, 500, request.scope["path"]), status_code=500)

@@ -98,6 +98,8 @@ class Ledger:
         self._lock = threading.RLock()
         self._storage = Storage(file)
         self._open: dict[str, OpenRequest] = {}
+        self._expected: list[tuple[str | None, int | None]] = []
+        """Session and model of each answer that a request waits for."""
         self._texts: dict[tuple[str, int | None, int], str] = {}
         """`Comparison.texts`."""
         self._thoughts: dict[str, tuple[str | None, bool]] = {}
@@ -147,6 +149,17 @@ class Ledger:
         """Announces a request. Use the result as a context manager while the engine has the request. Its records may be late
         by `silence_seconds`, if the engine's network stalls."""
         return OpenRequest(self, request, RECORD_WAIT_SECONDS + silence_seconds)
+
+    @contextlib.contextmanager
+    def expecting(self, request: Request, num_choices: int) -> Iterator[None]:
+        """Counts the answers of a request in `num_expected`, also while the request waits for the engine."""
+        answers = [(request.session, request.model)] * num_choices
+        self._expected += answers
+        try:
+            yield
+        finally:
+            for answer in answers:
+                self._expected.remove(answer)
 
     # --- messages from the engine ---
 
@@ -441,10 +454,9 @@ class Ledger:
         with self._lock:
             return self._storage.lost_choices(model, session)
 
-    def num_open(self, model: int, session: str) -> int:
-        """The number of a session's requests to a model that the engine has at this moment."""
-        open_requests = [opened.request for opened in list(self._open.values())]
-        return sum(1 for request in open_requests if (request.model, request.session) == (model, session))
+    def num_expected(self, model: int, session: str) -> int:
+        """The number of answers of a model that a session's requests wait for at this moment."""
+        return self._expected.count((session, model))
 
     def find_by_logprobs(self, model: int, logprobs: Sequence[float]) -> list[Match]:
         """A model's records with these log-probabilities, newest first. They are not loaded, because a frequent answer has

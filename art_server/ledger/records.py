@@ -12,8 +12,6 @@ from art_server.ledger.splice import Link
 PRUNED = "the ledger no longer has the record: it was deleted by age or size (art-server --ledger-max-age-days, --ledger-max-gb), or by DELETE"
 UNRECORDED = "the answer could not be recorded: the server's log has the reason"
 """Why the ledger does not have a choice that an agent got in a session."""
-NOT_DELIVERED = "the answer did not reach the agent in full: the agent closed the connection before the end"
-NOT_ENDED = "the answer was still being sampled when the session was read: read the session after its last answer"
 
 
 @dataclass(frozen=True, slots=True)

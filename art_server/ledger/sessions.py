@@ -9,6 +9,7 @@ deliveries shows:
                    the answer, and everything that continues the answer
     passed over    no request continues the answer, and a request that came after the answer's own request continues another
                    answer to the same conversation
+    cut            the limit of tokens cut the answer, and the agent went on without the answer (`cut_answers.py`)
     replaced, asked another        the same, where others answered or were asked (`speakers.py`)
 
 Choices of one request, and of requests that overlap, are branches. Conversations are the same if messages, tools and
@@ -21,12 +22,13 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from art_protocol.wire import UNNAMED_SECONDS, HistoryBody, SessionReply
+from art_protocol.wire import NOT_DELIVERED, NOT_ENDED, UNNAMED_SECONDS, HistoryBody, SessionReply
 from art_server.ledger import conversation
 from art_server.ledger.conversation import Conversation, Message
 from art_server.ledger.kinds import with_kinds
+from art_server.ledger.cut_answers import mark_cut
 from art_server.ledger.ledger import Ledger
-from art_server.ledger.records import NOT_DELIVERED, NOT_ENDED, Record, num_requests
+from art_server.ledger.records import Record, num_requests
 from art_server.ledger.session_turns import MAX_COMPARED, SessionTurn, ends_of
 from art_server.ledger.speakers import PASSED_OVER, Speakers
 from art_server.shared import clock
@@ -44,10 +46,12 @@ def read_session(ledger: Ledger, model: int, project: str, session: str, owner: 
     recorded = ledger.find_session(model, session)
     others = ledger.find_other_speakers(model, project, session, owner)
     reply = session_trajectory(recorded, others, ledger.lost_choices(model, session))
-    if recorded or reply.unused:
+    if recorded:
         return reply
-    if num_open := ledger.num_open(model, session):
-        return reply.model_copy(update={"unused": {NOT_ENDED: num_open}})
+    if num_expected := ledger.num_expected(model, session):
+        return reply.model_copy(update={"unused": {**reply.unused, NOT_ENDED: num_expected}})
+    if reply.unused:
+        return reply
     choices = ledger.find_unnamed(model, clock.tick() - UNNAMED_SECONDS * 1_000_000)
     return reply.model_copy(update={"num_unnamed_requests": num_requests(choices)})
 
@@ -70,6 +74,7 @@ def session_trajectory(
     sampled = {end for turn in (*turns, *of_others) for end in turn.ends}
     link_turns(turns, sampled)
     mark_discarded(turns)
+    mark_cut(turns)
     for speaker in {turn.speaker for turn in of_others}:
         link_turns([turn for turn in of_others if turn.speaker == speaker], sampled)
     speakers = Speakers(turns, of_others)

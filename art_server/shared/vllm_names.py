@@ -15,6 +15,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     "vllm.config.model": ("ModelConfig.max_model_len",),
     "vllm.distributed.device_communicators.shm_broadcast": ("sched_yield",),
     "vllm.engine.protocol": ("EngineClient.generate", "EngineClient.model_config"),
+    "vllm.entrypoints.anthropic.serving": (
+        "AnthropicServingMessages.count_tokens",
+        "AnthropicServingMessages.render_chat_request",
+    ),
     "vllm.entrypoints.generate.base.protocol": (
         "DeltaFunctionCall.arguments",
         "DeltaFunctionCall.name",

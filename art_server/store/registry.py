@@ -31,6 +31,8 @@ from art_server.store.server_database import open_server_database
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(NAME_PATTERN)
+UNKNOWN_MODEL = "unknown_model"
+"""The code of the error about a name that no model has."""
 MAX_NAMED = 5
 """Number of models that an error lists."""
 NOTHING_WHOLE = "MODEL %s HAS NO WHOLE CHECKPOINT: it is not served"
@@ -315,7 +317,7 @@ class Registry:
                 self._models.pop((model.record.project, model.record.name), None)
                 raise NotFound(
                     f"model '{model.id}' has no whole checkpoint: all were set aside in {model.folder.checkpoints_dir}",
-                    code="unknown_model",
+                    code=UNKNOWN_MODEL,
                     param="name",
                 )
             model.step, model.is_verified = (
@@ -368,7 +370,7 @@ class Registry:
         return NotFound(
             f"no model '{project}/{name}' is registered here; register it first (model.register(backend))"
             + (f". Did you mean '{meant}'?" if meant else ""),
-            code="unknown_model",
+            code=UNKNOWN_MODEL,
             param="name",
         )
 
@@ -479,7 +481,7 @@ class Registry:
             raise NotFound(
                 f"no model '{text[:200]}' here; {hint if is_project else ''}"
                 f"{known_models(text, [model.id for model in visible])}; base model: {base_name or 'none'}",
-                code="unknown_model",
+                code=UNKNOWN_MODEL,
                 param="model",
             )
         if len(matches) > 1:

@@ -20,7 +20,7 @@ from starlette.types import Receive
 from art_protocol.learning import ANSWER_HEADER
 from art_protocol.wire import STEP_HEADER
 from art_server.api.openai.kept_turns import keep_turn, name_calls
-from art_server.api.openai.refusals import in_words
+from art_server.api.openai.refusals import refusal_of
 from art_server.api.openai.responses import keep_whole
 from art_server.inference_proxy import EngineLost, InferenceRequest, Proxy
 from art_server.ledger.ledger import OpenRequest
@@ -79,10 +79,10 @@ async def sample_json(proxy: Proxy, inference: InferenceRequest) -> Response:
         try:
             async with proxy.answer(inference) as (response, opened):
                 content = await response.read()
-                if response.status == 200:
+                if response.status != 200:
+                    content = refusal_of(content, response.status, inference)
+                elif inference.num_choices:
                     content = await finish_body(content, inference, opened)
-                else:
-                    content = in_words(content, inference.body)
                 return Response(
                     with_requested_name(content, inference),
                     status_code=response.status,

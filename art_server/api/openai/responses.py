@@ -2,8 +2,7 @@
 
 The ledger keeps the items of each response, unless the request has `store: false`, as long as the response's record. vLLM
 gets the whole conversation, so any replica can answer, also after a restart. As in OpenAI's API, instructions and tools are
-not taken over. Background mode and OpenAI's conversations are refused, because nothing here answers for them later. Tools that
-OpenAI runs are refused too.
+not taken over. Background mode and OpenAI's conversations are refused, because nothing here answers for them later.
 """
 
 from collections.abc import Mapping
@@ -20,13 +19,11 @@ REFUSED: Mapping[str, str] = {
     "background": "an answer is sent to the request that waits for it: leave out `background`",
     "conversation": "conversations are not kept under a name: send previous_response_id, or the whole conversation as `input`",
 }
-RUN_BY_AGENT = frozenset({"function", "custom", "namespace"})
-"""Types of tools whose calls the agent answers. OpenAI runs the others, such as web_search and file_search, itself."""
 HOW_LONG = "--ledger-max-age-days and --ledger-max-gb say how long responses are kept"
 
 
 def check_response_fields(api: str, body: dict[str, Any]) -> None:
-    """Checks the fields of the Responses API that name what a server keeps or runs. Removes a previous_response_id that is null.
+    """Checks the fields of the Responses API that name what a server keeps. Removes a previous_response_id that is null.
 
     Raises:
         BadRequest: the field would have no effect, or has another type.
@@ -36,15 +33,6 @@ def check_response_fields(api: str, body: dict[str, Any]) -> None:
     for field, remedy in REFUSED.items():
         if body.get(field):
             raise BadRequest(f"{field}: {remedy}", code="unknown_option", param=field)
-    for index, tool in enumerate(conversation.as_list(body.get("tools"))):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind not in RUN_BY_AGENT:
-            raise BadRequest(
-                f"tools[{index}]: {kind!r} is a tool that OpenAI runs, and nothing here runs it: give the agent a tool of type "
-                "'function' that does the same, or leave it out",
-                code="unknown_option",
-                param=f"tools[{index}].type",
-            )
     if not isinstance(earlier := body.get("previous_response_id", ""), str | None):
         text = f"previous_response_id: it must be the id of a response, not {type(earlier).__name__}"
         raise BadRequest(text, code="invalid_body", param="previous_response_id")

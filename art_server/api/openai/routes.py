@@ -23,6 +23,7 @@ from art_server.api.openai.answers import answer_json
 from art_server.api.openai.grammar_limits import check_grammars
 from art_server.api.openai.responses import add_stored, check_response_fields, names_stored
 from art_server.api.openai.streaming import answer_stream
+from art_server.api.openai.vendor_tools import leave_out_offers
 from art_server.api.parameters import TheCaller, TheFleet, TheRegistration, TheRegistry, TheServer
 from art_server.engine.fleet import Fleet
 from art_server.errors import BadRequest, InvalidInput
@@ -37,8 +38,11 @@ PATHS: Mapping[str, str] = {
     "/v1/completions": "completions",
     "/v1/responses": "responses",
     "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "messages",
 }
 """The routes that are forwarded, and the names of their APIs. vLLM's other routes cannot be reached."""
+COUNT_TOKENS = "/v1/messages/count_tokens"
+"""The number of tokens that the prompt of the same body to /v1/messages has, in the tokens from which the engine would sample."""
 
 MAX_CHOICES = 1024
 """Choices of one request: `n` times the number of prompts. An engine samples no more at a time."""
@@ -64,9 +68,9 @@ async def forward(request: Request) -> Response:
     return await answer_json(server.proxy, inference, request)
 
 
-for path, api in PATHS.items():
+for path in PATHS:
     # Not a FastAPI route: that takes a sixth of the server's time per request, and there is nothing to validate.
-    router.add_route(path, forward, methods=["POST"], name=api)
+    router.add_route(path, forward, methods=["POST"], name=path)
 
 
 @router.head("/v1/models", include_in_schema=False)
@@ -157,6 +161,7 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
     api = PATHS[path]
     check_conversation(api, data)
     check_response_fields(api, data)
+    leave_out_offers(api, data)
     check_no_beam_search(data)
     check_choices(api, data)
     check_grammars(api, data)
@@ -179,7 +184,7 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
         requested_at=arrived_at,
         traceparent=request.headers.get("traceparent"),
         never_learns=data.get("store") is False or request.headers.get(LEARN_HEADER) == "never",
-        num_choices=num_choices(api, data),
+        num_choices=0 if path == COUNT_TOKENS else num_choices(api, data),
     )
 
 

@@ -15,11 +15,10 @@ import msgspec
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from art_protocol.wire import ErrorBody
-from art_server.api.error_responses import answer, detail_of
+from art_server.api.error_responses import answer, body_of, detail_of, status_of
 from art_server.api.openai.answers import Losses, cancel_at_disconnect, known_headers, with_requested_name
 from art_server.api.openai.kept_turns import keep_turn, name_calls
-from art_server.api.openai.refusals import in_words
+from art_server.api.openai.refusals import ANTHROPICS_TYPE, VLLMS_TYPE, refusal_of
 from art_server.api.openai.responses import keep_streamed
 from art_server.errors import ServerError
 from art_server.inference_proxy import EngineLost, InferenceRequest, Proxy
@@ -79,7 +78,7 @@ async def stream_events(proxy: Proxy, inference: InferenceRequest) -> AsyncGener
         try:
             async with proxy.answer(inference) as (response, opened):
                 if response.status != 200:
-                    content = in_words(await response.read(), inference.body)
+                    content = refusal_of(await response.read(), response.status, inference)
                     raise StreamRefused(response.status, content, {})
                 rest = b""
                 received: dict[int, dict[str, Any]] = {}
@@ -91,6 +90,7 @@ async def stream_events(proxy: Proxy, inference: InferenceRequest) -> AsyncGener
                     # vLLM's API process also ends a stream with such an event if the engine behind it has died.
                     if ERROR_EVENTS[inference.api] in events:
                         await proxy.check_engine(inference)
+                        events = events.replace(VLLMS_TYPE, ANTHROPICS_TYPE)
                     is_begun = True
                     if not inference.has_choices:
                         name_calls(events, opened, 0)
@@ -110,13 +110,13 @@ async def stream_events(proxy: Proxy, inference: InferenceRequest) -> AsyncGener
                 yield error_event(error, inference)
                 return
             if not await losses.count_loss():
-                raise refused_by(error) from error
+                raise refused_by(error, inference.path) from error
         except ServerError as error:
-            raise refused_by(error) from error
+            raise refused_by(error, inference.path) from error
 
 
-def refused_by(error: ServerError) -> StreamRefused:
-    response = answer(error, is_inference=True)
+def refused_by(error: ServerError, path: str) -> StreamRefused:
+    response = answer(error, path)
     headers = {key: value for key, value in response.headers.items() if key == "retry-after"}
     return StreamRefused(response.status_code, bytes(response.body), headers)
 
@@ -281,7 +281,7 @@ async def finish_event(
 
 
 def error_event(error: ServerError, inference: InferenceRequest) -> bytes:
-    return raw_event(ErrorBody(error=detail_of(error)).model_dump_json().encode(), inference)
+    return raw_event(json.dumps(body_of(detail_of(error), status_of(error), inference.path)).encode(), inference)
 
 
 def raw_event(content: bytes, inference: InferenceRequest) -> bytes:

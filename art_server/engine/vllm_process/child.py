@@ -15,6 +15,7 @@ Only this file, these three, and `vllm_plugin.py` with the modules that it insta
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import hmac
 import math
@@ -220,6 +221,36 @@ def record_generate(generate: Any, ledger: LedgerClient, max_model_len: int) -> 
             yield result
 
     return recorded
+
+
+counted_request: contextvars.ContextVar[str | None] = contextvars.ContextVar("counted_request", default=None)
+"""The id of the request to count the tokens of a prompt that is rendered at this moment."""
+
+
+def count_exact_tokens(ledger: LedgerClient, max_model_len: int) -> None:
+    """Has /v1/messages/count_tokens count the tokens from which the same request would be sampled (`record_generate`)."""
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    count, render = AnthropicServingMessages.count_tokens, AnthropicServingMessages.render_chat_request
+
+    async def count_tokens(self: Any, request: Any, raw_request: Any) -> Any:
+        counted_request.set(raw_request.headers["x-request-id"])  # in this request's own context
+        return await count(self, request, raw_request)
+
+    async def render_chat_request(self: Any, request: Any) -> Any:
+        rendered = await render(self, request)
+        request_id = counted_request.get()
+        if request_id is None or is_first_turn(request_id) or not isinstance(rendered, tuple):
+            return rendered  # nothing is counted, nothing continued, or an error
+        conversation, prompts = rendered
+        for number, prompt in enumerate(prompts):
+            stored = await ledger.fetch_prompt(request_id, list(prompt["prompt_token_ids"]))
+            if stored.token_ids is not None and len(stored.token_ids) < max_model_len:
+                prompts[number] = prompt | {"prompt_token_ids": stored.token_ids}
+        return conversation, prompts
+
+    AnthropicServingMessages.count_tokens = count_tokens  # pyright: ignore[reportAttributeAccessIssue]
+    AnthropicServingMessages.render_chat_request = render_chat_request
 
 
 NOT_COMPILED = "the engine cannot compile it, or no text satisfies it"
@@ -450,6 +481,7 @@ def main() -> None:
             own = socket.socket(fileno=int(os.environ[PORT_SWITCH]))
         max_model_len = engine_client.model_config.max_model_len
         engine_client.generate = record_generate(engine_client.generate, ledger, max_model_len)
+        count_exact_tokens(ledger, max_model_len)
         return await serve_with_vllm(engine_client, address, own, *args, **kwargs)
 
     build_with_vllm = entry.build_app

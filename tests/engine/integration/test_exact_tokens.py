@@ -8,8 +8,8 @@ import httpx
 import openai
 import pytest
 
+from art_protocol.wire import NOT_DELIVERED
 from art_server.ledger import conversation
-from art_server.ledger.records import NOT_DELIVERED
 from art_server.ledger.sessions import ASKED_AGAIN
 from tests.engine.integration.answers import (
     TOKENIZER,

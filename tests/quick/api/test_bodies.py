@@ -144,6 +144,7 @@ ROUTES = {
     "/v1/completions": b'{"model": "run", "prompt": %s}',
     "/v1/responses": b'{"model": "run", "input": "a", "metadata": %s}',
     "/v1/messages": b'{"model": "run", "messages": [], "metadata": %s}',
+    "/v1/messages/count_tokens": b'{"model": "run", "messages": [], "metadata": %s}',
     "/api/models": b'{"name": "a", "project": "p", "base_model": "b", "lora": %s}',
     "/api/models/p/run/train": b'{"groups": [{"trajectories": [{"messages_and_choices": [{"a": %s}], "reward": 1}]}]}',
     "/api/models/p/run/log": b'{"groups": [], "metrics": %s}',

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 import art
+from art_protocol.wire import NOT_DELIVERED, NOT_ENDED
 from art_server.api.refused_keys import MAX_KEYS, RefusedKeys
 from art_server.errors import Unauthorized
-from art_server.ledger.records import NOT_DELIVERED
 from art_server.settings import ApiKey
 from art_server.shared.refusals import MAX_CAUSES, MAX_SESSIONS, Refusals
 from tests.quick.server.served import Served, serving
@@ -66,10 +66,10 @@ async def test_each_cause_has_its_own_sentence(served: Served, caplog: pytest.Lo
     trajectory = "; the answers of q/c are in r.trajectory(model=...) of that model"
     assert await why_empty(served, "q/c") == f"{other}. {remedy}{trajectory}"
     unknown = "1 of its requests named 'gpt-4o', which is no model here"
-    assert await why_empty(served, "gpt-4o") == f"{unknown}. {remedy}"
-    assert (
-        await why_empty(served, "base", "gpt-4o", "q/c", "base") == f"{base}; {other}; {unknown}. {remedy}{trajectory}"
-    )
+    aliases = ", or art.rollout(..., aliases={...}) says what its own names mean"
+    assert await why_empty(served, "gpt-4o") == f"{unknown}. {remedy}{aliases}"
+    mixed = await why_empty(served, "base", "gpt-4o", "q/c", "base")
+    assert mixed == f"{base}; {other}; {unknown}. {remedy}{aliases}{trajectory}"
     refused = "2 requests that name the session were refused: unknown API key"
     remedy = "The agent needs the rollout's api_key, or another key with the scope infer"
     assert await why_empty(served, "p/a", "p/a", agents_key="wrong-key") == f"{refused}. {remedy}"
@@ -92,10 +92,13 @@ async def test_an_agent_that_hangs_up_sent_a_request(served: Served, is_stream: 
         async with httpx.AsyncClient(headers={"authorization": f"Bearer {rollout.api_key}"}, timeout=None) as http:
             asking = asyncio.create_task(http.post(f"{rollout.base_url}/chat/completions", json=asked))
             await until(lambda: gate.num_waiting == 1)
+            waiting = await rollout.trajectory()
             asking.cancel()
         await until(lambda: gate.num_waiting == 0)
         gate.open()
         trajectory = await rollout.trajectory()
+    none = "the agent asked for 2 answers, of which none was finished; 2 of its answers were left out"
+    assert f"{none}: {NOT_ENDED}" in waiting.logs[-1] and f"{none}: {NOT_DELIVERED}" in trajectory.logs[-1]
     assert trajectory.metrics["unused_choices"] == 2
     assert f"2 of its answers were left out: {NOT_DELIVERED}. " in trajectory.logs[-1]
 

@@ -41,6 +41,7 @@ class Agent:
         model: str | None = "a",
         session: str | None = "s",
         step: int | None = None,
+        finish: str = "stop",
     ) -> None:
         """`at` is the time of the request; the answer is delivered at once. `model` None is the base model. `step` is the step that the
         request names."""
@@ -58,14 +59,14 @@ class Agent:
         )
         with self.ledger.open_request(request):
             self.ledger.take_prompt(request_id, 0, [1, 2])
-            sample = FinishedChoice("x", 0, said, [3], [-1.0], "stop", None, {"n": 1})
+            sample = FinishedChoice("x", 0, said, [3], [-1.0], finish, None, {"n": 1})
             self.ledger.take_samples([(request_id, 0, 0, sample)])
             if unseen is not None:
                 sample = FinishedChoice("x", 1, unseen, [4], [-1.0], "stop", None, {"n": 2})
                 self.ledger.take_samples([(request_id, 1, 0, sample)])
         choice = {
             "index": 0,
-            "finish_reason": "stop",
+            "finish_reason": finish,
             "message": received or {"role": "assistant", "content": said},
             "art": {"id": f"{request_id}-0"},
         }

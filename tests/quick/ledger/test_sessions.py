@@ -10,12 +10,13 @@ from typing import Any
 import anyio
 import pytest
 
+from art_protocol.wire import NOT_DELIVERED, NOT_ENDED
 from art_server.api.openai.streaming import add_deltas
 from art_server.ledger import conversation
 from art_server.ledger import ledger as ledger_module
 from art_server.ledger import storage as storage_module
 from art_server.ledger.ledger import Ledger
-from art_server.ledger.records import NOT_DELIVERED, NOT_ENDED, PRUNED, UNRECORDED, Record
+from art_server.ledger.records import PRUNED, UNRECORDED, Record
 from art_server.ledger.sessions import ASKED_AGAIN, OF_NAMED_STEP
 from art_server.ledger.speakers import PASSED_OVER
 from art_server.shared import clock
@@ -443,9 +444,10 @@ def test_a_request_that_is_answered_at_this_moment_is_a_request_of_the_session(t
     agent = Agent(tmp_path)
     agent.ask([USER], "one", session=None)
     unnamed = agent.ledger._storage.select("TRUE")[0].request
-    with agent.ledger.open_request(replace(unnamed, session="s")):
+    named = replace(unnamed, session="s")
+    with agent.ledger.expecting(named, 1), agent.ledger.expecting(named, 2):
         reply = agent.reply()
-        assert (reply.unused, reply.num_unnamed_requests) == ({NOT_ENDED: 1}, 0)
+        assert (reply.unused, reply.num_unnamed_requests) == ({NOT_ENDED: 3}, 0)
         assert agent.reply("b").unused == {}
     reply = agent.reply()
     assert (reply.unused, reply.num_unnamed_requests) == ({}, 1)

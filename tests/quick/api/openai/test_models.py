@@ -81,6 +81,17 @@ async def test_options_names_the_methods_and_needs_no_key(path: str, tmp_path: P
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
+@pytest.mark.parametrize("port", [7623, 8000])
+@pytest.mark.parametrize("path", ["/", "/s/one", "/s/one/", "/s/one;temperature=0.5"])
+async def test_an_agent_may_ask_with_head_whether_its_base_url_answers(path: str, port: int, tmp_path: Path) -> None:
+    """Claude Code does, without a key. The server of the second port shows no page there."""
+    app, _ = make(tmp_path, api_keys=KEYS)
+    async with client(app, port=port) as http:
+        answer = await http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert (await http.get(path)).status_code == (200 if port == 7623 else 404)
+
+
 async def test_other_methods_and_paths_are_refused(tmp_path: Path) -> None:
     app, _ = make(tmp_path)
     async with client(app) as http:

@@ -55,7 +55,7 @@ async def test_openai_s_client_repeats_what_may_succeed_and_nothing_else(
                 answer = await http.post(path, json={"model": "a", "messages": [], "prompt": "x"})
                 assert answer.json()["error"]["message"] == error.message
                 assert is_repeated(answer.status_code, answer.headers) == error.retryable, (path, error)
-            refused = refused_by(error)
+            refused = refused_by(error, "/v1/chat/completions")
             assert is_repeated(refused.status, refused.headers) == error.retryable, error
 
 
@@ -85,6 +85,7 @@ async def test_a_name_in_two_projects_is_asked_once(tmp_path: Path) -> None:
         ("/chat/completions", "lacks /v1, http://127.0.0.1:7623/v1"),
         ("/s/abc/chat/completions", "lacks /v1, http://127.0.0.1:7623/s/abc/v1"),
         ("/v1/v1/messages", "too often"),
+        ("/s/abc/v1/responses/compact", "Codex does if its model provider has another `name`"),
         ("/v1/embeddings", "this server has no embeddings"),
         ("/v1/nonsense", "openapi.json"),
     ],

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from art_server.api.openai.refusals import in_words
+from art_server.api.openai.refusals import in_words, refusal_of
 from art_server.api.openai.routes import check_conversation
 from art_server.errors import BadRequest
+from art_server.inference_proxy import InferenceRequest
 
 
 def refusal(message: str) -> bytes:
@@ -64,3 +65,34 @@ def test_other_refusals_are_unchanged() -> None:
 def test_messages_that_no_template_takes_are_named(api: str, message: dict[str, Any], said: str) -> None:
     with pytest.raises(BadRequest, match=said):
         check_conversation(api, {"input" if api == "responses" else "messages": [message]})
+
+
+SAID = {
+    "limit": "max_completion_tokens=70000 cannot be greater than max_model_len=1024. Please request fewer output tokens.",
+    "long": "This model's maximum context length is 1024 tokens. However, your prompt contains at least 1025 input tokens, which "
+    "exceeds this limit even without any output tokens.",
+    "longer": "This model's maximum context length is 1024 tokens. However, your prompt contains 25050 characters (more than 16384).",
+}
+"""vLLM's sentences about lengths."""
+
+
+@pytest.mark.parametrize(
+    ("api", "said", "beginning", "code"),
+    [
+        ("chat", "limit", "max_completion_tokens: 70000 > 1024, ", "max_tokens_too_large"),
+        ("messages", "limit", "max_tokens: 70000 > 1024, ", "max_tokens_too_large"),
+        ("messages", "long", "prompt is too long: 1025 tokens > 1024 maximum, ", "context_length_exceeded"),
+        (
+            "messages",
+            "longer",
+            "prompt is too long: 25050 characters > 1024 tokens maximum, ",
+            "context_length_exceeded",
+        ),
+        ("chat", "long", SAID["long"], "context_length_exceeded"),
+    ],
+)
+def test_lengths_are_refused_in_the_words_that_agents_read(api: str, said: str, beginning: str, code: str) -> None:
+    field = "max_completion_tokens" if api == "chat" else "max_tokens"
+    asked = InferenceRequest(api, f"/v1/{api}", "p/a", {field: 70000}, {}, "me", None, None, None)
+    error = json.loads(refusal_of(refusal(SAID[said]), 400, asked))["error"]
+    assert error["message"].startswith(beginning) and error["code"] == code
