@@ -117,10 +117,10 @@ def hold(program: socket.socket, folder: str) -> None:
                 become_command(program, message, *descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
-            is_over = wait_for_all(program, child, wakeup)
-            if is_over:
+            exit_code = wait_for_all(program, child, wakeup)
+            if exit_code is None:
                 return None
-            send(program, {"ended": True})
+            send(program, {"ended": exit_code})
 
 
 def become_command(program: socket.socket, message: dict[str, Any], output: int, record: int) -> None:
@@ -172,18 +172,19 @@ def signals_of_children() -> int:
     return reading
 
 
-def wait_for_all(program: socket.socket, child: int, wakeup: int) -> bool:
-    """Waits until all processes of a command have ended, and kills them when the program asks for that or has ended. Returns whether
-    the program has ended."""
-    is_over = False
+def wait_for_all(program: socket.socket, child: int, wakeup: int) -> int | None:
+    """Waits until all processes of a command have ended, and kills them when the program asks for that or has ended. Returns the exit
+    code of bubblewrap's outer process, below 0 after a signal; None if the program has ended."""
+    is_over, exit_code = False, 0
     watched = [program.fileno(), wakeup]
     while True:
         try:
-            while (ended := os.waitpid(-1, os.WNOHANG)[0]) != 0:
-                if ended == child:  # bubblewrap's outer process: what is inside ends with it
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+                if ended[0] == child:  # what is inside ends with the outer process
+                    exit_code = os.waitstatus_to_exitcode(ended[1])
                     kill_children()
         except ChildProcessError:
-            return is_over
+            return None if is_over else exit_code
         ready = select.select(watched, [], [], 1.0)[0]
         if wakeup in ready:
             os.read(wakeup, 4096)
