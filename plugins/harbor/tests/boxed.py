@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from art.harbor import boxes
-from art.harbor.bubblewrap import HOLDER
 
 TASKS = Path(__file__).with_name("tasks")
 
@@ -45,23 +44,26 @@ def left() -> list[str]:
     state = boxes.state_folder()
     things = [str(path) for path in state.glob("*") if path.name != "lock"]
     things += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(state) in line]
+    prefix = boxes.cgroup_name(state / "0").removesuffix("0")
     for root, folders, _ in os.walk(boxes.CGROUPS):
-        things += [f"{root}/{name}" for name in folders if name.startswith(boxes.cgroup_name(state / ""))]
+        things += [f"{root}/{name}" for name in folders if name.startswith(prefix)]
     return things + processes_of_boxes()
 
 
 def processes_of_boxes() -> list[str]:
-    """The command lines of holders, and of the processes in their boxes, on this machine."""
-    own = os.readlink("/proc/self/ns/pid")
+    """The command lines of this user's holders and of the processes in their boxes: the folder is in the command line, or, as root, the
+    box's user has the process."""
+    state = boxes.state_folder()
+    users = range(boxes.first_user(state), boxes.first_user(state) + boxes.USERS_OF_RANGE)
     lines: list[str] = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            is_inside = os.readlink(process / "ns/pid") != own
-            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+            is_box = str(state) in line or process.stat().st_uid in users
+            condition = (process / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
-        if state != "Z" and (str(HOLDER) in line or is_inside):
+        if is_box and condition != "Z":
             lines.append(f"{process.name}: {line}")
     return lines
 

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import IO
 
 CGROUPS = Path("/sys/fs/cgroup")
+FIRST_USER, NUM_RANGES, USERS_OF_RANGE = 2_000_000_000, 10_000, 10_000
+"""Ranges of user ids from here on. systemd assigns none of them, and 31 bits hold them."""
 WAIT_SECONDS, POLL_SECONDS = 10.0, 0.02
 """Wait for the end of a killed holder, whose cgroups can be removed only then."""
 
@@ -34,9 +36,9 @@ class BoxFolder:
     lock: IO[str]
 
     @property
-    def number(self) -> int:
-        """No other running box of this user has this number."""
-        return int(self.path.name)
+    def user(self) -> int:
+        """As root: the id of the box's user, which no other running box has."""
+        return first_user(self.path.parent) + int(self.path.name)
 
     def remove(self) -> None:
         """Removes the folder and the cgroups of a box without processes."""
@@ -47,6 +49,15 @@ class BoxFolder:
 
 def state_folder() -> Path:
     return Path.home() / ".cache" / "art" / "harbor"
+
+
+def first_user(state: Path) -> int:
+    """The first of the ids for the boxes of a folder: another home of root has other ids, so that the boxes do not share limits."""
+    return FIRST_USER + _digest(state) % NUM_RANGES * USERS_OF_RANGE
+
+
+def _digest(state: Path) -> int:
+    return int.from_bytes(hashlib.sha256(str(state).encode()).digest()[:6])
 
 
 def new_folder() -> BoxFolder:
@@ -120,7 +131,7 @@ def clear(path: Path) -> None:
 
 def cgroup_name(path: Path) -> str:
     """A name that no box of another user or folder has."""
-    return f"art-harbor-{hashlib.sha256(str(path.parent).encode()).hexdigest()[:12]}-{path.name}"
+    return f"art-harbor-{_digest(path.parent):012x}-{path.name}"
 
 
 def remove_cgroup(cgroup: Path) -> None:

@@ -9,7 +9,6 @@ As root, each box has a user id of its own and no capabilities. As another user,
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import shutil
 import socket
@@ -30,11 +29,7 @@ from art.harbor.sandbox import MAX_RESULT_BYTES, MAX_RESULTS, OUTPUT_BYTES, Exec
 from art.harbor.seccomp import make_filter
 from art.harbor.tasks import Task
 
-logger = logging.getLogger(__name__)
-
 HOLDER = Path(holder.__file__)
-FIRST_USER = 2_000_000_000
-"""As root: the user id of the first box. systemd assigns no ids from here on, and 32 bits hold them."""
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64")
 """Folders of the root that are links into /usr, or folders on old systems."""
 OF_ETC = (
@@ -68,6 +63,7 @@ TAKEN = (
 """Folders that cannot be the workdir, nor contain it."""
 HOME = "/home/agent"
 NUM_FILES = 4096
+KILLED = 128 + 9
 CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
 """What `setpriv` needs to leave root's id and drop all capabilities."""
 SCRIPT = "/art/command.sh"
@@ -162,7 +158,7 @@ class BubblewrapBox:
 
     def __init__(self, sandbox: Bubblewrap, contents: Contents, folder: boxes.BoxFolder) -> None:
         self._sandbox, self._contents, self._folder = sandbox, contents, folder
-        self._user = FIRST_USER + folder.number if os.getuid() == 0 else None
+        self._user = folder.user if os.getuid() == 0 else None
         self._process: asyncio.subprocess.Process | None = None
         self._socket, self._far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
@@ -176,7 +172,7 @@ class BubblewrapBox:
                 package = {"bwrap": "bubblewrap", "setpriv": "util-linux"}[program]
                 raise SandboxFailed(f"the program {program} is not installed (package {package})")
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-SEs", HOLDER, str(self._far.fileno())),
+            *(sys.executable, "-SEs", HOLDER, str(self._far.fileno()), self._folder.path),
             pass_fds=[self._far.fileno()],
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
@@ -191,7 +187,7 @@ class BubblewrapBox:
         self._cgroups = boxes.make_cgroups(
             folder, memory_bytes, self._sandbox.num_processes + len(AND_NOTE.split(";")) + 1
         )
-        await self._send({"work": str(folder / "work"), "scratch": str(folder / "scratch"), "num_bytes": disk_bytes})
+        await self._send({"num_bytes": disk_bytes})
         with closing(await self._receive_descriptor()) as root:
             await asyncio.to_thread(self._copy_task, Path(f"/proc/self/fd/{root}"))
         execution = await self.exec("true", env={}, timeout_seconds=60)
@@ -253,7 +249,7 @@ class BubblewrapBox:
         await asyncio.to_thread(self._folder.remove)
 
     async def _run(self, message: dict[str, Any], timeout_seconds: float, gateway: Gateway | None) -> Execution:
-        begun, is_late = time.monotonic(), False
+        begun, is_late, outer = time.monotonic(), False, 0
         with pipe() as (output, output_end), pipe() as (record, record_end):
             await self._send(message, output_end.fileno(), record_end.fileno())
             output_end.close()
@@ -262,7 +258,7 @@ class BubblewrapBox:
             try:
                 try:
                     async with asyncio.timeout(timeout_seconds):
-                        await self._until_ended(gateway)
+                        outer = await self._until_ended(gateway)
                 except TimeoutError:
                     is_late = True
                     await self._send({"do": "kill"})
@@ -271,18 +267,20 @@ class BubblewrapBox:
             finally:
                 tail.cancel()
             noted = (record.read(16) or b"").decode(errors="replace").strip()
+        if self._user is None and outer == KILLED and not noted:
+            noted = str(KILLED)  # with the agent's own user id, the agent can kill the shell that notes the exit code
         if not noted.isdecimal() and not is_late:
             last_words = text.strip()[-1000:] or "none"
             raise SandboxFailed(f"the sandbox ended before its command. Its last words: {last_words}")
         return Execution(None if is_late else int(noted), time.monotonic() - begun, text)
 
-    async def _until_ended(self, gateway: Gateway | None) -> None:
-        """Waits until no process of the command is left. The gateway serves the command meanwhile."""
+    async def _until_ended(self, gateway: Gateway | None) -> int:
+        """Waits until no process of the command is left. The gateway serves the command meanwhile. Returns the exit code of bubblewrap."""
         async with contextlib.AsyncExitStack() as stack:
             while True:
                 message, descriptors = await self._receive()
                 if "ended" in message:
-                    return
+                    return message["ended"]
                 for descriptor in descriptors:
                     listener = socket.socket(fileno=descriptor)
                     if gateway is None:
@@ -497,8 +495,8 @@ def read_plain_file(name: str, folder: int) -> bytes | None:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError:
         return None
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    with closing(descriptor):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_RESULT_BYTES:
             return None
-        content = file.read(MAX_RESULT_BYTES + 1)
-    return content if len(content) <= MAX_RESULT_BYTES else None
+        return os.read(descriptor, MAX_RESULT_BYTES)

@@ -8,7 +8,6 @@ or step, or another address, are removed. Answers are passed on as bytes, so str
 import asyncio
 import contextlib
 import json
-import logging
 import re
 import socket
 import ssl
@@ -16,8 +15,6 @@ from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
-
-logger = logging.getLogger(__name__)
 
 PORT = 7623
 """The port of the box's loopback on which the session answers."""

@@ -1,6 +1,6 @@
 """The process that holds one box: its files, and the processes of one command after the other. Runs as a script, without `art`.
 
-    python -SEs holder.py FD             holds a box for the program at the other end of the Unix socket FD
+    python -SEs holder.py FD FOLDER      holds the box of a folder for the program at the other end of the Unix socket FD
     python -SEs holder.py FD PORT PID    sends a socket that listens on PORT in the network of the process PID, a container's
 
 The box's files are in memory: file systems with a limit on their size, in a mount namespace of this process. All of it ends with this
@@ -87,11 +87,11 @@ def bring_loopback_up() -> None:
         fcntl.ioctl(any_socket, SET_FLAGS, struct.pack("16sH14x", b"lo", flags))
 
 
-def hold(program: socket.socket) -> None:
+def hold(program: socket.socket, folder: str) -> None:
     """Obeys the program's messages until the program ends."""
     call("prctl", SUBREAPER, 1, 0, 0, 0)
-    settings = json.loads(program.recv(MAX_MESSAGE_BYTES))
-    work, scratch, num_bytes = settings["work"], settings["scratch"], settings["num_bytes"]
+    num_bytes = json.loads(program.recv(MAX_MESSAGE_BYTES))["num_bytes"]
+    work, scratch = f"{folder}/work", f"{folder}/scratch"
     try:
         make_namespaces()
         send(program, {}, mount_files(work, num_bytes))
@@ -117,10 +117,10 @@ def hold(program: socket.socket) -> None:
                 become_command(program, message, *descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
-            is_over = wait_for_all(program, child, wakeup)
-            if is_over:
+            exit_code = wait_for_all(program, child, wakeup)
+            if exit_code is None:
                 return None
-            send(program, {"ended": True})
+            send(program, {"ended": exit_code})
 
 
 def become_command(program: socket.socket, message: dict[str, Any], output: int, record: int) -> None:
@@ -172,18 +172,19 @@ def signals_of_children() -> int:
     return reading
 
 
-def wait_for_all(program: socket.socket, child: int, wakeup: int) -> bool:
-    """Waits until all processes of a command have ended, and kills them when the program asks for that or has ended. Returns whether
-    the program has ended."""
-    is_over = False
+def wait_for_all(program: socket.socket, child: int, wakeup: int) -> int | None:
+    """Waits until all processes of a command have ended, and kills them when the program asks for that or has ended. Returns the exit
+    code of bubblewrap's outer process, below 0 after a signal; None if the program has ended."""
+    is_over, exit_code = False, 0
     watched = [program.fileno(), wakeup]
     while True:
         try:
-            while (ended := os.waitpid(-1, os.WNOHANG)[0]) != 0:
-                if ended == child:  # bubblewrap's outer process: what is inside ends with it
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+                if ended[0] == child:  # what is inside ends with the outer process
+                    exit_code = os.waitstatus_to_exitcode(ended[1])
                     kill_children()
         except ChildProcessError:
-            return is_over
+            return None if is_over else exit_code
         ready = select.select(watched, [], [], 1.0)[0]
         if wakeup in ready:
             os.read(wakeup, 4096)
@@ -211,7 +212,7 @@ def send_listener(program: socket.socket, port: int, process: str) -> None:
 
 if __name__ == "__main__":
     connection = socket.socket(fileno=int(sys.argv[1]))
-    if len(sys.argv) == 2:
-        hold(connection)
+    if len(sys.argv) == 3:
+        hold(connection, sys.argv[2])
     else:
         send_listener(connection, int(sys.argv[2]), sys.argv[3])

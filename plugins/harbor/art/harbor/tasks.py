@@ -28,14 +28,14 @@ class Section(BaseModel):
 
 
 class AgentSection(Section):
-    timeout_sec: float = Field(TIMEOUT_SECONDS, gt=0, allow_inf_nan=False)
+    timeout_sec: float = Field(default=TIMEOUT_SECONDS, gt=0, allow_inf_nan=False)
     """Seconds for the agent. Then the tests run all the same."""
     user: str | int | None = None
     network_mode: NetworkMode | None = None
 
 
 class VerifierSection(Section):
-    timeout_sec: float = Field(TIMEOUT_SECONDS, gt=0, allow_inf_nan=False)
+    timeout_sec: float = Field(default=TIMEOUT_SECONDS, gt=0, allow_inf_nan=False)
     """Seconds for the tests. Tests that take longer are a failed rollout."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the tests."""
@@ -45,10 +45,10 @@ class VerifierSection(Section):
 
 class EnvironmentSection(Section):
     docker_image: str | None = None
-    cpus: float | None = Field(None, gt=0)
-    memory_mb: int | None = Field(None, gt=0)
-    storage_mb: int | None = Field(None, gt=0)
-    gpus: int = Field(0, ge=0)
+    cpus: float | None = Field(default=None, gt=0)
+    memory_mb: int | None = Field(default=None, gt=0)
+    storage_mb: int | None = Field(default=None, gt=0)
+    gpus: int = Field(default=0, ge=0)
     workdir: str | None = None
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the agent and of the tests."""
