@@ -50,7 +50,9 @@ async def main() -> None:
             print(f"step {result.step:3d}  mean reward {rewards[-1]:.3f}")
     if rewards:
         plot({"reward": rewards}, flags.plot, "a coding agent", first_step)
-        print(f"mean reward: first step {rewards[0]:.3f}, last three steps {statistics.fmean(rewards[-3:]):.3f}; plot: {flags.plot}")
+        print(
+            f"mean reward: first step {rewards[0]:.3f}, last three steps {statistics.fmean(rewards[-3:]):.3f}; plot: {flags.plot}"
+        )
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from typing import Any
 from art_protocol.wire import NOT_DELIVERED, NOT_ENDED, UNNAMED_SECONDS, HistoryBody, SessionReply
 from art_server.ledger import conversation
 from art_server.ledger.conversation import Conversation, Message
-from art_server.ledger.kinds import with_kinds
 from art_server.ledger.cut_answers import mark_cut
+from art_server.ledger.kinds import with_kinds
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record, num_requests
 from art_server.ledger.session_turns import MAX_COMPARED, SessionTurn, ends_of
