@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,6 +155,8 @@ def _dicts(body: Mapping[str, Any], *names: str) -> list[dict[str, Any]]:
     return [value for name in names if isinstance(value := body.get(name), dict)]
 
 
+logger = logging.getLogger(__name__)
+
 MAX_TOKENS_FIELDS: Mapping[str, str] = {"responses": "max_output_tokens"}
 """The field with the largest number of tokens, by API. The other APIs have `max_tokens`."""
 
@@ -220,6 +223,8 @@ class Proxy:
         self._tracing = tracing
         self._seeds = SessionSeeds()
         self.refused_names = Refusals()
+        self._told: dict[int, int] = {}
+        """The length of the agent's first prompt that was told, by the number of its model."""
 
     def resolve(self, inference: InferenceRequest) -> None:
         """Sets the model, step and adapter that answer a request at this moment. `refused_names` remembers a name that no model
@@ -319,6 +324,7 @@ class Proxy:
             opened = stack.enter_context(
                 self._ledger.open_request(ledger_request(inference), inference.engine.silence_seconds)
             )
+            stack.callback(self._tell_context, inference, opened)
             if span is not None:
                 stack.callback(set_span_attributes, span, inference, opened)
             headers = inference.headers | {"x-request-id": inference.request_id, "content-type": "application/json"}
@@ -337,6 +343,27 @@ class Proxy:
                     yield await self._checked(response, inference), opened
             except aiohttp.ClientError as error:
                 raise EngineLost from error
+
+    def _tell_context(self, inference: InferenceRequest, opened: OpenRequest) -> None:
+        """Tells how much of the context the first prompt of a model's agent takes. A side call may come before the agent's own
+        conversation, so a prompt of twice that length is told as well."""
+        model, whole, prompt = inference.model, self._fleet.max_seq_length, opened.prompts.get(0)
+        if model is None or inference.session is None or prompt is None or whole is None:
+            return
+        length = len(prompt.token_ids)
+        if not inference.conversation.is_first_turn or length < 2 * self._told.get(model.number, 0):
+            return
+        self._told[model.number] = length
+        level = logging.WARNING if length > whole / 2 else logging.INFO
+        logger.log(
+            level,
+            "%s: the first prompt of its agent has %d tokens, and the context has %d (--max-seq-length): %d are left for the whole "
+            "conversation; docs/howto/coding-agents.md has what coding agents need",
+            model.id,
+            length,
+            whole,
+            whole - length,
+        )
 
     @contextlib.contextmanager
     def _counting_hang_up(self, inference: InferenceRequest) -> Iterator[None]:

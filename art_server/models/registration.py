@@ -93,7 +93,8 @@ class Registration:
                     with files.disk_errors("the model"):
                         await asyncio.to_thread(self._publish, folder, record, content)
                     model = await asyncio.to_thread(self._registry.add, folder, record)
-                    logger.info("registered %s on %s", model.id, record.base_model)
+                    length = self._fleet.max_seq_length
+                    logger.info("registered %s on %s, with a context of %s tokens", model.id, record.base_model, length)
                 return model
         finally:
             if content is not None:

@@ -151,7 +151,12 @@ class Backend:
                     model._to_registration(),
                     timeout_seconds=REGISTER_TIMEOUT_SECONDS,
                 )
-            logger.info("registered %s at step %d", info.inference_name, info.step)
+            logger.info(
+                "registered %s at step %d, with a context of %s tokens",
+                info.inference_name,
+                info.step,
+                info.max_seq_length,
+            )
             for note in info.notes:
                 logger.warning("register: %s", note)
             self._steps[info.inference_name] = info.step
