@@ -74,7 +74,7 @@ def test_another_users_boxes_end_the_same_way(folder: Path) -> None:
     ran = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     result = json.loads(ran.stdout.splitlines()[-1])
-    expected = [fault.ends if isinstance(fault.ends, float) else fault.ends.__name__ for fault in FAULTS.values()]
+    expected = [fault.ends.__name__ if isinstance(fault.ends, type) else fault.ends for fault in FAULTS.values()]
     ends = dict(zip(FAULTS, result["ends"], strict=True))
     assert ends == dict(zip(FAULTS, expected, strict=True))
     assert result["left"] == []

@@ -44,6 +44,7 @@ ELSEWHERE = {
     "serve-elsewhere.md",
     "distillation.md",
     "environments.md",
+    "harbor.md",
     "sft.md",
 }
 QUESTION = "respond with yes, no, maybe"

@@ -6,6 +6,7 @@ for task in harbor.tasks("tasks"):
 """
 
 from art.harbor.bubblewrap import Bubblewrap
+from art.harbor.container import Container
 from art.harbor.errors import HarborError, RewardInvalid, SandboxFailed, TaskRefused, TestsTimedOut
 from art.harbor.running import Outcome, run, solve
 from art.harbor.sandbox import Box, Execution, Sandbox
@@ -14,6 +15,7 @@ from art.harbor.tasks import Task, tasks
 __all__ = [
     "Box",
     "Bubblewrap",
+    "Container",
     "Execution",
     "HarborError",
     "Outcome",

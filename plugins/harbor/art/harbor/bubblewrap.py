@@ -25,7 +25,7 @@ from art.harbor import boxes, holder
 from art.harbor.dockerfile import Contents, read_dockerfile
 from art.harbor.errors import SandboxFailed, TaskRefused
 from art.harbor.gateway import PORT, Gateway
-from art.harbor.sandbox import MAX_RESULT_BYTES, MAX_RESULTS, OUTPUT_BYTES, Execution
+from art.harbor.sandbox import MAX_RESULT_BYTES, MAX_RESULTS, OUTPUT_BYTES, Execution, why_no_sandbox
 from art.harbor.seccomp import make_filter
 from art.harbor.tasks import Task
 
@@ -124,33 +124,14 @@ class Bubblewrap:
 
     def _why_not(self, task: Task) -> str | None:
         """What the task needs and bubblewrap cannot give; None: nothing."""
-        settings, environment = task.settings, task.settings.environment
+        environment = task.settings.environment
         reasons = {
             "environment.docker_image names an image, and there are no images": environment.docker_image is not None,
-            "it has a compose file, and there are no containers": any(task.environment.glob("*compose*.y*ml")),
-            "environment.mcp_servers are not started": bool(environment.mcp_servers),
-            "environment.healthcheck waits for services, which are not started": environment.healthcheck is not None,
-            "environment.gpus: a box has no devices": environment.gpus > 0,
-            "steps: a task has one instruction here": bool(settings.steps),
-            "verifier.environment_mode: the tests run in the agent's environment": settings.verifier.environment_mode
-            not in (None, "shared"),
-            "agent.user root: a box has no root": settings.agent.user in (0, "root"),
-            "environment.allow_internet: a box reaches the session and nothing else. If the task needs no internet, leave the key out": bool(
-                environment.allow_internet
-            ),
-            f"environment.memory_mb is more than Bubblewrap(memory_mb={self.memory_mb})": (environment.memory_mb or 0)
-            > self.memory_mb,
+            "agent.user root: a box has no root": task.settings.agent.user in (0, "root"),
             f"environment.storage_mb is more than Bubblewrap(disk_mb={self.disk_mb})": (environment.storage_mb or 0)
             > self.disk_mb,
         }
-        for name in ("agent", "verifier", "environment"):
-            mode = getattr(settings, name).network_mode
-            reason = f"{name}.network_mode {mode}: a box reaches the session and nothing else. If the task needs no network, write no-network"
-            reasons[reason] = mode not in (None, "no-network")
-        for name, variables in (("environment", environment.env), ("verifier", settings.verifier.env)):
-            for variable, value in variables.items():
-                reasons[f"{name}.env.{variable} takes a value of the host: {value}"] = "${" in value
-        return next((reason for reason, is_reason in reasons.items() if is_reason), None)
+        return why_no_sandbox(task, self.memory_mb) or next((reason for reason in reasons if reasons[reason]), None)
 
 
 class BubblewrapBox:

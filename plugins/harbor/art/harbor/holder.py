@@ -207,7 +207,8 @@ def send_listener(program: socket.socket, port: int, process: str) -> None:
     if os.stat(f"/proc/{process}/ns/user").st_ino != os.stat("/proc/self/ns/user").st_ino:
         call("setns", os.open(f"/proc/{process}/ns/user", os.O_RDONLY), NEW_USER)
     call("setns", os.open(f"/proc/{process}/ns/net", os.O_RDONLY), NEW_NETWORK)
-    send(program, {}, listen(port).fileno())
+    listener = listen(port)
+    send(program, {}, listener.fileno())
 
 
 if __name__ == "__main__":

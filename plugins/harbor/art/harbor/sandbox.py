@@ -76,3 +76,33 @@ class Sandbox(Protocol):
             SandboxFailed: the sandbox does not start.
         """
         ...
+
+
+def why_no_sandbox(task: Task, memory_mb: int) -> str | None:
+    """What the task needs and no sandbox here gives; None: nothing. `memory_mb` is the sandbox's memory."""
+    settings, environment = task.settings, task.settings.environment
+    session_only = "a box reaches the session and nothing else"
+    reasons = {
+        "it has a compose file, and one container has no services beside it": any(
+            task.environment.glob("*compose*.y*ml")
+        ),
+        "environment.mcp_servers are not started": bool(environment.mcp_servers),
+        "environment.healthcheck waits for services, which are not started": environment.healthcheck is not None,
+        "environment.gpus: a box has no devices": environment.gpus > 0,
+        "steps: a task has one instruction here": bool(settings.steps),
+        "verifier.environment_mode: the tests run in the agent's environment": settings.verifier.environment_mode
+        not in (None, "shared"),
+        f"environment.allow_internet: {session_only}. If the task needs no internet, leave the key out": bool(
+            environment.allow_internet
+        ),
+        f"environment.memory_mb is more than the sandbox's memory_mb={memory_mb}": (environment.memory_mb or 0)
+        > memory_mb,
+    }
+    modes = {"agent": settings.agent.network_mode, "verifier": settings.verifier.network_mode}
+    for name, mode in {**modes, "environment": environment.network_mode}.items():
+        reason = f"{name}.network_mode {mode}: {session_only}. If the task needs no network, write no-network"
+        reasons[reason] = mode not in (None, "no-network")
+    for name, variables in (("environment", environment.env), ("verifier", settings.verifier.env)):
+        for variable, value in variables.items():
+            reasons[f"{name}.env.{variable} takes a value of the host: {value}"] = "${" in value
+    return next((reason for reason in reasons if reasons[reason]), None)
