@@ -153,6 +153,7 @@ def opencode_settings(access: Access) -> dict[str, str]:
     options = {"baseURL": access.base_url, "apiKey": access.key}
     provider = {"npm": "@ai-sdk/openai-compatible", "name": "ART", "options": options, "models": models}
     config = {"provider": {"art": provider}, "model": "art/policy", "autoupdate": False, "share": "disabled"}
+    config |= {"small_model": "art/base"}  # which writes the title: the base model is not trained
     return {".config/opencode/opencode.json": json.dumps(config)}
 
 
