@@ -27,6 +27,8 @@ RESPONSE_PREFIX = "resp_"
 
 _MARKUP = re.compile(r"</?(tool_call|tool_calls)>|<\|python_tag\|>|\[TOOL_CALLS\]")
 _BETWEEN_CALLS = " \n\t[],;"
+_OPENED_LIST = re.compile(r"\[\s*$")
+"""The beginning of a JSON list whose first element is a call, as xLAM writes calls. Parsers take the list out of the text."""
 _DECODER = json.JSONDecoder()
 
 Message = dict[str, Any]
@@ -101,7 +103,7 @@ def split_calls(text: str) -> tuple[str, list[str]] | None:
             continue
         between = text[position:start]
         if not calls:
-            before = _MARKUP.sub("", between)
+            before = _MARKUP.sub("", _OPENED_LIST.sub("", between))
         elif _MARKUP.sub("", between).strip(_BETWEEN_CALLS):
             return None
         try:
@@ -157,7 +159,8 @@ def _squeeze(text: str) -> str:
     for start, end, value in _json_objects(text):
         is_call = _is_call(value := _as_call(value))
         if not has_calls:
-            parts.append(text[position:start])
+            before = text[position:start]
+            parts.append(_OPENED_LIST.sub("", before) if is_call else before)
         if is_call:
             arguments = json.dumps(value["arguments"], sort_keys=True)
             parts.append(f'{{"name": {json.dumps(value["name"])}, "arguments": {arguments}}}')
@@ -223,19 +226,21 @@ def message_from(text: str) -> Message:
     if not mark:
         thinking, visible = "", text
     calls: list[dict[str, Any]] = []
-    content = ""
+    texts: list[str] = []
     position = 0
     for start, end, value in _json_objects(visible):
         value = _as_call(value)
         if _is_call(value):
-            content += visible[position:start]
+            texts.append(visible[position:start])
             function = {"name": value["name"], "arguments": json.dumps(value["arguments"])}
             calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})
             position = end
-    content += visible[position:]
+    texts.append(visible[position:])
     if calls:
-        content = _MARKUP.sub("", content).strip()
-    message: Message = {"role": "assistant", "content": content}
+        texts = [_MARKUP.sub("", text) for text in [_OPENED_LIST.sub("", texts[0]), *texts[1:]]]
+        texts[1:] = [text for text in texts[1:] if text.strip(_BETWEEN_CALLS)]
+    content = "".join(texts)
+    message: Message = {"role": "assistant", "content": content.strip() if calls else content}
     if mark:
         message["reasoning_content"] = thinking.replace("<think>", "").strip()
     return message | ({"tool_calls": calls} if calls else {})

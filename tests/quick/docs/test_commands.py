@@ -77,7 +77,7 @@ def test_art_server_has_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "keys.txt").write_text(keys)
     monkeypatch.chdir(tmp_path)
     configs = [flags.parse(words) for words in calls("art-server") if words[0] != "host"]
-    assert len(configs) == 7
+    assert len(configs) == 8
     assert [parse_host(words[1:]).ranks for words in calls("art-server") if words[0] == "host"] == [1]
     shared, *_ = (config for config in configs if config.api_key_file is not None)
     assert [key.name for key in shared.api_keys[:3]] == ["alice", "bob", "agents"]

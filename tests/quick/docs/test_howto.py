@@ -1,7 +1,7 @@
 """The Python of the how-to pages runs as it stands, against a server that samples "maybe" and trains nothing.
 
-Pages that need an engine are in `tests/engine/integration/test_howto.py`, the notebook is in `tests/long/docs`, an annex's page is
-among its tests.
+Pages that need an engine are in `tests/engine/integration/test_howto.py`, the notebook is in `tests/long/docs`, the coding agents are in
+`tests/long/coding_agents`, an annex's page is among its tests.
 """
 
 import asyncio
@@ -34,6 +34,7 @@ HERE = {
 }
 ELSEWHERE = {
     "agent-retries.md",
+    "coding-agents.md",
     "from-others.md",
     "javascript.md",
     "not-learning.md",

@@ -42,6 +42,16 @@ def test_llama_s_parameters_are_arguments() -> None:
     )
 
 
+@pytest.mark.parametrize(("before", "calls"), [("", 1), ("", 2), ("Let me see.\n", 2)])
+def test_calls_in_a_json_list_are_the_message_that_a_parser_makes_of_them(before: str, calls: int) -> None:
+    text = before + json.dumps([{"name": "f", "arguments": {"a": number}} for number in range(calls)])
+    message = {"content": before, "tool_calls": [call("f", {"a": number}) for number in range(calls)]}
+    assert c.text_digest(text) == c.message_digest(message) == c.message_digest(c.message_from(text))
+    assert c.message_from(text)["content"] == before.strip()
+    split = c.split_calls(text)
+    assert split is not None and split[0] == before and len(split[1]) == calls
+
+
 def test_a_conversation_s_name_grows_with_it() -> None:
     messages = [
         {"role": "system", "content": "s"},

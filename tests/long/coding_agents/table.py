@@ -1,0 +1,51 @@
+"""The table of docs/howto/coding-agents.md, from the rows of docs/coding-agents.jsonl."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+ROWS = ROOT / "docs" / "coding-agents.jsonl"
+PAGE = ROOT / "docs" / "howto" / "coding-agents.md"
+TITLES = [
+    *("agent", "version", "API", "requests of a rollout", "tools", "prompt, first to last"),
+    *("turns", "joined", "changed", "tokens in rows", "of these shared", "trained"),
+]
+TABLE = re.compile(r"^\| agent \| version \|.*?\n\n", re.MULTILINE | re.DOTALL)
+
+
+def write_row(row: dict[str, Any], order: Iterable[str]) -> None:
+    """Replaces an agent's row in both files. The rows of other agents stay."""
+    rows = {row["agent"]: row}
+    if ROWS.exists():
+        rows = {old["agent"]: old for old in map(json.loads, ROWS.read_text().splitlines())} | rows
+    rows = {name: rows[name] for name in order if name in rows}
+    ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
+    table = "".join(map(line, [TITLES, ["---"] * len(TITLES), *map(cells, rows.values())]))
+    PAGE.write_text(TABLE.sub(lambda _: table + "\n", PAGE.read_text()))
+
+
+def line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    requests = ", ".join(f"{count} {kind}" for kind, count in row["requests"].items())
+    continuations = row["continuations"]
+    changed = sum(count for kind, count in continuations.items() if kind != "joined")
+    return [
+        row["agent"].replace("-with-", " with "),
+        re.split(r"@(?=\d)|==", row["package"])[-1],
+        row["api"],
+        requests,
+        str(row["tools"]),
+        f"{row['first_prompt_tokens']:,} to {row['last_prompt_tokens']:,}",
+        str(sum(row["turns"].values())),
+        str(continuations.get("joined", 0)),
+        str(changed),
+        f"{row['row_tokens']:,}",
+        f"{row['shared_tokens']:,}",
+        str(row["trained_tokens"]),
+    ]
