@@ -25,9 +25,10 @@ async def main() -> None:
     parser.set_defaults(steps=15)
     parser.add_argument("--tasks", type=Path, default=FOLDER / "tasks", help="folder of tasks")
     parser.add_argument("--agent", default="python3 /agent/agent.py {instruction}", help="the agent's command")
+    parser.add_argument("--agent-folder", type=Path, default=FOLDER, help="folder that the sandbox has as /agent")
     flags = parser.parse_args()
     tasks = harbor.tasks(flags.tasks)
-    sandbox = harbor.Bubblewrap(mounts={"/agent": FOLDER})
+    sandbox = harbor.Bubblewrap(mounts={"/agent": flags.agent_folder})
     model = make_model(flags, "coding-agent")
 
     async def rollout(task: harbor.Task) -> art.Trajectory:
