@@ -36,7 +36,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     continuations = row["continuations"]
     changed = sum(count for kind, count in continuations.items() if kind != "joined")
     return [
-        row["agent"].replace("-with-", " with "),
+        ", ".join(part.replace("four-", "four ") for part in row["agent"].split("-with-")),
         re.split(r"@(?=\d)|==", row["package"])[-1],
         row["api"],
         requests,
