@@ -238,16 +238,15 @@ def count_exact_tokens(ledger: LedgerClient, max_model_len: int) -> None:
         return await count(self, request, raw_request)
 
     async def render_chat_request(self: Any, request: Any) -> Any:
-        rendered = await render(self, request)
+        rendered: Any = await render(self, request)
         request_id = counted_request.get()
         if request_id is None or is_first_turn(request_id) or not isinstance(rendered, tuple):
             return rendered  # nothing is counted, nothing continued, or an error
-        conversation, prompts = rendered
-        for number, prompt in enumerate(prompts):
-            stored = await ledger.fetch_prompt(request_id, list(prompt["prompt_token_ids"]))
-            if stored.token_ids is not None and len(stored.token_ids) < max_model_len:
-                prompts[number] = prompt | {"prompt_token_ids": stored.token_ids}
-        return conversation, prompts
+        conversation, (prompt,) = rendered
+        stored = await ledger.fetch_prompt(request_id, list(prompt["prompt_token_ids"]))
+        if stored.token_ids is not None and len(stored.token_ids) < max_model_len:
+            prompt["prompt_token_ids"] = stored.token_ids
+        return conversation, [prompt]
 
     AnthropicServingMessages.count_tokens = count_tokens  # pyright: ignore[reportAttributeAccessIssue]
     AnthropicServingMessages.render_chat_request = render_chat_request

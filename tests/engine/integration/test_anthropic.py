@@ -6,7 +6,7 @@ import anthropic
 import httpx
 import pytest
 
-from tests.engine.integration.answers import sse_data
+from tests.engine.integration.answers import TOKENIZER, sse_data
 from tests.live import Server, register
 
 ASKED = {"role": "user", "content": "respond with yes, no, maybe"}
@@ -62,16 +62,31 @@ def test_the_count_is_the_number_of_the_prompt_s_tokens(server: Server, model: s
 
 
 def test_a_continued_conversation_is_counted_with_the_tokens_that_were_sampled(server: Server, model: str) -> None:
-    """The thinking that the agent left out is restored, so the rendering of what the agent sent has fewer tokens."""
+    """An answer in a spelling that the tokenizer would not choose has more tokens than its rendering."""
+    spelling = [TOKENIZER.token_to_id(letter) for letter in "yes"]
+    body = {"model": model, "messages": [ASKED], "allowed_token_ids": spelling, "max_tokens": 6, "ignore_eos": True}
+    text = ""
+    with server.client() as client:
+        for seed in range(32):  # in some answers no letters make a longer token
+            answer = client.post("/v1/chat/completions", json=body | {"seed": seed}).json()
+            text = answer["choices"][0]["message"]["content"]
+            if len(TOKENIZER.encode(text, add_special_tokens=False).ids) < 6:
+                break
+        more = [ASKED, {"role": "assistant", "content": text}, {"role": "user", "content": "why?"}]
+        counted = client.post("/v1/messages/count_tokens", json={"model": model, "messages": more}).json()
+        used = create(client, model, messages=more)["usage"]["input_tokens"]
+    assert len(TOKENIZER.encode(text, add_special_tokens=False).ids) < 6, "the rendering has fewer tokens"
+    assert counted["input_tokens"] == used
+
+
+def test_the_thinking_that_an_agent_left_out_is_counted(server: Server, model: str) -> None:
     thinks: dict[str, Any] = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}, "max_tokens": 24}
     with server.client() as client:
-        for number in range(3):
-            asked = {"role": "user", "content": f"respond with yes, no, maybe: {number}"}
-            answer = create(client, model, messages=[asked], **thinks)
-            more = [asked, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "why?"}]
-            counted = client.post("/v1/messages/count_tokens", json={"model": model, "messages": more, **thinks})
-            used = create(client, model, messages=more, **thinks)["usage"]["input_tokens"]
-            assert counted.json()["input_tokens"] == used
+        answer = create(client, model, **thinks)
+        more = [ASKED, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "why?"}]
+        body = {"model": model, "messages": more, **thinks}
+        counted = client.post("/v1/messages/count_tokens", json=body).json()["input_tokens"]
+        assert counted == create(client, model, messages=more, **thinks)["usage"]["input_tokens"]
 
 
 def test_a_count_leaves_no_turn_in_a_session(server: Server, model: str) -> None:
