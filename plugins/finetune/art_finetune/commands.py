@@ -55,6 +55,12 @@ OF_FUNCTIONS = {
 """Flags that set a field of the file that `_input` makes for a command without a file."""
 NEEDED = ("dataset", "reward", "base_model")
 """Flags that a command without a file needs."""
+OF_TASKS = {
+    "rows": "art.harbor.finetuning:rows",
+    "workflow": "art.harbor.finetuning:play",
+    "reward": "art.harbor.finetuning:reward",
+}
+"""What a command with `--tasks` runs, by its part of the file."""
 
 
 OF_ROLLOUTS = ("step", "baseline", "reps", "results", "compare", "validation_dataset", "validation_share")
@@ -113,7 +119,10 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
         epilog=EXIT_CODES,
     )
     evaluate.add_argument(
-        "target", metavar="FILE", help="the file of `art finetune`, path/file.py:function, or results to --compare"
+        "target",
+        nargs="?",
+        metavar="FILE",
+        help="the file of `art finetune`, path/file.py:function, or results to --compare",
     )
     evaluate.add_argument("--step", metavar="K", help="a number, best or base (default: the newest)")
     evaluate.add_argument("--baseline", metavar="K", help="compare with this step, in pairs")
@@ -164,6 +173,15 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
             metavar="X",
             type=float,
             help="share of the rows that training holds out, such as 0.2; `eval` evaluates these rows",
+        )
+        parser.add_argument("--tasks", type=Path, metavar="DIR", help="tasks in Harbor's format, for --agent")
+        parser.add_argument("--agent", metavar="COMMAND", help="of --tasks: the command, with {instruction}")
+        parser.add_argument(
+            "--mount",
+            action="append",
+            default=[],
+            metavar="DIR:PATH",
+            help="of --tasks: a folder of the agent's programs at a path in its box, read-only; several times",
         )
         parser.add_argument("--limit", metavar="N", type=int, help="only the first N rows")
         parser.add_argument(
@@ -238,6 +256,7 @@ def run_finetune(flags: argparse.Namespace) -> None:
         return print(json.dumps(make_schema(), indent=2))
 
     async def call() -> None:
+        _take_tasks(flags)
         file, overrides = _input(flags)
         with _typed_flags(flags):
             if flags.sweep:
@@ -291,6 +310,9 @@ async def evaluate_flags(flags: argparse.Namespace) -> None:
     from art.finetune import evaluating, results
     from art.finetune.errors import WrongInput
 
+    _take_tasks(flags)
+    if flags.target is None:
+        raise WrongInput(["give one file: art eval FILE, or art eval agent.py:function --dataset FILE ..."])
     if flags.labels is not None and (unused := [name for name in OF_ROLLOUTS if getattr(flags, name) is not None]):
         raise WrongInput([f"--labels asks no policy: leave out {', '.join(f'--{name}' for name in unused)}"])
     if flags.at_least_difference is not None and flags.baseline is None and flags.compare is None:
@@ -454,6 +476,36 @@ def _end_soon(code: int) -> threading.Event:
     return closed
 
 
+def _take_tasks(flags: argparse.Namespace) -> None:
+    """Makes a command with `--tasks` a command without a file, whose function and reward are those of `art.harbor`.
+
+    Raises:
+        WrongInput: flags are missing, or do not fit `--tasks`.
+    """
+    from art.finetune.errors import WrongInput
+
+    if flags.tasks is None:
+        if unused := [name for name in ("agent", "mount") if getattr(flags, name)]:
+            raise WrongInput([f"--{unused[0]} needs --tasks DIR"])
+        return
+    unused = [f"--{name}" for name in ("dataset", "reward", "question_key", "answer_key") if _is_set(flags, name)]
+    if flags.target is not None or flags.config_file is not None or unused:
+        others = ", ".join([*([flags.target or "the file"] if flags.target or flags.config_file else []), *unused])
+        raise WrongInput([f"--tasks has rows, agent and reward of its own: leave out {others}"])
+    if flags.agent is None:
+        raise WrongInput(["--tasks needs --agent COMMAND, such as --agent 'bash /opt/agents/agent.sh {instruction}'"])
+    if wrong := [mount for mount in flags.mount if not all(mount.partition(":")[::2])]:
+        raise WrongInput([f"--mount {wrong[0]}: write a folder and a path in the box, such as ~/agents:/opt/agents"])
+    flags.target, flags.reward = OF_TASKS["workflow"], OF_TASKS["reward"]
+
+
+def _rows_of_tasks(flags: argparse.Namespace) -> dict[str, Any]:
+    """The data set of a command with `--tasks`."""
+    mounts = {path: folder for folder, _, path in (mount.partition(":") for mount in flags.mount)}
+    arguments = {"folder": str(flags.tasks), "agent": flags.agent, "mounts": mounts}
+    return {"_type": "custom", "function": OF_TASKS["rows"], "kwargs": arguments}
+
+
 def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
     """The file, or the file that is made for a function, and the overrides. `-o` comes last and wins.
 
@@ -484,13 +536,16 @@ def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
                 [f"{', '.join(misplaced)} belong to a function without a file: set them with -o KEY VALUE"]
             )
         return target, overrides
-    if missing := [f"--{name}" for name in NEEDED if getattr(flags, name) is None]:
+    needed = NEEDED if flags.tasks is None else ("base_model",)
+    if missing := [f"--{name}" for name in needed if getattr(flags, name) is None]:
         raise WrongInput([f"{target} without a file needs {', '.join(missing)}"])
     try:
-        dataset = dataset_of_file(flags.dataset)
+        dataset = dataset_of_file(flags.dataset) if flags.tasks is None else _rows_of_tasks(flags)
     except ValueError as error:
         raise WrongInput([f"--dataset {flags.dataset}: {error}"]) from error
     where, _, name = target.rpartition(":")
+    if flags.tasks is not None:
+        where, name = "harbor", re.sub(r"[^\w.-]+", "-", flags.tasks.absolute().name, flags=re.ASCII)
     agent_name = f"{Path(where).stem}-{name}".replace("_", "-")
     run_name = flags.name or _model_name(agent_name, flags)
     file: dict[str, Any] = {

@@ -30,6 +30,13 @@ class Outcome:
     """The end of what the agent printed."""
     tests_output: str
 
+    def note_in(self, trajectory: art.Trajectory) -> None:
+        """Gives a trajectory the metrics, and the ends of the outputs as logs."""
+        trajectory.metrics.update(self.metrics)
+        for name, output in (("agent", self.agent_output), ("tests", self.tests_output)):
+            if output.strip():
+                trajectory.log(f"the {name} printed: {output.strip()[-LOGGED:]}")
+
 
 async def run(task: Task, command: str, rollout: art.Rollout, *, sandbox: Sandbox | None = None) -> art.Trajectory:
     """One rollout of a task: any agent's command in a sandbox, which reaches the rollout's session and else nothing.
@@ -44,6 +51,14 @@ async def run(task: Task, command: str, rollout: art.Rollout, *, sandbox: Sandbo
         TestsTimedOut: the tests took too long.
         RewardInvalid: the tests wrote no reward, or a wrong one.
     """
+    outcome = await attempt(task, command, rollout, sandbox=sandbox)
+    trajectory = await rollout.trajectory(outcome.reward, metadata={"task": task.name})
+    outcome.note_in(trajectory)
+    return trajectory
+
+
+async def attempt(task: Task, command: str, rollout: art.Rollout, *, sandbox: Sandbox | None = None) -> Outcome:
+    """How an agent's command does in a task, as in `run`, without the trajectory."""
     gateway = Gateway(rollout.root_url, rollout.api_key)
     model = rollout.model.get_inference_name()
     variables = {
@@ -54,12 +69,7 @@ async def run(task: Task, command: str, rollout: art.Rollout, *, sandbox: Sandbo
         "ANTHROPIC_API_KEY": KEY,
         "ANTHROPIC_MODEL": model,
     }
-    outcome = await play(task, command, variables=variables, gateway=gateway, sandbox=sandbox)
-    trajectory = await rollout.trajectory(outcome.reward, metrics=outcome.metrics, metadata={"task": task.name})
-    for name, output in (("agent", outcome.agent_output), ("tests", outcome.tests_output)):
-        if output.strip():
-            trajectory.log(f"the {name} printed: {output.strip()[-LOGGED:]}")
-    return trajectory
+    return await play(task, command, variables=variables, gateway=gateway, sandbox=sandbox)
 
 
 async def solve(task: Task, *, sandbox: Sandbox | None = None) -> Outcome:
