@@ -8,7 +8,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -197,13 +197,10 @@ CLAUDE_CODE = Agent(
     environment=claude_environment,
     answer=by_tools(described("Bash")),
 )
-CLAUDE_CODE_FOUR = Agent(
+CLAUDE_CODE_FOUR = replace(
+    CLAUDE_CODE,
     name="claude-code-with-four-tools",
-    package=CLAUDE_CODE.package,
-    executable=CLAUDE_CODE.executable,
     command=lambda _: ["--print", "--tools", "Bash,Edit,Read,Write", "--allowedTools", "Bash", "--", TASK],
-    environment=claude_environment,
-    answer=by_tools(described("Bash")),
 )
 
 # --- Codex ---
@@ -272,6 +269,7 @@ QWEN_CODE = Agent(
         lambda command: {"name": "run_shell_command", "arguments": {"command": command, "is_background": False}}
     ),
 )
+QWEN_CODE_BARE = replace(QWEN_CODE, name="qwen-code-with-bare-mode", command=lambda _: ["--bare", "--yolo", TASK])
 
 # --- mini-swe-agent ---
 
@@ -341,5 +339,8 @@ CLAUDE_AGENT_SDK = Agent(
 
 AGENTS = {
     agent.name: agent
-    for agent in (PI, OPENCODE, CLAUDE_CODE_FOUR, CLAUDE_CODE, CODEX, QWEN_CODE, MINI, AIDER, CLAUDE_AGENT_SDK)
+    for agent in (
+        *(PI, OPENCODE, CLAUDE_CODE_FOUR, CLAUDE_CODE, CODEX),
+        *(QWEN_CODE_BARE, QWEN_CODE, MINI, AIDER, CLAUDE_AGENT_SDK),
+    )
 }

@@ -13,11 +13,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 
 import art
 from tests.long.coding_agents.agents import Access, Agent
 from tests.long.coding_agents.scripted_proxy import Exchange, ScriptedProxy
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, until
 
 AGENT_SECONDS = 20 * 60.0
 
@@ -62,7 +63,7 @@ async def roll_out(model: art.TrainableModel, agent: Agent, proxy: ScriptedProxy
 
 
 async def run_agent(agent: Agent, access: Access) -> tuple[int, str]:
-    """The exit status of an agent and what it printed. All processes of its group are gone afterwards."""
+    """The exit status of an agent and what it printed. The agent's processes are gone afterwards."""
     for path, content in agent.settings(access).items():
         file = access.home / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +85,18 @@ async def run_agent(agent: Agent, access: Access) -> tuple[int, str]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
+        await until(lambda: not processes_at(access.home), lambda: processes_at(access.home))
     return process.returncode or 0, printed.decode(errors="replace")
+
+
+def processes_at(home: Path) -> list[str]:
+    """The command lines of the processes with this home folder."""
+    lines = list[str]()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("HOME") == str(home):
+                lines.append(f"{process.pid} {process.cmdline()}")
+    return lines
 
 
 def count_tokens(server_url: str, exchange: Exchange) -> int:

@@ -3,32 +3,30 @@
 import json
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+from tests.long.coding_agents.agents import AGENTS, MAX_TOKENS, ROOT
+
 ROWS = ROOT / "docs" / "coding-agents.jsonl"
 PAGE = ROOT / "docs" / "howto" / "coding-agents.md"
 TITLES = [
     *("agent", "version", "API", "requests of a rollout", "tools", "prompt, first to last"),
-    *("turns", "joined", "changed", "tokens in rows", "of these shared", "trained"),
+    *("context", "turns", "joined", "changed", "tokens in rows", "of these shared", "trained"),
 ]
 TABLE = re.compile(r"^\| agent \| version \|.*?\n\n", re.MULTILINE | re.DOTALL)
 
 
-def write_row(row: dict[str, Any], order: Iterable[str]) -> None:
+def write_row(row: dict[str, Any]) -> None:
     """Replaces an agent's row in both files. The rows of other agents stay."""
-    rows = {row["agent"]: row}
-    if ROWS.exists():
-        rows = {old["agent"]: old for old in map(json.loads, ROWS.read_text().splitlines())} | rows
-    rows = {name: rows[name] for name in order if name in rows}
+    rows = {old["agent"]: old for old in map(json.loads, ROWS.read_text().splitlines())} | {row["agent"]: row}
+    rows = {name: rows[name] for name in AGENTS if name in rows}
     ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
     table = "".join(map(line, [TITLES, ["---"] * len(TITLES), *map(cells, rows.values())]))
     PAGE.write_text(TABLE.sub(lambda _: table + "\n", PAGE.read_text()))
 
 
-def line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |\n"
+def line(texts: Iterable[str]) -> str:
+    return f"| {' | '.join(texts)} |\n"
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -36,12 +34,13 @@ def cells(row: dict[str, Any]) -> list[str]:
     continuations = row["continuations"]
     changed = sum(count for kind, count in continuations.items() if kind != "joined")
     return [
-        ", ".join(part.replace("four-", "four ") for part in row["agent"].split("-with-")),
+        ", ".join(part.replace("-tools", " tools").replace("-mode", " mode") for part in row["agent"].split("-with-")),
         re.split(r"@(?=\d)|==", row["package"])[-1],
         row["api"],
         requests,
         str(row["tools"]),
         f"{row['first_prompt_tokens']:,} to {row['last_prompt_tokens']:,}",
+        f"{row['last_prompt_tokens'] + MAX_TOKENS:,}",
         str(sum(row["turns"].values())),
         str(continuations.get("joined", 0)),
         str(changed),

@@ -71,12 +71,12 @@ async def test_a_published_agent_works_and_trains(long_server: Server, tmp_path:
     tokens = [count_tokens(long_server.url, exchange) for exchange in (main[0], main[-1])]
     result = await model.train([art.TrajectoryGroup([ran.trajectory for ran in rans])])
     row = row_of(agent, rans, tokens, result)
-    write_row(row, AGENTS)
     report = result.report
     assert report.turns == {"ledger": 2 * len(main)} and report.num_trained_tokens > 0, row
     assert result.metrics["loss/logprob_gap_num_tokens"] == report.num_trained_tokens
     later = 2 * (len(main) - 1)
     assert report.continuations == {"changed" if name in RENDERS_ANEW else "joined": later}, row
+    write_row(row)
 
 
 async def test_the_page_s_rollout_of_claude_code(
