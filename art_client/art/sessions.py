@@ -278,7 +278,7 @@ def without(reply: SessionReply, leave_out: Collection[HistoryKind]) -> SessionR
 
 def choice_ids(histories: Iterable[HistoryBody]) -> set[str]:
     entries = (entry for history in histories for entry in history.messages_and_choices)
-    return {entry["art"]["id"] for entry in entries if "finish_reason" in entry}
+    return {entry["art"]["id"] for entry in entries if "art" in entry}
 
 
 def none_finished(count: int) -> str:

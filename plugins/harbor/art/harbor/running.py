@@ -1,7 +1,7 @@
 """A rollout of a task: the agent in a box, then the tests in the same box, then the reward in the tests' files."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from art.harbor.gateway import KEY, Gateway
 from art.harbor.rewards import read_reward
 from art.harbor.sandbox import Sandbox
 from art.harbor.tasks import Task
+from art_protocol.wire import HistoryKind
 
 INSTRUCTION = "/art/instruction.md"
 TESTS, RESULTS = "/tests", "/logs/verifier"
@@ -38,12 +39,20 @@ class Outcome:
                 trajectory.log(f"the {name} printed: {output.strip()[-LOGGED:]}")
 
 
-async def run(task: Task, command: str, rollout: art.Rollout, *, sandbox: Sandbox | None = None) -> art.Trajectory:
+async def run(
+    task: Task,
+    command: str,
+    rollout: art.Rollout,
+    *,
+    sandbox: Sandbox | None = None,
+    leave_out: Collection[HistoryKind] = ("side_call",),
+) -> art.Trajectory:
     """One rollout of a task: any agent's command in a sandbox, which reaches the rollout's session and else nothing.
 
     `{instruction}` in the command is the task's instruction, quoted for a shell. The agent finds the instruction also in the
-    file /art/instruction.md, and the model in OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and the same names with ANTHROPIC. An agent that takes longer than `agent.timeout_sec` is killed, and the tests run all the same.
-    The default sandbox is `Bubblewrap()`.
+    file /art/instruction.md, and the model in OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and the same names with ANTHROPIC. An
+    agent that takes longer than `agent.timeout_sec` is killed, and the tests run all the same. The default sandbox is
+    `Bubblewrap()`. `leave_out` has the kinds of conversations that are not trained, as in `Rollout.trajectory`: titles and probes.
 
     Raises:
         TaskRefused: the sandbox cannot give what the task needs.
@@ -52,7 +61,7 @@ async def run(task: Task, command: str, rollout: art.Rollout, *, sandbox: Sandbo
         RewardInvalid: the tests wrote no reward, or a wrong one.
     """
     outcome = await attempt(task, command, rollout, sandbox=sandbox)
-    trajectory = await rollout.trajectory(outcome.reward, metadata={"task": task.name})
+    trajectory = await rollout.trajectory(outcome.reward, metadata={"task": task.name}, leave_out=leave_out)
     outcome.note_in(trajectory)
     return trajectory
 
