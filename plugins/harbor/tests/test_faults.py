@@ -70,6 +70,21 @@ async def test_a_cancelled_rollout_leaves_nothing(tmp_path: Path) -> None:
     assert left() == []
 
 
+async def test_what_the_sandbox_lacks_is_named(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (task,) = harbor.tasks(TASKS / "hello-file")
+    with pytest.raises(harbor.SandboxFailed, match="nowhere"):
+        await harbor.Bubblewrap(mounts={"/opt/a": tmp_path / "nowhere"}).start(task)
+    assert left() == []
+    with monkeypatch.context() as patch, pytest.raises(harbor.SandboxFailed, match="bwrap is not installed"):
+        patch.setenv("PATH", str(tmp_path))
+        await harbor.Bubblewrap().start(task)
+    assert left() == []
+    with monkeypatch.context() as patch, pytest.raises(harbor.SandboxFailed, match="no folder for a box"):
+        (home / "file").write_text("")
+        patch.setenv("HOME", str(home / "file"))
+        await harbor.Bubblewrap().start(task)
+
+
 PROGRAM = """
 import asyncio, sys
 from art import harbor

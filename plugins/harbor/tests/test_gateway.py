@@ -109,6 +109,20 @@ async def test_what_is_not_in_the_session_is_refused(upstream: FakeServer, port:
     assert upstream.requests == []
 
 
+WRONG_CHUNKS = {
+    "another end": b"1\r\naXX0\r\n\r\n",
+    "no size": b"x\r\n\r\n",
+    "a trailer": b"0\r\nx-art-session: other\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CHUNKS)
+async def test_wrong_chunks_end_the_connection(upstream: FakeServer, port: int, name: str) -> None:
+    upstream.otherwise = lambda _: Answer(after=asyncio.Event())  # the server waits for the body
+    (answer,) = await talk(port, request(f"{SESSION}/v1/a", CHUNKS, method="POST", body=WRONG_CHUNKS[name]))
+    assert answer.startswith(b"403 ")
+
+
 async def test_no_second_request_hides_in_a_body(upstream: FakeServer, port: int) -> None:
     hidden = request("/s/other/v1/models")
     first = request(f"{SESSION}/v1/a", f"content-length: {len(hidden)}", method="POST", body=hidden)

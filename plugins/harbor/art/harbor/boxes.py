@@ -87,12 +87,7 @@ def locked(state: Path) -> Generator[None]:
 
 def remove_if_left(path: Path) -> bool:
     """Removes a folder whose program has ended, with what is left of its box. Returns whether the folder is gone."""
-    try:
-        lock = open(path / "lock", "w")  # noqa: SIM115
-    except FileNotFoundError:  # its program was killed within `new_folder`
-        clear(path)
-        return True
-    with lock:
+    with open(path / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -92,7 +92,11 @@ class Bubblewrap:
             SandboxFailed: bubblewrap does not work here.
         """
         contents = self._contents(task)
-        box = BubblewrapBox(self, contents, await asyncio.to_thread(boxes.new_folder))
+        try:
+            folder = await asyncio.to_thread(boxes.new_folder)
+        except OSError as error:
+            raise SandboxFailed(f"no folder for a box can be made in {boxes.state_folder()}: {error}") from error
+        box = BubblewrapBox(self, contents, folder)
         try:
             await box.start()
         except BaseException:

@@ -107,7 +107,10 @@ class Gateway:
             await refuse(writer, 403, "outside_session", str(error))
         except (OSError, ssl.SSLError) as error:
             await refuse(writer, 502, "server_unreachable", f"the server cannot be reached: {error}")
-        except asyncio.IncompleteReadError:  # the box hung up within a request
+        except (
+            asyncio.IncompleteReadError,
+            asyncio.LimitOverrunError,
+        ):  # the box hung up within a request, or sent no chunks
             pass
         finally:
             if answers is not None:
@@ -138,7 +141,7 @@ class Gateway:
 
     def _check(self, method: str, target: str) -> None:
         path = unquote(target.partition("?")[0])
-        is_inside = path == self._path or path.startswith(f"{self._path}/v1/")
+        is_inside = path.rstrip("/") == self._path or path.startswith(f"{self._path}/v1/")
         if method == "CONNECT" or not is_inside or {".", ".."} & set(re.split(r"[/\\]", path)) or "#" in target:
             raise RefusedRequest(f"{method} {path[:80]} is not in this session: its paths begin with {self._path}/v1/")
 
@@ -189,7 +192,10 @@ async def pass_body(head: Head, reader: asyncio.StreamReader, writer: asyncio.St
             raise RefusedRequest("the size of a chunk is malformed")
         writer.write(line)
         size = int(line, 16)
-        await pass_bytes(size + 2, reader, writer)
+        await pass_bytes(size, reader, writer)
+        if await reader.readexactly(2) != b"\r\n":
+            raise RefusedRequest("a chunk has another end than its size says")
+        writer.write(b"\r\n")
         if size == 0:
             return None
 
