@@ -111,28 +111,33 @@ def count_tokens(server_url: str, exchange: Exchange) -> int:
     return usage["input_tokens" if "input_tokens" in usage else "prompt_tokens"]
 
 
-def row_of(agent: Agent, rans: Sequence[Ran], tokens: Sequence[int], result: art.TrainResult) -> dict[str, Any]:
-    """A row of docs/coding-agents.jsonl. `tokens` are the prompts of the first rollout's first and last main request."""
-    kinds = Counter(agent.kind_of(exchange) for exchange in rans[0].exchanges)
+def row_of(agent: Agent, rans: Sequence[Ran], tokens: Sequence[int], result: art.TrainResult | None) -> dict[str, Any]:
+    """A row of docs/coding-agents.jsonl. `tokens` are the prompts of the first rollout's first and last main request; `result` is the
+    training step's, None if none was trained."""
     main = rans[0].main_requests(agent)
-    report, metrics = result.report, result.metrics
-    rows = metrics["data/step_row_tokens"]
-    return {
+    row = {
         "agent": agent.name,
         "package": agent.package,
         "api": main[0].api,
-        "requests": dict(kinds),
+        "requests": dict(Counter(agent.kind_of(exchange) for exchange in rans[0].exchanges)),
         "tools": len(main[0].tools),
         "first_prompt_tokens": tokens[0],
         "last_prompt_tokens": tokens[1],
-        "turns": report.turns,
         "histories": [len(ran.histories) for ran in rans],
+    }
+    return row if result is None else row | trained_part(result)
+
+
+def trained_part(result: art.TrainResult) -> dict[str, Any]:
+    report, num_tokens = result.report, result.metrics["data/step_row_tokens"]
+    return {
+        "turns": report.turns,
         "continuations": report.continuations,
         "changed": [
             {"whose": difference.whose, "before": difference.expected, "after": difference.found}
             for difference in report.differences
         ],
-        "row_tokens": int(rows),
-        "shared_tokens": int(rows - metrics["data/step_computed_tokens"]),
+        "row_tokens": int(num_tokens),
+        "shared_tokens": int(num_tokens - result.metrics["data/step_computed_tokens"]),
         "trained_tokens": report.num_trained_tokens,
     }

@@ -31,8 +31,6 @@ def line(texts: Iterable[str]) -> str:
 
 def cells(row: dict[str, Any]) -> list[str]:
     requests = ", ".join(f"{count} {kind}" for kind, count in row["requests"].items())
-    continuations = row["continuations"]
-    changed = sum(count for kind, count in continuations.items() if kind != "joined")
     return [
         ", ".join(part.replace("-tools", " tools").replace("-mode", " mode") for part in row["agent"].split("-with-")),
         re.split(r"@(?=\d)|==", row["package"])[-1],
@@ -41,9 +39,16 @@ def cells(row: dict[str, Any]) -> list[str]:
         str(row["tools"]),
         f"{row['first_prompt_tokens']:,} to {row['last_prompt_tokens']:,}",
         f"{row['last_prompt_tokens'] + MAX_TOKENS:,}",
+        *(trained_cells(row) if "turns" in row else ["not run"] * 6),
+    ]
+
+
+def trained_cells(row: dict[str, Any]) -> list[str]:
+    continuations = row["continuations"]
+    return [
         str(sum(row["turns"].values())),
         str(continuations.get("joined", 0)),
-        str(changed),
+        str(continuations.get("changed", 0)),
         f"{row['row_tokens']:,}",
         f"{row['shared_tokens']:,}",
         str(row["trained_tokens"]),

@@ -4,6 +4,7 @@ The policy is scripted (`scripted_proxy.py`): what is shown is the way of reques
 writes its agent's row of docs/coding-agents.jsonl, and the table of docs/howto/coding-agents.md.
 
     .venv/bin/pytest tests/long/coding_agents -k pi
+    ART_TEST_FULL=1 .venv/bin/pytest tests/long/coding_agents -k "claude-code or qwen-code"
 """
 
 import os
@@ -29,6 +30,9 @@ SIDE_CALLS = {"opencode": 1}
 """Requests without tools in a rollout. The base model answers them, so they are not trained."""
 RENDERS_ANEW = {"aider"}
 """Agents whose later requests do not continue the earlier ones: aider moves the files of the chat."""
+
+LONG = {"claude-code", "qwen-code"}
+"""Agents with prompts of more than 35,000 tokens, which two busy cores do not train in eight minutes: only with ART_TEST_FULL=1."""
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +73,10 @@ async def test_a_published_agent_works_and_trains(long_server: Server, tmp_path:
         check_rollout(agent, ran)
     main = rans[0].main_requests(agent)
     tokens = [count_tokens(long_server.url, exchange) for exchange in (main[0], main[-1])]
+    if name in LONG and "ART_TEST_FULL" not in os.environ:
+        assert [len(ran.histories) for ran in rans] == [1, 1]
+        write_row(row_of(agent, rans, tokens, None))
+        return
     result = await model.train([art.TrajectoryGroup([ran.trajectory for ran in rans])])
     row = row_of(agent, rans, tokens, result)
     report = result.report
