@@ -133,8 +133,9 @@ class ReportCounts:
     ) -> None:
         """Counts a rollout's first difference, which the turn at `entry` has. `num_tokens`: what the rollout computes again."""
         shape = (difference.whose, *(str(message.get("role")) for message in messages_of(history)[:entry]))
-        count, tokens, *first = self.differences.get(shape, (0, 0, difference, f"{where}messages_and_choices[{entry}]"))
-        self.differences[shape] = (count + 1, tokens + num_tokens, *first)
+        new = (0, 0, difference, f"{where}messages_and_choices[{entry}]")
+        count, before, first, path = self.differences.get(shape, new)
+        self.differences[shape] = (count + 1, before + num_tokens, first, path)
 
     def add_dropped(self, reason: str, where: str) -> None:
         count, examples = self.dropped.get(reason, (0, []))

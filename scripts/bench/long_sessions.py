@@ -126,7 +126,7 @@ async def measure(
     pairs: list[dict[str, dict[str, Any]]] = []
     for pair in tqdm(range(flags.pairs)):
         order = list(sides) if pair % 2 else list(sides)[::-1]
-        measured = {name: await side(*sides[name], pair, flags) for name in order}
+        measured = {name: await side(sides[name][0], sides[name][1], pair, flags) for name in order}
         assert measured["ours"]["tokens"] == measured["vllm"]["tokens"], measured
         print(json.dumps(measured), flush=True)
         pairs.append(measured)

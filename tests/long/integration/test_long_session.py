@@ -174,10 +174,9 @@ def check_tokens(tokenizer: Any, agent: Agent, records: list[Record]) -> int:
         answers = [message["content"] for message in messages if message["role"] == "assistant"]
         of_talk = [by_text[answer] for answer in answers]
         expected = by_hand(tokenizer, messages, [record.token_ids for record in of_talk])
-        for record in of_talk:
-            whole = record.prompt_token_ids + record.token_ids
-            assert whole == expected[: len(whole)]
-        assert whole == expected
+        sequences = [record.prompt_token_ids + record.token_ids for record in of_talk]
+        assert all(sequence == expected[: len(sequence)] for sequence in sequences)
+        assert sequences[-1] == expected
         num_tokens += len(expected)
     assert num_tokens >= 100_000
     return num_tokens
