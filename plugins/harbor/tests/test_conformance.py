@@ -24,3 +24,10 @@ async def test_the_solution_has_its_variables_and_the_tests_do_not(tmp_path: Pat
     (folder / "solution").mkdir()
     (folder / "solution" / "solve.sh").write_text('echo "$WORD" > word')
     assert (await harbor.solve(harbor.tasks(folder)[0])).reward == 1.0
+
+
+async def test_without_a_dockerfile_all_files_of_the_environment_are_copied(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "task", '[ "$(cat data/a)" = a ]; echo $((1 - $?)) > /logs/verifier/reward.txt')
+    (folder / "environment" / "data").mkdir(parents=True)
+    (folder / "environment" / "data" / "a").write_text("a")
+    assert (await play(harbor.tasks(folder)[0], "true")).reward == 1.0
