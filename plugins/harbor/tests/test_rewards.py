@@ -11,7 +11,6 @@ RIGHT = {
     "below 0": ({"reward.txt": b"-1e-3"}, -0.001, {}),
     "an object": ({"reward.json": b'{"reward": 0.5, "speed": 2}'}, 0.5, {"speed": 2.0}),
     "one number of any name": ({"reward.json": b'{"passed": 1}'}, 1.0, {"passed": 1.0}),
-    "a bare number": ({"reward.json": b"0.75"}, 0.75, {}),
     "JSON before text": ({"reward.txt": b"0", "reward.json": b'{"reward": 1}'}, 1.0, {}),
     "other files": ({"reward.txt": b"1", "log": b"x", "link": None}, 1.0, {}),
 }
@@ -45,6 +44,7 @@ WRONG = {
     "a text in JSON": {"reward.json": b'{"reward": "1"}'},
     "a boolean": {"reward.json": b'{"reward": true}'},
     "null": {"reward.json": b'{"reward": null}'},
+    "a bare number": {"reward.json": b"0.75"},
     "a list": {"reward.json": b"[1]"},
     "an empty object": {"reward.json": b"{}"},
     "parts without a reward": {"reward.json": b'{"a": 1, "b": 0}'},

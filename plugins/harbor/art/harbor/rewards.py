@@ -52,7 +52,7 @@ def _read_json(text: str) -> tuple[float, dict[str, float]]:
     except (ValueError, RecursionError) as error:
         raise RewardInvalid(f"{JSON_FILE} is no JSON: {text.strip()[:SHOWN]!r}") from error
     if not isinstance(content, dict):
-        return _number(content, JSON_FILE), {}
+        raise RewardInvalid(f"{JSON_FILE} is no object of numbers: {text.strip()[:SHOWN]!r}")
     parts = cast("dict[str, Any]", content)
     numbers = {name: _number(value, f"{JSON_FILE}: {name}") for name, value in parts.items()}
     if NAME not in numbers and len(numbers) != 1:

@@ -89,7 +89,13 @@ async def solve(task: Task, *, sandbox: Sandbox | None = None) -> Outcome:
     """
     if not (task.solution / "solve.sh").is_file():
         raise TaskRefused(f"the task {task.name} has no solution/solve.sh")
-    return await play(task, "bash /solution/solve.sh", folders={"/solution": task.solution}, sandbox=sandbox)
+    return await play(
+        task,
+        "bash /solution/solve.sh",
+        variables=task.settings.solution.env,
+        folders={"/solution": task.solution},
+        sandbox=sandbox,
+    )
 
 
 async def play(

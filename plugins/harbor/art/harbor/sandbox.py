@@ -92,6 +92,8 @@ def why_no_sandbox(task: Task, memory_mb: int) -> str | None:
         "steps: a task has one instruction here": bool(settings.steps),
         "verifier.environment_mode: the tests run in the agent's environment": settings.verifier.environment_mode
         not in (None, "shared"),
+        "verifier.environment: the tests run in the agent's environment": settings.verifier.environment is not None,
+        f"environment.os {environment.os}: a box has Linux": environment.os.lower() != "linux",
         f"environment.allow_internet: {session_only}. If the task needs no internet, leave the key out": bool(
             environment.allow_internet
         ),
@@ -102,7 +104,8 @@ def why_no_sandbox(task: Task, memory_mb: int) -> str | None:
     for name, mode in {**modes, "environment": environment.network_mode}.items():
         reason = f"{name}.network_mode {mode}: {session_only}. If the task needs no network, write no-network"
         reasons[reason] = mode not in (None, "no-network")
-    for name, variables in (("environment", environment.env), ("verifier", settings.verifier.env)):
+    sections = {"environment": environment.env, "verifier": settings.verifier.env, "solution": settings.solution.env}
+    for name, variables in sections.items():
         for variable, value in variables.items():
             reasons[f"{name}.env.{variable} takes a value of the host: {value}"] = "${" in value
     return next((reason for reason in reasons if reasons[reason]), None)

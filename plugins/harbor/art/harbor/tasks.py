@@ -17,7 +17,7 @@ from art.harbor.errors import TaskRefused
 
 FILE, INSTRUCTION = "task.toml", "instruction.md"
 TIMEOUT_SECONDS = 600.0
-"""Harbor's default limit, for the agent and for the tests."""
+"""Harbor's default limit for the tests. Harbor has none for the agent; here an agent that hangs would hold the step."""
 NetworkMode = Literal["no-network", "public", "allowlist"]
 
 
@@ -40,11 +40,14 @@ class VerifierSection(Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the tests."""
     environment_mode: str | None = None
+    environment: dict[str, Any] | None = None
+    """An environment of the tests alone. It means the mode "separate"."""
     network_mode: NetworkMode | None = None
 
 
 class EnvironmentSection(Section):
     docker_image: str | None = None
+    os: str = "linux"
     cpus: float | None = Field(default=None, gt=0)
     memory_mb: int | None = Field(default=None, gt=0)
     storage_mb: int | None = Field(default=None, gt=0)
@@ -58,6 +61,11 @@ class EnvironmentSection(Section):
     network_mode: NetworkMode | None = None
 
 
+class SolutionSection(Section):
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the solution."""
+
+
 class TaskFile(Section):
     """The file task.toml."""
 
@@ -67,6 +75,7 @@ class TaskFile(Section):
     agent: AgentSection = AgentSection()
     verifier: VerifierSection = VerifierSection()
     environment: EnvironmentSection = EnvironmentSection()
+    solution: SolutionSection = SolutionSection()
     steps: list[Any] = Field(default_factory=list[Any])
     """The steps of a task with several instructions."""
 

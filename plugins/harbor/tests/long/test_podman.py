@@ -2,7 +2,6 @@
 
 import shutil
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from art import harbor
 from art.harbor.gateway import Gateway
 from art.harbor.running import play
 from plugins.harbor.tests.boxed import write_task
+from plugins.harbor.tests.images import import_image, write_root
 
 pytestmark = pytest.mark.anyio
 
@@ -25,26 +25,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
     if shutil.which("podman") is None:
         pytest.skip("podman is not installed")
     root = tmp_path_factory.mktemp("root")
-    for folder in ("bin", "tmp", "proc", "sys", "dev", "etc", "run"):
-        (root / folder).mkdir()
-    for name in PROGRAMS:
-        program = Path("/usr/bin", name)
-        shutil.copy(program, root / "bin" / name)
-        listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
-        for library in (word for word in listed.split() if word.startswith("/")):
-            target = root / library.lstrip("/")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(library, target)
-    archive = subprocess.run(["tar", "-C", root, "-c", "."], capture_output=True, check=True).stdout
-    subprocess.run(["podman", "import", "-", IMAGE], input=archive, capture_output=True, check=True)
-    ran = subprocess.run(
-        ["podman", "run", "--rm", "--network", "none", IMAGE, "/bin/bash", "-c", ":"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if ran.returncode:
-        pytest.skip(f"podman runs no container here: {ran.stderr.strip()}")
+    write_root(root, PROGRAMS)
+    import_image(root, IMAGE)
     return IMAGE
 
 
