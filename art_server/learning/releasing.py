@@ -112,9 +112,10 @@ class Releasing:
         policy = (await asyncio.to_thread(self._policies.of, model.number)).policy
         newest = max(model.steps(), default=0)
         reason = None
-        if release.state == "steps":
-            if newest <= release.passed:
+        if release.state == "steps" and newest <= release.passed:
+            if newest < release.passed or not is_enough(release, policy):
                 return
+        elif release.state == "steps":
             try:
                 reason = await self._guard.why_refused(model, newest, model.step, policy.max_kl)
             except AdapterRefused as error:
@@ -131,8 +132,9 @@ class Releasing:
 
     async def _pass(self, model: RegisteredModel, release: Release, step: int, policy: Policy) -> None:
         """A step has passed the guard: it serves, or it is one of those that a canary will try, or it begins the canary."""
-        await asyncio.to_thread(self._releases.note_passed, release, step)
-        logger.info("%s has passed the guard", model.adapter_name(step))
+        if step != release.passed:  # else an earlier try, or an earlier server, has noted the step and went no further
+            await asyncio.to_thread(self._releases.note_passed, release, step)
+            logger.info("%s has passed the guard", model.adapter_name(step))
         if policy.release == "direct":
             await self._promote(model, release, step, f"step {step} has passed the guard")
         elif step - release.incumbent >= policy.steps_per_release:
@@ -287,6 +289,12 @@ def arm_info(step: int, arm: Arm) -> ReleaseArm:
 def split_of(release: Release) -> Split:
     assert release.candidate is not None and release.share is not None, "a canary has both"
     return Split(release.candidate, release.share, release.number)
+
+
+def is_enough(release: Release, policy: Policy) -> bool:
+    """Whether the steps that have passed the guard are as many as the policy wants for what comes next."""
+    num_passed = release.passed - release.incumbent
+    return num_passed >= (1 if policy.release == "direct" else policy.steps_per_release)
 
 
 def opinions_of(scores: Sequence[WaitingScore], policy: Policy) -> dict[int, list[Opinion]]:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from art_protocol.learning import Policy
+from art_server.errors import StorageFull
 from art_server.jobs.trainer_process import TrainerError
+from art_server.learning.releases import Releases
 from art_server.learning.releasing import opinions_of
 from art_server.learning.scores import WaitingScore
 from tests.quick.learning.crowd import NAME, ROUTES, Crowd, crowd
@@ -230,3 +232,20 @@ def test_answers_of_a_session_are_one_users_opinion_in_a_canary() -> None:
     ]
     users = [opinion.user for opinion in opinions_of(scores, Policy())[3]]
     assert users == ["u", "s", "s", "answer 4", "answer 5"]
+
+
+async def test_a_step_that_passed_before_a_crash_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    promote, writes = Releases.promote, iter([StorageFull("the disk is full", code="storage_full")])
+
+    def promote_late(*arguments: Any) -> None:
+        if error := next(writes, None):
+            raise error
+        promote(*arguments)
+
+    monkeypatch.setattr(Releases, "promote", promote_late)
+    async with crowd(tmp_path) as shop:
+        await shop.learn(**FOUR)
+        await teach(shop)
+        await until(shop, state="steps", passed=1)
+        await shop.score(await shop.answer(9), 1)  # a score asks for a look
+        assert (await until(shop, state="promoted"))["serving_step"] == 1
