@@ -73,7 +73,7 @@ def checked(parameters: Mapping[str, object]) -> Sampling:
         name = ".".join(map(str, first["loc"]))
         if first["loc"][0] == "aliases":
             raise ValueError(
-                f"aliases: {str(first['input'])[:128]!r}: an alias has the agent's name for a model, with `*` for any text, and the name "
+                f"aliases: {str(first['input'])[:128]!r}: an alias has the agent's name for a model, with * for any text, and the name "
                 "of a model here or 'base'"
             ) from error
         if first["type"] == "extra_forbidden":

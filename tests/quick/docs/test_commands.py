@@ -69,7 +69,7 @@ def test_every_program_is_checked() -> None:
 def test_art_has_the_commands() -> None:
     parser = make_parser()
     namespaces = [parser.parse_args(words) for words in calls("art")]
-    assert {namespace.command for namespace in namespaces} == {"export", "finetune", "jobs", "sft", "show"}
+    assert {namespace.command for namespace in namespaces} == {"eval", "export", "finetune", "jobs", "sft", "show"}
 
 
 def test_art_server_has_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

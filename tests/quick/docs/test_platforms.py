@@ -46,8 +46,8 @@ import art
 for module in pkgutil.walk_packages(art.__path__, "art."):
     try:
         importlib.import_module(module.name)
-    except ModuleNotFoundError as error:
-        assert error.name == "verifiers", error  # an extra that no test environment with a server has
+    except ImportError as error:  # verifiers: an extra that no test environment with a server has
+        assert error.name == "verifiers" or str(error).startswith("art.harbor runs on Linux only"), error
 
 async def rollout(model):
     completion = await model.openai_client().chat.completions.create(

@@ -5,6 +5,11 @@ for task in harbor.tasks("tasks"):
         trajectory = await harbor.run(task, "/opt/agents/bin/pi -p {instruction}", r)
 """
 
+import sys
+
+if sys.platform != "linux":
+    raise ImportError("art.harbor runs on Linux only: its sandboxes are made of the kernel's namespaces")
+
 from art.harbor.bubblewrap import Bubblewrap
 from art.harbor.container import Container
 from art.harbor.errors import HarborError, RewardInvalid, SandboxFailed, TaskRefused, TestsTimedOut
