@@ -316,7 +316,9 @@ class BubblewrapBox:
         return binds
 
     def _give(self, root: Path) -> None:
-        """Gives all files below a folder to the box's user."""
+        """Gives all files below a folder to the box's user. All may enter the folder itself, which has the mode of a task's private folder
+        otherwise: bubblewrap goes there before it takes the user's id."""
+        os.chmod(root, 0o755)
         if self._user is None:
             return
         for path, folders, files in os.walk(f"{root}/"):
