@@ -116,12 +116,12 @@ class Users:
         return info["serving_step"] == step and info["counts"] == {"trained": BATCH * step}
 
 
-def run(folder: Path, points: list[str]) -> Users:
+def run(folder: Path, points: list[str], num_steps: int = max(NUM_STEPS, len(KILLS))) -> Users:
     folder.mkdir()
     server = KilledServer(folder, arguments=["--base-model", "art/tiny", "--exact", "--max-seq-length", "1024"])
     users = Users(server, list(points))
     try:
-        users.learn(max(NUM_STEPS, len(points)))
+        users.learn(num_steps)
     finally:
         server.stop()
     return users
