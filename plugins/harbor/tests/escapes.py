@@ -28,7 +28,7 @@ REWARD = "echo 1 > /logs/verifier/reward.txt; echo '{\"reward\": 1}' > /logs/ver
 
 ESCAPES = {
     "read the host's home": "cat {home}/secret ~/secret /root/secret /home/*/secret",
-    "read up from the root": "cat /../..{home}/secret /proc/self/root/..{home}/secret /proc/self/cwd/../../..{home}/secret",
+    "read up from the root": "cat /../..{home}/secret /proc/self/cwd/../../..{home}/secret; cd /proc/self/root && cat ..{home}/secret",
     "read through process 1": "cat /proc/1/root{home}/secret /proc/*/root{home}/secret /proc/*/cwd{home}/secret",
     "read the environment of others": "cat /proc/*/environ | tr '\\0' '\\n' | grep HOST_",
     "read the memory of process 1": "cat /proc/1/mem /proc/2/mem /proc/1/maps /proc/2/maps && " + WON,

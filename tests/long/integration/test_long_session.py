@@ -26,7 +26,7 @@ from tests.waiting import PATIENCE_SECONDS
 
 NAME = "long"
 SEGMENTS, MAIN_TURNS, SUB_AGENTS, SUB_TURNS = 4, 65, 2, 5
-"""The main conversation's parts, three of which end in a summary; their turns; sub-agents of a part, and the turns of each."""
+"""The main conversation's parts, three of which end in a summary; their turns; sub-agents of a part, and the turns of a sub-agent."""
 END = "<|im_end|>"
 RULES = (
     "You are an agent that edits code. " + "Read a file before you change the file, and run the tests afterwards. " * 20

@@ -159,7 +159,7 @@ def make_cgroups(path: Path, memory_bytes: int, num_processes: int) -> list[Path
 
 
 def parents(memory_bytes: int, num_processes: int) -> list[tuple[Path, dict[str, int]]]:
-    """The cgroups below which a box's may be made, with the files of the limits (Linux's cgroup-v1 and cgroup-v2)."""
+    """The cgroups below which a box's cgroups may be, with the files of the limits (Linux's cgroup-v1 and cgroup-v2)."""
     parents: list[tuple[Path, dict[str, int]]] = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, own = line.split(":", 2)

@@ -1,6 +1,6 @@
 """What bubblewrap can do of a Dockerfile: the workdir, variables, and files that are copied into the workdir.
 
-The base image is not there. The host's own programs, in /usr, are in its place. A Dockerfile that installs something is refused.
+The base image is not there. The host's own programs, in /usr, stand in for the image. A Dockerfile that installs something is refused.
 """
 
 import re

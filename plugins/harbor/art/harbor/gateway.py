@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 PORT = 7623
 """The port of the box's loopback on which the session answers."""
 KEY = "sandbox"
-"""The API key inside of the box. The gateway puts the real key in its place."""
+"""The API key inside of the box. The gateway replaces the placeholder by the real key."""
 MAX_HEAD_BYTES = 1 << 16
 BLOCK_BYTES = 1 << 16
 MAX_CONNECTIONS = 64
