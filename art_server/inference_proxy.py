@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,8 @@ class InferenceRequest:
     """The caller permits no score of the answer to be trained."""
     num_choices: int = 1
     """Choices that the request asks for. 0: only the number of its prompt's tokens is asked for."""
+    left_out_tools: tuple[str, ...] = ()
+    """Offers of the agent's vendor that the body had and nothing here runs, such as "web_search"."""
     num_ended: int = 0
     """Choices that the ledger keeps for the session, or of which the ledger knows that they have no record."""
     request_id: str = ""
@@ -177,6 +179,24 @@ class SessionSeeds:
         return next(seeds)
 
 
+def resolve_or_alias(
+    resolve: Callable[[str], ResolvedModel], name: str, sampling: Sampling, base_name: str | None
+) -> tuple[ResolvedModel, str | None]:
+    """What a name means; where no model has the name, what a session's aliases say of it, and the meaning.
+
+    Raises:
+        NotFound: neither a model nor an alias has the name, or the alias's model does not exist.
+    """
+    try:
+        return resolve(name), None
+    except NotFound as error:
+        meaning = sampling.meaning_of(name)
+        if error.code != UNKNOWN_MODEL or meaning is None:
+            raise
+    meaning = base_name if meaning == BASE and base_name is not None else meaning
+    return resolve(meaning), meaning
+
+
 def set_sampling(inference: InferenceRequest, seeds: SessionSeeds) -> None:
     """Sets the sampling parameters of the session in the body of a request. A seed that the request has stays."""
     parameters = inference.sampling.parameters
@@ -225,6 +245,8 @@ class Proxy:
         self.refused_names = Refusals()
         self._told: dict[int, int] = {}
         """The length of the agent's first prompt that was told, by the number of its model."""
+        self._told_tools: dict[int, set[str]] = {}
+        """The left-out tools that were told, by the number of the model."""
 
     def resolve(self, inference: InferenceRequest) -> None:
         """Sets the model, step and adapter that answer a request at this moment. `refused_names` remembers a name that no model
@@ -271,15 +293,9 @@ class Proxy:
         resolve = functools.partial(
             self._registry.resolve, base_name=base_name, projects=inference.projects, only=inference.only_model
         )
-        name = inference.requested_model
-        try:
-            resolved = resolve(name)
-        except NotFound as error:
-            meaning = inference.sampling.meaning_of(name)
-            if error.code != UNKNOWN_MODEL or meaning is None:
-                raise
-            name = inference.meaning = base_name if meaning == BASE and base_name is not None else meaning
-            resolved = resolve(name)
+        resolved, meaning = resolve_or_alias(resolve, inference.requested_model, inference.sampling, base_name)
+        inference.meaning = meaning
+        name = meaning or inference.requested_model
         if inference.pinned_step is None or resolved.model is None or split_step(name)[1]:
             split = resolved.model.split if resolved.model is not None else None
             if split is not None and inference.enters_splits and split.takes(split_key(inference)):
@@ -325,6 +341,7 @@ class Proxy:
                 self._ledger.open_request(ledger_request(inference), inference.engine.silence_seconds)
             )
             stack.callback(self._tell_context, inference, opened)
+            self._tell_left_out(inference)
             if span is not None:
                 stack.callback(set_span_attributes, span, inference, opened)
             headers = inference.headers | {"x-request-id": inference.request_id, "content-type": "application/json"}
@@ -364,6 +381,20 @@ class Proxy:
             whole,
             whole - length,
         )
+
+    def _tell_left_out(self, inference: InferenceRequest) -> None:
+        """Tells once for each model which tools the agent offers in vain."""
+        if inference.model is None:
+            return
+        told = self._told_tools.setdefault(inference.model.number, set())
+        for offer in sorted(set(inference.left_out_tools) - told):
+            told.add(offer)
+            logger.info(
+                "%s: its agent offers %s, which nothing here runs: the model does not see this tool. docs/agents.md has the "
+                "agents' settings that turn it off",
+                inference.model.id,
+                offer,
+            )
 
     @contextlib.contextmanager
     def _counting_hang_up(self, inference: InferenceRequest) -> Iterator[None]:

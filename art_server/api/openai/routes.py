@@ -8,6 +8,7 @@ The way of a request: `forward` reads and checks it. `answers.py` (one JSON body
 the ledger's records before they end the answer.
 """
 
+import functools
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -27,7 +28,7 @@ from art_server.api.openai.vendor_tools import leave_out_offers
 from art_server.api.parameters import TheCaller, TheFleet, TheRegistration, TheRegistry, TheServer
 from art_server.engine.fleet import Fleet
 from art_server.errors import BadRequest, InvalidInput
-from art_server.inference_proxy import InferenceRequest
+from art_server.inference_proxy import InferenceRequest, resolve_or_alias
 from art_server.ledger.conversation import conversation_of
 from art_server.ledger.ledger import Ledger
 from art_server.server import Server
@@ -101,12 +102,13 @@ async def model_card(
     registration: TheRegistration,
     caller: TheCaller,
 ) -> dict[str, Any]:
-    """One model, by any name that an inference request may have: with its project, with a step, or the base model's."""
+    """One model, by any name that an inference request may have: with its project, with a step, the base model's, or an alias."""
     if not name:
         return await models(fleet, registry, registration, caller)
     await server.base.wait_found()
     base = fleet.base.name if fleet.base is not None else None
-    resolved = registry.resolve(name, base, caller.projects, caller.model_id)
+    resolve = functools.partial(registry.resolve, base_name=base, projects=caller.projects, only=caller.model_id)
+    resolved, _ = resolve_or_alias(resolve, name, caller.sampling, base)
     if resolved.model is not None:
         registration.check_trainable(resolved.model)  # its base model is loaded
     return card(name, fleet)
@@ -161,7 +163,7 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
     api = PATHS[path]
     check_conversation(api, data)
     check_response_fields(api, data)
-    leave_out_offers(api, data)
+    left_out = leave_out_offers(api, data)
     check_no_beam_search(data)
     check_choices(api, data)
     check_grammars(api, data)
@@ -185,6 +187,7 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
         traceparent=request.headers.get("traceparent"),
         never_learns=data.get("store") is False or request.headers.get(LEARN_HEADER) == "never",
         num_choices=0 if path == COUNT_TOKENS else num_choices(api, data),
+        left_out_tools=tuple(left_out),
     )
 
 

@@ -20,17 +20,18 @@ SETTINGS = 'Claude Code: --disallowedTools "WebSearch WebFetch"; Codex: web_sear
 """How agents turn their offers off."""
 
 
-def leave_out_offers(api: str, body: dict[str, Any]) -> None:
-    """Removes the tools of a request that nothing here runs.
+def leave_out_offers(api: str, body: dict[str, Any]) -> list[str]:
+    """Removes the tools of a request that nothing here runs. Returns what they offer, of `OFFERS`.
 
     Raises:
         BadRequest: the request needs such a tool, or has a tool that is sampled by a grammar.
     """
     tools = body.get("tools")
     if api not in OF_AGENT or not isinstance(tools, list):
-        return
+        return []
     chosen = msgspec.json.encode(body.get("tool_choice"))
     kept: list[Any] = []
+    left_out: list[str] = []
     for index, tool in enumerate(tools):
         kind = vendors_kind(api, tool)
         if kind is None:
@@ -41,6 +42,8 @@ def leave_out_offers(api: str, body: dict[str, Any]) -> None:
             raise not_run(index, f"nothing here runs or defines {kind!r}: {reason}", "type")
         elif any(msgspec.json.encode(name) in chosen for name in (kind, tool.get("name")) if name):
             raise not_run(index, f"tool_choice demands {kind!r}, which nothing here runs", "type")
+        else:
+            left_out.append(next(offer for offer in OFFERS if kind.startswith(offer)))
     if tools and not kept:
         raise not_run(
             0,
@@ -49,6 +52,7 @@ def leave_out_offers(api: str, body: dict[str, Any]) -> None:
             "type",
         )
     body["tools"] = kept
+    return left_out
 
 
 def vendors_kind(api: str, tool: Any) -> str | None:

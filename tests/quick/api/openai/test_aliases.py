@@ -98,3 +98,14 @@ async def test_a_wrong_alias_is_refused_in_one_sentence(tmp_path: Path, aliases:
             art.rollout(model, aliases=aliases)
         refused: Any = await ask(served, f"{served.url}/s/x;alias=base/v1", "p/m")
     assert refused.status_code == 422 and refused.json()["error"]["code"] == "invalid_sampling"
+
+
+async def test_an_alias_is_a_model_that_can_be_asked_for(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, art.Backend(served.url) as backend:
+        model = await make_model(backend)
+        async with art.rollout(model, "a", aliases=ALIASES) as r, httpx.AsyncClient() as http:
+            for name in ("claude-haiku-4-5", "openrouter/x/y:free", "p/m"):
+                answered = await http.get(f"{r.base_url}/models/{name}")
+                assert answered.status_code == 200 and answered.json()["id"] == name, answered.text
+            assert (await http.get(f"{r.base_url}/models/unknown")).status_code == 404
+            assert (await http.get(f"{served.url}/v1/models/claude-haiku-4-5")).status_code == 404

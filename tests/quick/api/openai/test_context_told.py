@@ -1,4 +1,4 @@
-"""The server says what an agent's first prompt takes of the context."""
+"""The server says what an agent's first prompt takes of the context, and which of its tools the model does not see."""
 
 import logging
 from pathlib import Path
@@ -28,3 +28,20 @@ async def test_the_first_prompt_of_an_agent_is_told_once(tmp_path: Path, caplog:
     assert any(
         "registered p/m on base, with a context of 4096 tokens" in record.getMessage() for record in caplog.records
     )
+
+
+async def test_a_tool_that_is_left_out_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "art_server")
+    own = {"type": "function", "name": "read", "parameters": {"type": "object"}}
+    async with serving(tmp_path) as served, art.Backend(served.url) as backend:
+        model = art.TrainableModel(name="m", project="p", base_model="art/tiny")
+        await model.register(backend)
+        async with httpx.AsyncClient() as http:
+            for offer in ("web_search", "web_search", "web_search_preview", "image_generation"):
+                body = {"model": "p/m", "input": "q", "tools": [own, {"type": offer}]}
+                (await http.post(f"{served.url}/v1/responses", json=body)).raise_for_status()
+    told = [record.getMessage() for record in caplog.records if "nothing here runs" in record.getMessage()]
+    assert [line.partition(",")[0] for line in told] == [
+        "p/m: its agent offers web_search",
+        "p/m: its agent offers image_generation",
+    ]

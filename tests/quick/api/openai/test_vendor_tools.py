@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from art_server.api.openai.vendor_tools import leave_out_offers
+from art_server.api.openai.vendor_tools import OFFERS, leave_out_offers
 from art_server.errors import BadRequest
 from tests.refusals import refused
 
@@ -33,7 +33,8 @@ WEB = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
 @pytest.mark.parametrize("choice", [None, "auto", {"type": "any"}])
 def test_offers_of_vendors_are_left_out(api: str, tools: list[Any], num_kept: int, choice: Any) -> None:
     body = {"tools": [*tools], "tool_choice": choice}
-    leave_out_offers(api, body)
+    left_out = leave_out_offers(api, body)
+    assert len(left_out) == len(tools) - num_kept and set(left_out) <= set(OFFERS)
     assert body["tools"] == [tool for tool in tools if tool in body["tools"]] and len(body["tools"]) == num_kept
 
 
