@@ -122,7 +122,8 @@ def pack_trees(
     """The order divided into forests of at most `max_tokens` tokens each; forests with the largest trees come first.
 
     Trees are packed first-fit into forests of at most `fill_tokens` (default: `max_tokens`); a larger tree is alone.
-    A tree above `max_tokens` is cut between sequences, and each part repeats the trunk; a sequence above it is alone.
+    A tree above `max_tokens` is cut between sequences, and each part repeats the trunk. A sequence above it needs more than
+    the budget in any case; it takes along what shares its beginning and adds at most half of the budget.
     """
     forests: list[tuple[int, list[int]]] = []
     parts = _cut_trees(sequences, order, max_tokens)
@@ -186,13 +187,15 @@ def _cut_tree(
 ) -> list[tuple[int, list[int]]]:
     """The tree [start, stop) cut into parts within the budget: each part's size and indices in the order."""
     parts: list[tuple[int, list[int]]] = []
+    most = max_tokens
     for order_index in range(start, stop):
         length = len(sequences[order.sequences[order_index]])
         added = length - order.shared[order_index]
-        if parts and parts[-1][0] + added <= max_tokens:
+        if parts and parts[-1][0] + added <= most:
             parts[-1] = (parts[-1][0] + added, [*parts[-1][1], order_index])
         else:
             parts.append((length, [order_index]))
+            most = max_tokens if length <= max_tokens else length + max_tokens // 2
     return parts
 
 

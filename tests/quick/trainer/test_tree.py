@@ -36,6 +36,15 @@ def test_layout_by_hand() -> None:
     ]
 
 
+def test_siblings_share_a_prompt_above_the_budget() -> None:
+    prompt = list(range(100))
+    siblings = [[*prompt, *[200 + number] * 5] for number in range(8)]
+    packs = pack_trees(siblings, sort_sequences(siblings, 1), 80)
+    assert [lay_out(siblings, pack).num_tokens for pack in packs] == [100 + 8 * 5]
+    few = pack_trees(siblings, sort_sequences(siblings, 1), 20)
+    assert [len(pack.sequences) for pack in few] == [3, 3, 2], "half of a budget beside the sequence that needs more"
+
+
 def test_equal_rows_and_openings_of_others_take_no_room() -> None:
     sequences = [[1, 2, 3], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
     forest = lay_out(sequences, sort_sequences(sequences))
@@ -80,7 +89,8 @@ def test_packs_hold_every_row_once_within_the_budget(
     for pack in packs:
         forest = lay_out(sequences, pack)
         sizes.append(forest.num_tokens)
-        assert forest.num_tokens <= max_tokens or len(pack.sequences) == 1
+        longest = max(len(sequences[index]) for index in pack.sequences)
+        assert forest.num_tokens <= (max_tokens if longest <= max_tokens else longest + max_tokens // 2)
     if max_tokens >= lay_out(sequences, order).num_tokens:
         assert len(packs) == 1
 
