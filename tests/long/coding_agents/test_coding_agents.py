@@ -32,7 +32,7 @@ RENDERS_ANEW = {"aider"}
 """Agents whose later requests do not continue the earlier ones: aider moves the files of the chat."""
 
 LONG = {"claude-code", "qwen-code"}
-"""Agents with prompts of more than 35,000 tokens, which two busy cores do not train in eight minutes: only with ART_TEST_FULL=1."""
+"""Agents with prompts of more than 35,000 tokens, on which two busy cores train for ten minutes: only with ART_TEST_FULL=1."""
 
 
 @pytest.fixture(scope="module")
