@@ -141,7 +141,7 @@ async def run(server: Server) -> None:
         other = art.rollout(model, "short")
         with httpx.Client(timeout=PATIENCE_SECONDS) as http:
             await asyncio.to_thread(Agent(http, other.base_url, model.get_inference_name()).delegate, "Nothing?")
-        asked_at = time.time()
+        asked_at = time.perf_counter()
         trained = await model.train([art.TrajectoryGroup([trajectory, await other.trajectory(0.0)])])
         report = trained.report
     kinds = {name: trajectory.metrics.get(name) for name in ("context_resets", "sub_agents", "unused_choices")}
@@ -151,15 +151,12 @@ async def run(server: Server) -> None:
     assert report.turns == {"ledger": num_turns}
     assert report.num_rows == SEGMENTS * (1 + SUB_AGENTS) + 1
     assert report.continuations == {"joined": num_turns - report.num_rows} and report.differences == []
-    with server.client() as client:
-        (job,) = client.get("/api/jobs").json()["jobs"]
     ledger = server.path / "art" / ".server" / "ledger.sqlite"
     figures = {
         "turns": len(records),
         "tokens": num_tokens,
         "seconds of the trajectory": round(seconds, 2),
-        "seconds until the job was stored": round(job["created_at"] - asked_at, 2),
-        "seconds of the step": round(time.time() - job["created_at"], 1),
+        "seconds of the step": round(time.perf_counter() - asked_at, 1),
         "server's memory grew by MB": round((memory.memory_info().rss - before) / 1e6, 1),
         "ledger MB": round(sum(file.stat().st_size for file in ledger.parent.glob("ledger.sqlite*")) / 1e6, 1),
     }
