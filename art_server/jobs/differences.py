@@ -51,8 +51,8 @@ class FirstDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class EarlierHistory:
-    """A history of the trajectory that came before another one."""
+class OtherHistory:
+    """Another history of the same trajectory."""
 
     history: HistoryBody
     digests: Sequence[bytes]
@@ -144,29 +144,29 @@ def _is_in_tools(text: str, at: int) -> bool:
 
 
 def of_histories(
-    earlier: Sequence[EarlierHistory],
+    others: Sequence[OtherHistory],
     history: HistoryBody,
     digests: Sequence[bytes],
     entry: int,
     prompt: Sequence[int],
 ) -> FirstDifference | None:
-    """The first difference between the messages before an entry and the most similar earlier history of the trajectory.
+    """The first difference between the messages before an entry and the most similar other history of the trajectory.
 
-    None if the messages repeat no answer of an earlier history as plain text. `prompt` are the tokens before the entry.
+    None if the messages repeat no answer of another history as plain text: the later of two repeats the earlier. `prompt` are the tokens before the entry.
     """
     messages = messages_of(history)[:entry]
     answers = _plain_answers(history.messages_and_choices[:entry])
-    nearest: EarlierHistory | None = None
+    nearest: OtherHistory | None = None
     num_same = -1
-    for earlier_history in earlier:
-        entries = earlier_history.history.messages_and_choices
+    for other in others:
+        entries = other.history.messages_and_choices
         first_choice = next((index for index, message in enumerate(entries) if is_choice(message)), None)
-        # As many plain answers as the earlier history begins with can be examples, which no policy sampled.
+        # As many plain answers as the other history begins with can be examples, which no policy sampled.
         if first_choice is None or len(answers) <= len(_plain_answers(entries[:first_choice])):
             continue
-        same = first_difference(digests[1 : entry + 1], earlier_history.digests[1:])
-        if same >= num_same and (same or _repeats(answers, earlier_history.history)):
-            nearest, num_same = earlier_history, same
+        same = first_difference(digests[1 : entry + 1], other.digests[1:])
+        if same >= num_same and (same or _repeats(answers, other.history)):
+            nearest, num_same = other, same
     if nearest is None:
         return None
     nearest_messages, nearest_tools = messages_of(nearest.history), nearest.history.tools

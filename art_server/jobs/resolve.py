@@ -40,7 +40,7 @@ from art_server.errors import InvalidInput, RecordsMissing
 from art_server.jobs import reasons
 from art_server.jobs.batch_signs import BatchSigns, Past, signs_of
 from art_server.jobs.choices import SentTurn, first_other_part, is_choice, is_weightless, read_turn
-from art_server.jobs.differences import EarlierHistory, FirstDifference, of_histories, of_prompt
+from art_server.jobs.differences import FirstDifference, OtherHistory, of_histories, of_prompt
 from art_server.jobs.job_report import NO_TURN, ReportCounts, make_report
 from art_server.jobs.recorded_turns import recorded_turn
 from art_server.jobs.template_turns import TemplateTurns
@@ -95,6 +95,24 @@ class HistoryTurns:
     """With each dropped turn, the reason."""
     is_truncated: bool = False
     """Whether the last turn is the trained model's, and was cut at a length limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedHistory:
+    """One conversation of a trajectory with its exact tokens."""
+
+    history: HistoryBody
+    path: str
+    """Its path in the request."""
+    turns: HistoryTurns
+    sequences: list[TokenSequence]
+    spans: list[TurnSpan]
+    num_before: int
+    """The number of the trajectory's sequences before the history."""
+
+    def as_other(self) -> OtherHistory:
+        """What is compared with another history of the trajectory."""
+        return OtherHistory(self.history, self.turns.digests, [sequence.token_ids for sequence in self.sequences])
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,27 +229,29 @@ class Resolver:
         seen: set[Hashable] = set()
         dropped_rewards: list[float] = []
         sequences: list[TokenSequence] = []
-        traces: list[TurnTrace] = []
-        earlier_histories: list[EarlierHistory] = []
-        first_difference: tuple[HistoryBody, int, FirstDifference, str] | None = None
-        num_again = 0
+        histories: list[ResolvedHistory] = []
         for number, history in enumerate([trajectory, *trajectory.additional_histories]):
             path = f"{where}.additional_histories[{number - 1}]." if number else f"{where}."
             turns = self._turns(history, path, seen, dropped_rewards)
             joined, spans = join_turns([turn for _, turn in turns.trained], self._index)
-            differences = self._differences(history, turns, joined, spans, earlier_histories)
-            traces += [TurnTrace(number, entry, dropped=reason) for entry, reason in turns.dropped]
-            traces += self._traces(number, turns, spans, differences, num_before=len(sequences))
-            for (entry, _), difference in zip(turns.trained, differences, strict=True):
-                if difference is not None:
-                    first_difference = first_difference or (history, entry, difference, path)
-                    num_again += difference.num_tokens
-            tokens = [sequence.token_ids for sequence in joined]
-            earlier_histories.append(EarlierHistory(history, turns.digests, tokens))
+            histories.append(ResolvedHistory(history, path, turns, joined, spans, len(sequences)))
             sequences += [sequence.model_copy(update={"truncated": turns.is_truncated}) for sequence in joined]
             if sequences:  # no trained turn of this history takes the rewards that are left
                 add_rewards(sequences[-1], dropped_rewards)
                 dropped_rewards.clear()
+        traces: list[TurnTrace] = []
+        first_difference: tuple[HistoryBody, int, FirstDifference, str] | None = None
+        num_again = 0
+        for number, resolved in enumerate(histories):
+            # The main history comes first, whether or not the others were before it.
+            others = [other.as_other() for other in histories if other is not resolved]
+            differences = self._differences(resolved, others)
+            traces += [TurnTrace(number, entry, dropped=reason) for entry, reason in resolved.turns.dropped]
+            traces += self._traces(number, resolved, differences)
+            for (entry, _), difference in zip(resolved.turns.trained, differences, strict=True):
+                if difference is not None:
+                    first_difference = first_difference or (resolved.history, entry, difference, resolved.path)
+                    num_again += difference.num_tokens
         if first_difference is not None:
             self._counts.add_difference(*first_difference, num_again)
         if not sequences:
@@ -241,31 +261,28 @@ class Resolver:
 
     def _differences(
         self,
-        history: HistoryBody,
-        turns: HistoryTurns,
-        sequences: Sequence[TokenSequence],
-        spans: Sequence[TurnSpan],
-        earlier_histories: Sequence[EarlierHistory],
+        resolved: ResolvedHistory,
+        others: Sequence[OtherHistory],
     ) -> list[FirstDifference | None]:
         """For each trained turn of a history, the first difference from what came before; None without a difference.
 
-        The first turn has no turns before it in its history, so its messages are compared with the trajectory's earlier
+        The first turn has no turns before it in its history, so its messages are compared with the trajectory's other
         histories. A joined turn extends the sequence so far, and differs in nothing. Any other turn begins a new sequence, and
         its prompt is compared with the sequence before. The turns of that sequence show whose text differs.
         """
         differences: list[FirstDifference | None] = []
         earlier_turns: list[tuple[int, TurnSpan]] = []
-        for (entry, turn), span in zip(turns.trained, spans, strict=True):
+        for (entry, turn), span in zip(resolved.turns.trained, resolved.spans, strict=True):
             if not earlier_turns:
                 prompt = turn.prompt_token_ids
-                difference = of_histories(earlier_histories, history, turns.digests, entry, prompt)
+                difference = of_histories(others, resolved.history, resolved.turns.digests, entry, prompt)
             elif span.is_joined:
                 difference = None
             else:
                 last = span.sequence - 1
                 of_last = [earlier_turn for earlier_turn in earlier_turns if earlier_turn[1].sequence == last]
-                tokens = sequences[last].token_ids
-                difference = of_prompt(history, of_last, tokens, turn.prompt_token_ids, self._sources.decode)
+                tokens = resolved.sequences[last].token_ids
+                difference = of_prompt(resolved.history, of_last, tokens, turn.prompt_token_ids, self._sources.decode)
             differences.append(difference)
             earlier_turns.append((entry, span))
         return differences
@@ -306,28 +323,26 @@ class Resolver:
 
     def _traces(
         self,
-        history: int,
-        turns: HistoryTurns,
-        spans: Sequence[TurnSpan],
+        number: int,
+        resolved: ResolvedHistory,
         differences: Sequence[FirstDifference | None],
-        num_before: int,
     ) -> list[TurnTrace]:
-        """The traces of a history's trained turns. `num_before` is the number of the trajectory's sequences before the
-        history. Its first turn continues other turns only if the history repeats an earlier history."""
+        """The traces of the trained turns of a trajectory's history. Its first turn continues other turns only if the history repeats
+        another history."""
         traces: list[TurnTrace] = []
-        for (entry, turn), span, difference in zip(turns.trained, spans, differences, strict=True):
+        for (entry, turn), span, difference in zip(resolved.turns.trained, resolved.spans, differences, strict=True):
             continues: str | None = None
             if traces or difference is not None:
                 continues = self._continuation(turn, span.is_joined)
                 self._counts.add_continuation(continues)
             trace = TurnTrace(
-                history,
+                number,
                 entry,
                 origin=turn.origin,
                 continues=continues,
                 difference=None if difference is None else str(difference),
                 step=turn.step,
-                sequence=num_before + span.sequence,
+                sequence=resolved.num_before + span.sequence,
                 start=span.start,
                 stop=span.stop,
                 is_taught=True if turn.targets is not None else None,

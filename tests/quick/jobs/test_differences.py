@@ -11,8 +11,8 @@ from art_server.jobs.differences import (
     ANSWER,
     TEMPLATE,
     TOOLS,
-    EarlierHistory,
     FirstDifference,
+    OtherHistory,
     of_histories,
     of_prompt,
 )
@@ -172,6 +172,6 @@ def test_histories_with_other_tools_differ_in_their_tools() -> None:
 
     first, second = [USER, choices[0]], [USER, plain, RESULT, choices[1]]
     for tools, whose in (([TIME], TOOLS), ([WEATHER], "the tool message")):
-        earlier = [EarlierHistory(history(first, WEATHER), digests(first), [[1, 2, 3, 4], [1, 5]])]
+        earlier = [OtherHistory(history(first, WEATHER), digests(first), [[1, 2, 3, 4], [1, 5]])]
         difference = of_histories(earlier, history(second, *tools), digests(second), 3, [1, 2, 9, 4, 5])
         assert difference is not None and (difference.whose, difference.num_tokens) == (whose, 2)

@@ -483,6 +483,10 @@ def test_histories_that_repeat_answers_without_continuing_them_say_why() -> None
     (difference,) = report.differences  # the first of the rollout
     assert (difference.whose, difference.expected, difference.found) == ("the policy's answer", "one", "one</code>")
     assert difference.example == "groups[0].trajectories[0].additional_histories[0].messages_and_choices[3]"
+    # The longest conversation comes first in a session's trajectory, whenever it began.
+    _, report = run([[*histories[1]], [user, choice([1], [9], "c-9")]], histories=[[user, one], histories[0]])
+    assert report.continuations == {"changed": 2}
+    assert [difference.whose for difference in report.differences] == ["the policy's answer"]
     # A branch continues an answer; neither a sub-agent nor an example of the prompt is an answer that was not continued.
     branch = [user, one, {"role": "user", "content": "another"}, choice([1, 2, 8], [9], "c-8")]
     _, report = run(
