@@ -163,13 +163,14 @@ def default_config() -> TrainConfig:
     """How scores train. Scores are few and late: a batch trains eight small steps in place of a large one, and old answers count as
     long as the policy has not left them. Of such answers k3, the usual estimate of the KL divergence, has a gradient that grows without
     bound and holds the policy back; k2 has not. All tokens have the same weight: if all answers had, the tokens of a bad
-    long answer would weigh less, and answers would lose their ends (docs/benchmarks.md, "Learning in use")."""
+    long answer would weigh less, and answers would lose their ends (docs/benchmarks.md, "Learning in use"). Answers have no siblings, and
+    some questions get low scores whatever the answer is, so a reward is compared with those of similar questions."""
     return TrainConfig(
         learning_rate=1e-4,
         passes=4,
         mini_batches=2,
         epsilon=0.4,
-        baseline="none",
+        baseline="similar_prompts",
         scaling="batch_std",
         beta=0.01,
         kl_estimator="k2",

@@ -240,12 +240,14 @@ class LossConfig(Displayed, Body):
     constant_length: int = Field(default=1024, ge=1)
     """The number of tokens by which normalisation="constant" divides."""
 
-    baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
-    """What is subtracted from a reward: the mean of its group, the mean of its group's other rewards, or nothing."""
+    baseline: Literal["group_mean", "leave_one_out", "similar_prompts", "none"] = "group_mean"
+    """What is subtracted from a reward: the mean of its group, the mean of its group's other rewards, the reward that the batch's other
+    trajectories with similar prompts lead to expect (for answers without siblings; not with scaling="group_std"), or nothing."""
     scaling: Literal["group_std", "batch_std", "none"] = "group_std"
     """group_std: advantages are divided by the standard deviation of the group's rewards. batch_std: advantages are
-    standardised over all groups with signal; with baseline="none" these are all groups, unless all rewards of the batch are
-    equal. none: advantages are not scaled. Turn rewards get the same baseline and scaling, over turn rewards alone."""
+    standardised over all groups with signal; with baseline="none" or "similar_prompts" these are all groups, unless all rewards of the
+    batch are equal. none: advantages are not scaled. Turn rewards get the same baseline and scaling, over turn rewards alone; with
+    "similar_prompts" they have no baseline of their own."""
 
     correction: Literal["off", "truncate", "mask", "sequence_mask"] = "truncate"
     """The weight of a token's policy term, with c = pi_old / pi_sampled. truncate: min(c, correction_high). mask: c, or
@@ -378,6 +380,10 @@ class TrainConfig(LossConfig):
             raise ValueError(
                 f"correction='{self.correction}' weighs tokens by pi_old / pi_sampled, which ratio_to='sampled' already"
                 " includes: leave correction out, or set ratio_to='start'"
+            )
+        if self.baseline == "similar_prompts" and self.scaling == "group_std":
+            raise ValueError(
+                "baseline='similar_prompts' compares over the batch, and scaling='group_std' within groups: use scaling='batch_std' or 'none'"
             )
         if self.correction_low > self.correction_high:
             raise ValueError("correction_low is above correction_high")

@@ -393,7 +393,7 @@ def _advice(
         list(zip(batch.groups, is_equal, strict=True)),
         copied=counts.copied,
         is_greedy=any(float(value) == 0 for value in counts.unscored.get("temperature", ())),
-        compares_group=config.baseline != "none",
+        compares_group=config.baseline in ("group_mean", "leave_one_out"),
         signs=signs,
         learning_rate=config.learning_rate,
         past=past,

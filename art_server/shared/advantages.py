@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from art_protocol.signal import has_signal
 from art_protocol.wire import LossConfig
+from art_server.shared.expected_rewards import expected_rewards
 from art_server.shared.trainer_messages import TokenSequence, TrainableGroup, TrainableTrajectory
 
 STD_FLOOR = 1e-6
@@ -67,6 +68,8 @@ def _tokens_of_groups(
         is_live = _has_signal(group, config)
         outcomes.append(group_advantages(rewards_G, config) if is_live else None)
         turns.append(turn_advantages(group, config) if is_live else None)
+    if config.baseline == "similar_prompts":
+        outcomes = above_expected(groups, outcomes)
     outcomes = scale_over_batch(outcomes, config)
     turns = scale_over_batch(turns, config)
     return [
@@ -90,8 +93,8 @@ def _has_signal(group: TrainableGroup, config: LossConfig) -> bool:
 
 
 def _is_batch_baseline(config: LossConfig) -> bool:
-    """Whether the mean of the whole batch is the only baseline, as in REINFORCE++ without a baseline of the group."""
-    return config.baseline == "none" and config.scaling == "batch_std"
+    """Whether only the whole batch has a baseline, as in REINFORCE++ without a baseline of the group."""
+    return config.baseline == "similar_prompts" or (config.baseline == "none" and config.scaling == "batch_std")
 
 
 def has_tokens(tokens: GroupTokens) -> bool:
@@ -272,9 +275,9 @@ def group_advantages(
     errors.
 
     A group has no signal if its rewards are equal but for rounding (`art_protocol.signal`), as with a single trajectory.
-    With baseline="none" it has no signal if all rewards are 0; with scaling="batch_std" in addition it always has signal,
-    because the mean of the batch is subtracted later.
-    baseline: group_mean is reward - mean, leave_one_out is reward - mean of the others, none is the reward.
+    With baseline="none" it has no signal if all rewards are 0; with scaling="batch_std" in addition, and with "similar_prompts", it
+    always has signal, because the baseline of the batch is subtracted later.
+    baseline: group_mean is reward - mean, leave_one_out is reward - mean of the others, the others are the reward.
     scaling: group_std divides by (population standard deviation + STD_FLOOR), unless the rewards are equal.
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (outcome supervision); Ahmadian et al. 2024,
     arXiv:2402.14740, eq. 8 (leave one out).
@@ -296,7 +299,7 @@ def group_advantages(
             f"the {what} of a group range from {min(rewards_G):g} to {max(rewards_G):g}: their standard deviation is"
             " not a finite number; scale the rewards down"
         )
-    if config.baseline == "none":
+    if config.baseline in ("none", "similar_prompts"):
         advantages_G = list(rewards_G)
     elif config.baseline == "leave_one_out":
         advantages_G = [deviation * size / (size - 1) for deviation in deviations_G]
@@ -309,9 +312,37 @@ def group_advantages(
 
 def _rewards_have_signal(rewards_G: Sequence[float], config: LossConfig) -> bool:
     """Whether a group's rewards give any trajectory an advantage. Where only the batch has a baseline, any rewards may."""
-    if config.baseline != "none":
+    if config.baseline in ("group_mean", "leave_one_out"):
         return has_signal(rewards_G)
     return _is_batch_baseline(config) or has_signal([0.0, *rewards_G])
+
+
+def above_expected(groups: Sequence[TrainableGroup], rewards: Sequence[list[float] | None]) -> list[list[float] | None]:
+    """The rewards minus what the other trajectories of the batch with similar prompts lead to expect (`expected_rewards`).
+
+    None marks a group without signal, which does not count. If all rewards are equal but for rounding, no group has signal.
+    """
+    prompts: list[list[int]] = []
+    values: list[float] = []
+    for group, rewards_G in zip(groups, rewards, strict=True):
+        if rewards_G is not None:
+            prompts += map(_prompt, group.trajectories)
+            values += rewards_G
+    if not has_signal(values):
+        return [None] * len(rewards)
+    expected = iter(expected_rewards(prompts, values))
+    advantages: list[list[float] | None] = []
+    for rewards_G in rewards:
+        advantages.append(None if rewards_G is None else [reward - next(expected) for reward in rewards_G])
+    return advantages
+
+
+def _prompt(trajectory: TrainableTrajectory) -> list[int]:
+    """The tokens before the first trained token; none of a trajectory without sequences."""
+    if not trajectory.sequences:
+        return []
+    sequence = trajectory.sequences[0]
+    return sequence.token_ids[: next(iter(trained_positions(sequence)), len(sequence.token_ids))]
 
 
 def scale_over_batch(advantages: Sequence[list[float] | None], config: LossConfig) -> list[list[float] | None]:

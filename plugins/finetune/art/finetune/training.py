@@ -352,9 +352,11 @@ def _trains(config: art.TrainConfig, group: art.TrajectoryGroup) -> bool:
     has_other_terms = (config.beta > 0 and config.kl_in == "loss") or config.entropy_bonus > 0
     if has_other_terms or is_informative(group):
         return True
-    if config.baseline != "none":
+    if config.baseline in ("group_mean", "leave_one_out"):
         return False
-    return config.scaling == "batch_std" or has_signal([0.0, *(trajectory.reward for trajectory in group)])
+    if config.baseline == "similar_prompts" or config.scaling == "batch_std":
+        return True
+    return has_signal([0.0, *(trajectory.reward for trajectory in group)])
 
 
 def _have_signal(groups: list[art.TrajectoryGroup]) -> bool:
