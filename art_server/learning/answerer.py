@@ -3,7 +3,7 @@ nothing."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 from art_server.engine.engine import LOST, AdapterRefused, Engine, EngineDied
@@ -45,6 +45,12 @@ class Answerer:
     def __init__(self, *, fleet: Fleet, gate: PauseGate):
         self._fleet = fleet
         self._gate = gate
+
+    @contextlib.contextmanager
+    def kept(self, model: RegisteredModel, step: int) -> Iterator[None]:
+        """A step that is not deleted inside the block."""
+        with self._gate.inside(model.adapter_name(step)):
+            yield
 
     async def complete(self, model: RegisteredModel, step: int, body: dict[str, Any]) -> dict[str, Any]:
         """The choice of a completion."""

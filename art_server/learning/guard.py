@@ -2,15 +2,18 @@
 serves. No score is needed, so a step that broke is never seen by a user.
 
 A step breaks in ways that neither its loss nor its rewards show: it loses the end of its turn, says nothing, or drifts far from the
-step that serves. A difference counts if it is large, and larger than chance makes it.
+step that serves. A difference counts if it is large, and larger than chance makes it. A policy also decays slowly, each step a little
+worse than the one before, so faults are compared with those of an earlier step, too.
 """
 
 import asyncio
+import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from art_server.engine.engine import AdapterRefused
 from art_server.learning.answerer import Answerer, at_once
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
@@ -18,12 +21,16 @@ from art_server.ledger.records import NEVER_LEARNS, Record
 from art_server.shared.parser_families import CALL_MARKS
 from art_server.store.registry import RegisteredModel
 
+logger = logging.getLogger(__name__)
+
 NUM_ANSWERS = 64
 """Answers of each step."""
 MOST_SHARE = 0.1
 """The share of cut, empty or invalid answers may grow by so much."""
 MOST_RATIO = 2.0
 """The mean length may change by this factor."""
+EARLIER = 8
+"""The earlier step is so many steps older than the one that serves."""
 MIN_Z = 2.5
 """Standard errors that a difference must have beside."""
 COPIED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -59,22 +66,43 @@ class Guard:
         Raises:
             ServerError: from `Answerer`.
         """
+        earlier = earlier_step((kept for kept in model.steps() if model.has(kept)), serving)
+        with self._answerer.kept(model, earlier):
+            return await self._compare(model, step, serving, earlier, max_kl)
+
+    async def _compare(
+        self, model: RegisteredModel, step: int, serving: int, earlier: int, max_kl: float
+    ) -> str | None:
         records = await asyncio.to_thread(self._ledger.find_recent, model.number, NUM_ANSWERS)
         records = [record for record in records if can_be_replayed(record)]
         if not records:
             return None
-        questions = iter([(number, kind) for number in range(NUM_ANSWERS) for kind in (step, serving)])
-        answers: dict[int, list[Answer]] = {step: [], serving: []}
+        answers: dict[int, list[Answer]] = {step: [], serving: [], earlier: []}
+        questions = iter([(number, asked) for number in range(NUM_ANSWERS) for asked in answers])
 
         async def ask() -> None:
-            for number, kind in questions:
-                answers[kind].append(await self._answer(model, kind, serving, records[number % len(records)], number))
+            for number, asked in questions:
+                compared, record = serving if asked == step else None, records[number % len(records)]
+                try:
+                    answers[asked].append(await self._answer(model, asked, compared, record, number))
+                except AdapterRefused:
+                    if asked in (step, serving):
+                        raise
 
         await at_once(ask)
-        return compare(answers[step], answers[serving], max_kl)
+        new, before = answers[step], answers[earlier]
+        reason = compare(new, answers[serving], max_kl)
+        if not before:
+            logger.warning("the guard does without %s, because its files are broken", model.adapter_name(earlier))
+        elif reason is None:
+            reason = more_faults(new, before, f"step {earlier}")
+        return reason
 
-    async def _answer(self, model: RegisteredModel, step: int, serving: int, record: Record, seed: int) -> Answer:
-        """The answer of a step to a recorded prompt. Both steps get the same seeds."""
+    async def _answer(
+        self, model: RegisteredModel, step: int, compared: int | None, record: Record, seed: int
+    ) -> Answer:
+        """The answer of a step to a recorded prompt, and how much likelier the answer is than for the step that it is compared with.
+        All steps get the same seeds."""
         prompt = record.prompt_token_ids
         body = {name: record.sampling[name] for name in COPIED if record.sampling.get(name) is not None}
         limit = max_tokens(record)
@@ -82,9 +110,9 @@ class Guard:
         choice = await self._answerer.complete(model, step, body)
         sampled: list[int] = choice["token_ids"]
         divergence = 0.0
-        if step != serving and sampled:
+        if compared is not None and sampled:
             own = await self._logprob(model, step, prompt, sampled)
-            divergence = own - await self._logprob(model, serving, prompt, sampled)
+            divergence = own - await self._logprob(model, compared, prompt, sampled)
         message = conversation.message_from(choice["text"])
         calls = message.get("tool_calls")
         return Answer(
@@ -120,13 +148,27 @@ FAULTS: Mapping[str, Callable[[Answer], bool]] = {
 }
 
 
+def earlier_step(steps: Iterable[int], serving: int) -> int:
+    """The step with whose faults a new step's are compared beside those of the step that serves: EARLIER steps older, or the next that
+    is kept."""
+    older = [step for step in steps if step <= serving]
+    return max((step for step in older if step <= serving - EARLIER), default=min(older, default=serving))
+
+
+def more_faults(new: Sequence[Answer], before: Sequence[Answer], whose: str) -> str | None:
+    """What more of a new step's answers have than of another step's; None: nothing."""
+    for fault, has_fault in FAULTS.items():
+        share, share_before = (statistics.fmean(map(has_fault, answers)) for answers in (new, before))
+        error = math.sqrt((share * (1 - share) + share_before * (1 - share_before)) / len(new))
+        if share - share_before > max(MOST_SHARE, MIN_Z * error):
+            return f"{share:.0%} of its answers to recorded prompts {fault}, and {share_before:.0%} of those of {whose}"
+    return None
+
+
 def compare(new: Sequence[Answer], serving: Sequence[Answer], max_kl: float) -> str | None:
     """Why the answers of a new step must not be seen; None: they may be."""
-    for fault, has_fault in FAULTS.items():
-        share, before = (statistics.fmean(map(has_fault, answers)) for answers in (new, serving))
-        error = math.sqrt((share * (1 - share) + before * (1 - before)) / len(new))
-        if share - before > max(MOST_SHARE, MIN_Z * error):
-            return f"{share:.0%} of its answers to recorded prompts {fault}, and {before:.0%} of those of the step that serves"
+    if reason := more_faults(new, serving, "the step that serves"):
+        return reason
     lengths, lengths_before = ([answer.length for answer in answers] for answers in (new, serving))
     mean, mean_before = statistics.fmean(lengths), statistics.fmean(lengths_before)
     error = math.sqrt((statistics.pvariance(lengths) + statistics.pvariance(lengths_before)) / len(new))
