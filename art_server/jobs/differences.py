@@ -152,7 +152,8 @@ def of_histories(
 ) -> FirstDifference | None:
     """The first difference between the messages before an entry and the most similar other history of the trajectory.
 
-    None if the messages repeat no answer of another history as plain text: the later of two repeats the earlier. `prompt` are the tokens before the entry.
+    None if the messages repeat no answer of another history as plain text: the later of two repeats the earlier. `prompt` are the tokens
+    before the entry.
     """
     messages = messages_of(history)[:entry]
     answers = _plain_answers(history.messages_and_choices[:entry])

@@ -19,12 +19,12 @@ STRENGTHS = (0.3, 1.0, 3.0, 10.0, 30.0)
 def expected_rewards(prompts: Sequence[Sequence[int]], rewards: Sequence[float]) -> list[float]:
     """For each prompt the reward that the other prompts and rewards predict.
 
-    A ridge regression on which tokens the prompt has (ids modulo NUM_FEATURES), without the prompt's own reward (leave one out), so
-    that the gradient keeps its expectation. The strength of the regularisation is the one with the least squared error; where no
+    A ridge regression on which tokens the prompt has (ids modulo NUM_FEATURES), without the prompt's own reward (leave one out), on
+    which a baseline must not depend. The strength of the regularisation, one for all, is the one with the least squared error; where no
     strength beats the mean of the other rewards, this mean is what is expected. A single reward is what is expected of itself.
 
-    Source: Greensmith, Bartlett and Baxter 2004, section 3 (a baseline that depends on the state); Hastie, Tibshirani and Friedman
-    2009, eq. 7.64 (leave one out in closed form).
+    Source: Sutton and Barto 2018, section 13.4 (a baseline that depends on the state); Hastie, Tibshirani and Friedman 2009, section
+    7.10 (leave one out in closed form).
     """
     num = len(rewards)
     if num < 2:

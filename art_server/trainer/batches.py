@@ -330,7 +330,8 @@ def make_micro_batches(
     """The sequences in micro-batches of at most `max_tokens` tokens; unshared sequences count with their padding.
 
     Trees, or unshared sequences, are packed together only up to `fill_tokens`. A sequence above the budget is a
-    micro-batch by itself, or with siblings that add little (`pack_trees`). The largest trees come first, so that a step that does not fit fails early.
+    micro-batch by itself, or with siblings that add little (`pack_trees`). The largest trees come first, so that a step
+    that does not fit fails early.
     """
     token_ids = [sequence.token_ids for sequence in sequences]
     firsts = np.cumsum([0, *(len(sequence.targets) for sequence in sequences)])
