@@ -77,32 +77,34 @@ class Guard:
         records = [record for record in records if can_be_replayed(record)]
         if not records:
             return None
-        answers: dict[int, list[Answer]] = {step: [], serving: [], earlier: []}
-        questions = iter([(number, asked) for number in range(NUM_ANSWERS) for asked in answers])
+        new = await self._answers(model, records, step, compared=serving)
+        reason = compare(new, await self._answers(model, records, serving), max_kl)
+        if reason is not None or earlier == serving or not has_faults(new):
+            return reason
+        try:
+            return more_faults(new, await self._answers(model, records, earlier), f"step {earlier}")
+        except AdapterRefused:
+            logger.warning("the guard does without %s, because its files are broken", model.adapter_name(earlier))
+            return None
+
+    async def _answers(
+        self, model: RegisteredModel, records: Sequence[Record], step: int, compared: int | None = None
+    ) -> list[Answer]:
+        """A step's answers to recorded prompts, and how much likelier they are than for the step that they are compared with."""
+        answers: list[Answer] = []
+        numbers = iter(range(NUM_ANSWERS))
 
         async def ask() -> None:
-            for number, asked in questions:
-                compared, record = serving if asked == step else None, records[number % len(records)]
-                try:
-                    answers[asked].append(await self._answer(model, asked, compared, record, number))
-                except AdapterRefused:
-                    if asked in (step, serving):
-                        raise
+            for number in numbers:
+                answers.append(await self._answer(model, step, compared, records[number % len(records)], number))
 
         await at_once(ask)
-        new, before = answers[step], answers[earlier]
-        reason = compare(new, answers[serving], max_kl)
-        if not before:
-            logger.warning("the guard does without %s, because its files are broken", model.adapter_name(earlier))
-        elif reason is None:
-            reason = more_faults(new, before, f"step {earlier}")
-        return reason
+        return answers
 
     async def _answer(
         self, model: RegisteredModel, step: int, compared: int | None, record: Record, seed: int
     ) -> Answer:
-        """The answer of a step to a recorded prompt, and how much likelier the answer is than for the step that it is compared with.
-        All steps get the same seeds."""
+        """The answer of a step to a recorded prompt. All steps get the same seeds."""
         prompt = record.prompt_token_ids
         body = {name: record.sampling[name] for name in COPIED if record.sampling.get(name) is not None}
         limit = max_tokens(record)
@@ -153,6 +155,11 @@ def earlier_step(steps: Iterable[int], serving: int) -> int:
     is kept."""
     older = [step for step in steps if step <= serving]
     return max((step for step in older if step <= serving - EARLIER), default=min(older, default=serving))
+
+
+def has_faults(answers: Sequence[Answer]) -> bool:
+    """Whether so many answers have a fault that an earlier step may have fewer (`more_faults`)."""
+    return any(statistics.fmean(map(has_fault, answers)) > MOST_SHARE for has_fault in FAULTS.values())
 
 
 def more_faults(new: Sequence[Answer], before: Sequence[Answer], whose: str) -> str | None:

@@ -105,7 +105,7 @@ class Asked:
         ),
         ({0: 64, 9: 10, 10: 14}, None),
         ({9: 10, 10: 14}, None),
-        ({0: 64, 1: 0, 9: 0, 10: 0}, None),
+        ({0: 64, 1: 0, 9: 0, 10: 6}, None),
         ({1: BROKEN, 9: 10, 10: 14}, None),
     ],
     ids=["decays slowly", "was worse earlier", "has no earlier step", "is good", "the earlier step's files are broken"],
