@@ -33,7 +33,10 @@ SEVERE, KIND = 0.05, 0.55
 """The probability of a thumb up for "yes", of the users of odd and of even questions."""
 QUESTIONS = PROMPTS[:20]
 SHARE_SCORED, SHARE_WRONG, LONGEST_DELAY = 0.3, 0.1, 5
-BATCH = 120
+BATCHES = {"smollm2": 480}
+"""Scored answers that a step trains, by base model. SmolLM2 tells the questions apart, and 120 thumbs, of which each is a matter of
+luck, say little of each of them: a step would unlearn by chance what it has learned."""
+OTHER_BATCH = 120
 NUM_CLIENTS = 20
 CROWD = Path(__file__).parent / "crowd"
 COMMANDS = ([sys.executable, CROWD / "client.py"], ["node", CROWD / "client.mjs"], ["bash", CROWD / "client.sh"])
@@ -133,25 +136,29 @@ async def use(crowd: Crowd, http: httpx.AsyncClient, name: str, steps: int, seed
     dice = random.Random(seed)
     due: dict[int, list[tuple[Answer, bool, str]]] = {}
     by_step: dict[int, list[Answer]] = {}
-    for number in itertools.count():
-        answers = await crowd.ask()
-        for answer in answers:
-            by_step.setdefault(answer.step, []).append(answer)
-            if dice.random() < SHARE_SCORED:
-                is_wrong = dice.random() < SHARE_WRONG
-                thumb = (dice.random() < answer.likes) != is_wrong
-                score = (answer, thumb, f"user-{dice.randrange(200)}")
-                due.setdefault(number + dice.randint(0, LONGEST_DELAY), []).append(score)
-        await crowd.give(due.pop(number, []))
-        info = (await http.get(f"/api/models/{name}/learning")).json()
-        mean = statistics.fmean(answer.likes for answer in answers)
-        answered = f"answered by step {max(by_step)}"
-        print(f"round {number:2d}  expected thumbs up {mean:.3f}  {answered}; {info['reason']}", flush=True)
-        num_by_last = sum(len(by_step[step]) for step in by_step if step >= steps)
-        if num_by_last >= len(answers) // 2 or info["state"] == "paused":  # the guard has refused three steps in a row
-            break
-    rewards = {step: mean_of(by_step[step]) for step in sorted(by_step)}
-    print("by step:", "  ".join(f"{step} {reward:.3f}" for step, reward in rewards.items()))
+    try:
+        for number in itertools.count():
+            answers = await crowd.ask()
+            for answer in answers:
+                by_step.setdefault(answer.step, []).append(answer)
+                if dice.random() < SHARE_SCORED:
+                    is_wrong = dice.random() < SHARE_WRONG
+                    thumb = (dice.random() < answer.likes) != is_wrong
+                    score = (answer, thumb, f"user-{dice.randrange(200)}")
+                    due.setdefault(number + dice.randint(0, LONGEST_DELAY), []).append(score)
+            await crowd.give(due.pop(number, []))
+            info = (await http.get(f"/api/models/{name}/learning")).json()
+            mean = statistics.fmean(answer.likes for answer in answers)
+            answered = f"answered by step {max(by_step)}"
+            print(f"round {number:2d}  expected thumbs up {mean:.3f}  {answered}; {info['reason']}", flush=True)
+            num_by_last = sum(len(by_step[step]) for step in by_step if step >= steps)
+            if (
+                num_by_last >= len(answers) // 2 or info["state"] == "paused"
+            ):  # the guard has refused three steps in a row
+                break
+    finally:  # also of an interrupted run
+        rewards = {step: mean_of(by_step[step]) for step in sorted(by_step)}
+        print("by step:", "  ".join(f"{step} {reward:.3f}" for step, reward in rewards.items()), flush=True)
     return list(rewards.values())
 
 
@@ -164,7 +171,7 @@ def mean_of(answers: Sequence[Answer]) -> float:
 
 
 async def main() -> None:
-    parser = flag_parser((__doc__ or "").splitlines()[0], 6, {"art/tiny": 2e-3, "smollm2": 2.5e-4})
+    parser = flag_parser((__doc__ or "").splitlines()[0], 6, {"art/tiny": 2e-3, "smollm2": 1e-4})
     parser.add_argument("--seed", type=int, default=1)
     parser.set_defaults(steps=10)
     flags = parser.parse_args()
@@ -173,7 +180,7 @@ async def main() -> None:
         await model.register(backend)
         rate = flags.learning_rate or flags.learning_rates.get(flags.model, 1e-4)
         config = default_config().model_copy(update={"learning_rate": rate})
-        await model.learn(Policy(batch=BATCH, config=config))
+        await model.learn(Policy(batch=BATCHES.get(flags.model, OTHER_BATCH), config=config))
         headers = {"authorization": f"Bearer {model.inference_api_key}"} if model.inference_api_key else {}
         name = model.get_inference_name()
         async with (
