@@ -12,7 +12,6 @@ from typing import TypeAlias
 
 from art_protocol.signal import has_signal
 from art_protocol.wire import LossConfig
-from art_server.shared.expected_rewards import expected_rewards
 from art_server.shared.trainer_messages import TokenSequence, TrainableGroup, TrainableTrajectory
 
 STD_FLOOR = 1e-6
@@ -330,6 +329,8 @@ def above_expected(groups: Sequence[TrainableGroup], rewards: Sequence[list[floa
             values += rewards_G
     if not has_signal(values):
         return [None] * len(rewards)
+    from art_server.shared.expected_rewards import expected_rewards  # with numpy, which not every command of `art` has
+
     expected = iter(expected_rewards(prompts, values))
     advantages: list[list[float] | None] = []
     for rewards_G in rewards:

@@ -17,6 +17,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "schedule": {"schedule_steps": 9},
     "overlong": {"overlong_length": 9, "overlong_buffer": 3},
     "ratio_to": {"correction": "off"},
+    "baseline": {"scaling": "batch_std"},
     "correction_low": {"correction_high": 1e9},
 }
 """Values of other fields that a value of this field needs."""

@@ -31,6 +31,7 @@ NEEDS: dict[tuple[str, Any], dict[str, Any]] = {
     ("schedule", "cosine"): {"schedule_steps": 10},
     ("overlong", "soft_penalty"): {"overlong_length": 16, "overlong_buffer": 8},
     ("correction_low", LARGE): {"correction_high": LARGE},
+    ("baseline", "similar_prompts"): {"scaling": "batch_std"},
     ("objective", "likelihood"): {"baseline": "none", "scaling": "none"},
     ("held_out", LARGE): {
         "objective": "likelihood",
