@@ -281,7 +281,8 @@ class Collector:
         if learning.state == "off":
             return "learning is off: `art learn` or PUT .../learning turns it on"
         if learning.state == "paused":
-            return f"learning is paused: {learning.reason or 'somebody paused it'}"
+            why = learning.reason or "somebody paused it"
+            return f"learning is paused: {why}. It goes on with `art learn {model.id} --resume`"
         if not self._registration.is_on_base(model):
             return f"the server has not loaded the base model '{model.record.base_model}'"
         job_id = await self._pending_job(model)

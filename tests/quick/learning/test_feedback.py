@@ -199,5 +199,6 @@ async def test_the_commands_teach_a_running_server(tmp_path: Path, capsys: pytes
         assert code == 2 and "2 of 3 scores taken" in out and f"{file}, line 2: answer 'x' is no answer" in err
         await shop.trained(1)
         assert "scores: 2 trained" in (await run("learn", NAME, *url))[1]
-        assert "learning is paused: somebody paused it" in (await run("learn", NAME, "--pause", *url))[1]
+        paused = f"learning is paused: somebody paused it. It goes on with `art learn {NAME} --resume`"
+        assert paused in " ".join((await run("learn", NAME, "--pause", *url))[1].split())
         assert '"state": "off"' in (await run("learn", NAME, "--off", "--json", *url))[1]
