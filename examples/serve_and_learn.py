@@ -33,11 +33,10 @@ SEVERE, KIND = 0.05, 0.55
 """The probability of a thumb up for "yes", of the users of odd and of even questions."""
 QUESTIONS = PROMPTS[:20]
 SHARE_SCORED, SHARE_WRONG, LONGEST_DELAY = 0.3, 0.1, 5
-PLANS = {"art/tiny": {0: (120, 2e-3)}, "smollm2": {0: (120, 2.5e-4), 30: (480, 5e-4), 48: (480, 2e-4)}}
-"""From a step on: scored answers that a step trains, and the learning rate. SmolLM2 tells the questions apart. Many small batches find
-words that are liked, but 120 thumbs, of which each is a matter of luck, say little of each question: in the long run a step would unlearn
-by chance what it has learned. So later batches are larger, as an operator would change them with `art learn`."""
-OTHER_PLAN = {0: (120, 1e-4)}
+BATCHES = {"smollm2": 480}
+"""Scored answers that a step trains, by base model. SmolLM2 tells the questions apart, and 120 thumbs, of which each is a matter of
+luck, say little of each of them: a step would unlearn by chance what it has learned."""
+OTHER_BATCH = 120
 NUM_CLIENTS = 20
 CROWD = Path(__file__).parent / "crowd"
 COMMANDS = ([sys.executable, CROWD / "client.py"], ["node", CROWD / "client.mjs"], ["bash", CROWD / "client.sh"])
@@ -131,22 +130,14 @@ async def gathered(url: str, key: str, name: str) -> AsyncIterator[Crowd]:
         await asyncio.gather(*(process.wait() for process in processes))
 
 
-async def use(
-    crowd: Crowd, model: art.TrainableModel, plan: Mapping[int, Policy], steps: int, seed: int
-) -> list[float]:
+async def use(crowd: Crowd, model: art.TrainableModel, steps: int, seed: int) -> list[float]:
     """Rounds of questions and late thumbs until a step has answered half of a round. Returns the expected share of thumbs up of each
-    step. `plan` has the policies by the step from which they hold."""
-    policy: Policy | None = None
-    info = await model.learning()
+    step."""
     dice = random.Random(seed)
     due: dict[int, list[tuple[Answer, bool, str]]] = {}
     by_step: dict[int, list[Answer]] = {}
     try:
         for number in itertools.count():
-            planned = plan[max(step for step in plan if step <= info.newest_step)]
-            if planned is not policy:
-                policy = planned
-                await model.learn(policy)
             answers = await crowd.ask()
             for answer in answers:
                 by_step.setdefault(answer.step, []).append(answer)
@@ -178,25 +169,19 @@ def mean_of(answers: Sequence[Answer]) -> float:
     return statistics.fmean(map(statistics.fmean, by_question.values()))
 
 
-def plan_of(base_model: str, learning_rate: float | None) -> dict[int, Policy]:
-    """The policies by the step from which they hold. `learning_rate` None: the plan's."""
-    return {
-        step: Policy(batch=batch, config=default_config().model_copy(update={"learning_rate": learning_rate or rate}))
-        for step, (batch, rate) in PLANS.get(base_model, OTHER_PLAN).items()
-    }
-
-
 async def main() -> None:
-    parser = flag_parser((__doc__ or "").splitlines()[0], 6, {})
+    parser = flag_parser((__doc__ or "").splitlines()[0], 6, {"art/tiny": 2e-3, "smollm2": 5e-4})
     parser.add_argument("--seed", type=int, default=1)
     parser.set_defaults(steps=10)
     flags = parser.parse_args()
     async with make_backend(flags) as backend:
         model = make_model(flags, "serve-and-learn")
         await model.register(backend)
-        plan = plan_of(flags.model, flags.learning_rate)
+        rate = flags.learning_rate or flags.learning_rates.get(flags.model, 1e-4)
+        config = default_config().model_copy(update={"learning_rate": rate})
+        await model.learn(Policy(batch=BATCHES.get(flags.model, OTHER_BATCH), config=config))
         async with gathered(backend.base_url, model.inference_api_key or "", model.get_inference_name()) as crowd:
-            rewards = await use(crowd, model, plan, flags.steps, flags.seed)
+            rewards = await use(crowd, model, flags.steps, flags.seed)
     plot({"expected thumbs up": rewards}, flags.plot, "learning from thumbs")
 
 
