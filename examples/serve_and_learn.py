@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from program import flag_parser, make_backend, make_model, plot
+from program import OTHER_RATE, flag_parser, make_backend, make_model, plot
 from yes_no_maybe import PROMPTS
 
 import art
@@ -177,7 +177,7 @@ async def main() -> None:
     async with make_backend(flags) as backend:
         model = make_model(flags, "serve-and-learn")
         await model.register(backend)
-        rate = flags.learning_rate or flags.learning_rates.get(flags.model, 1e-4)
+        rate = flags.learning_rate or flags.learning_rates.get(flags.model, OTHER_RATE)
         config = default_config().model_copy(update={"learning_rate": rate})
         await model.learn(Policy(batch=BATCHES.get(flags.model, OTHER_BATCH), config=config))
         async with gathered(backend.base_url, model.inference_api_key or "", model.get_inference_name()) as crowd:
